@@ -1,0 +1,35 @@
+# Every target does its own set-up in a virtual environment: VENV=... for another place.
+VENV ?= .venv
+MODEL ?= vgg16
+GPUS ?= 16
+PYTHON ?= python3
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c .ci/constraints.txt
+
+.PHONY: search test lint bench clean
+
+search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
+	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
+
+test: $(VENV)/.installed-dev  ## all tests; ARGS="-m slow" for the long ones
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.installed-dev  ## search and table times, as in the README
+	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev,notebooks]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

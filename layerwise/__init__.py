@@ -1,0 +1,92 @@
+"""layerwise: finds the provably cheapest way to split every layer of a network over several GPUs.
+
+The names below are imported when they are first used, so that `import layerwise` is fast and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Box": "layerwise.geometry",
+    "Config": "layerwise.config",
+    "CostModel": "layerwise.cost.tables",
+    "CostOptions": "layerwise.cost.tables",
+    "DeviceGraph": "layerwise.machine",
+    "Grid": "layerwise.geometry",
+    "Layer": "layerwise.graph.layer",
+    "LayerGraph": "layerwise.graph.layer",
+    "LayerwiseError": "layerwise.errors",
+    "Op": "layerwise.ops.base",
+    "Plan": "layerwise.plan",
+    "SearchSpace": "layerwise.config",
+    "TensorSpec": "layerwise.tensor",
+    "from_onnx": "layerwise.graph.from_onnx",
+    "from_torch": "layerwise.graph.from_torch",
+    "fuse": "layerwise.graph.fuse",
+    "load_model": "layerwise.graph.load",
+    "load_plan": "layerwise.plan",
+    "load_profile": "layerwise.machine",
+    "price": "layerwise.cost.price",
+    "register_op": "layerwise.graph.registry",
+    "timeline": "layerwise.cost.timeline",
+}
+
+__all__ = [
+    "Box",
+    "Config",
+    "CostModel",
+    "CostOptions",
+    "DeviceGraph",
+    "Grid",
+    "Layer",
+    "LayerGraph",
+    "LayerwiseError",
+    "Op",
+    "Plan",
+    "SearchSpace",
+    "TensorSpec",
+    "__version__",
+    "from_onnx",
+    "from_torch",
+    "fuse",
+    "load_model",
+    "load_plan",
+    "load_profile",
+    "price",
+    "register_op",
+    "timeline",
+]
+
+if TYPE_CHECKING:
+    from layerwise.config import Config, SearchSpace
+    from layerwise.cost.price import price
+    from layerwise.cost.tables import CostModel, CostOptions
+    from layerwise.cost.timeline import timeline
+    from layerwise.errors import LayerwiseError
+    from layerwise.geometry import Box, Grid
+    from layerwise.graph.from_onnx import from_onnx
+    from layerwise.graph.from_torch import from_torch
+    from layerwise.graph.fuse import fuse
+    from layerwise.graph.layer import Layer, LayerGraph
+    from layerwise.graph.load import load_model
+    from layerwise.graph.registry import register_op
+    from layerwise.machine import DeviceGraph
+    from layerwise.machine import load as load_profile
+    from layerwise.ops.base import Op
+    from layerwise.plan import Plan, load_plan
+    from layerwise.tensor import TensorSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'layerwise' has no attribute {name!r}")
+    inside = "load" if name == "load_profile" else name
+    return getattr(importlib.import_module(_HOME[name]), inside)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,52 @@
+"""layerwise COMMAND ...: the same as python -m layerwise.COMMAND ..."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from layerwise import __version__
+from layerwise.errors import LayerwiseError
+
+COMMANDS = {
+    "search": ("layerwise.search.__main__", "find the cheapest way to split every layer, and prove it"),
+    "explain": ("layerwise.explain", "why a layer of a plan has its configuration"),
+    "diff": ("layerwise.diff", "where two plans differ"),
+}
+
+USAGE = "\n".join(
+    [
+        "usage: layerwise COMMAND ...",
+        "",
+        *(f"  {name:10s}{summary}" for name, (_, summary) in COMMANDS.items()),
+        "",
+        "layerwise COMMAND --help tells more; python -m layerwise.COMMAND is the same.",
+    ]
+)
+
+
+def dispatch(argv: Sequence[str] | None) -> int:
+    """Hands the rest of the line to the command's own main."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if arguments[0] == "--version":
+        print(f"layerwise {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        raise LayerwiseError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
+    result: int = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+    return result
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    from layerwise.cli import run_main
+
+    sys.exit(run_main(dispatch))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the command lines share: flags, the model and machine they name, and how errors end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from layerwise.cost.compute import OPTIMIZERS
+from layerwise.errors import LayerwiseError
+from layerwise.machine import DEFAULT, DTYPES, names
+
+
+def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
+    """Runs a command; a LayerwiseError is one line on stderr and exit code 2, Ctrl-C is 130."""
+    try:
+        return main(argv) or 0
+    except LayerwiseError as error:
+        print(f"layerwise: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("layerwise: interrupted", file=sys.stderr)
+        return 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors in layerwise's form."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise LayerwiseError(f"{message} (see {self.prog} --help)")
+
+
+def machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The device graph: --gpus, --gpus-per-node, --profile."""
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="devices: fewer than a node has, or whole nodes"
+    )
+    group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
+    group.add_argument(
+        "--profile", default=DEFAULT, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {DEFAULT})"
+    )
+
+
+def training_arguments(parser: argparse.ArgumentParser) -> None:
+    """The training step: batch, optimizer, element type."""
+    group = parser.add_argument_group("training step")
+    batch = group.add_mutually_exclusive_group()
+    batch.add_argument("--batch", type=int, metavar="B", help="samples a GPU (default: 32, the paper's)")
+    batch.add_argument("--global-batch", type=int, metavar="B", help="samples a step over all GPUs")
+    group.add_argument(
+        "--input-shape", type=shape, metavar="3x224x224", help="one sample, where a callable returns only a module"
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="sgd",
+        help="for its state's memory and update time (default: sgd)",
+    )
+    group.add_argument(
+        "--dtype", choices=list(DTYPES), default="float32", help="rate of the arithmetic (default: float32)"
+    )
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """`3x224x224`."""
+    try:
+        sizes = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise LayerwiseError(f"--input-shape {text!r} is not sizes joined by x, such as 3x224x224")
+    return sizes
+
+
+def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
+    """Samples a step."""
+    total = whole if whole is not None else (32 if batch is None else batch) * gpus
+    if total < 1:
+        raise LayerwiseError(f"the global batch is {total} samples; give --batch or --global-batch of at least 1")
+    return total
+
+
+@contextmanager
+def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr while something long is under way; only on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,198 @@
+"""Configurations of a layer: which are legal, and which cell each device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.errors import LayerwiseError
+from layerwise.ops.base import Dim, Space
+
+ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
+REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
+
+Placement = Literal["contiguous", "strided"]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Degrees of parallelism above 1, by dimension label, and where the cells go.
+
+    Cell i of P goes to device i (contiguous: the fewest nodes) or to device i*N//P of N (strided: spread over nodes).
+    """
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    placement: Placement = "contiguous"
+
+    @staticmethod
+    def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
+        """From a mapping; degrees of 1 may be named."""
+        return Config(tuple((d, degrees[d]) for d in ORDER if degrees.get(d, 1) > 1), placement)
+
+    @property
+    def total(self) -> int:
+        """Devices used."""
+        return prod(degree for _, degree in self.degrees)
+
+    def __getitem__(self, label: str) -> int:
+        return dict(self.degrees).get(label, 1)
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}" + ("/strided" * (self.placement == "strided"))
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What is searched: `dims` that may be split, all divisors or powers of two of `devices`.
+
+    `spread`: also try a configuration on fewer devices strided (worthwhile where there are several nodes).
+    """
+
+    devices: int
+    dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")
+    powers_of_two: bool = False
+    spread: bool = False
+
+    def configurations(self, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
+        """All legal configurations of a layer with these dimensions; the serial one first."""
+        return _configurations(self, tuple(Dim(d.label, d.room) for d in dims))
+
+
+@lru_cache(maxsize=4096)
+def _configurations(where: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
+    labels = [d.label for d in dims if d.label in where.dims]
+    divisors = [d for d in range(1, where.devices + 1) if where.devices % d == 0]
+    if where.powers_of_two:
+        divisors = [d for d in divisors if d & (d - 1) == 0]
+    result = []
+    for total in divisors:
+        for split in _factorisations(total, len(labels)):
+            config = Config.of({str(label): degree for label, degree in zip(labels, split, strict=True)})
+            if config.total == total and is_legal(config, dims):
+                result.append(config)
+                if where.spread and 1 < total < where.devices:
+                    result.append(Config(config.degrees, "strided"))
+    return tuple(result)
+
+
+def _factorisations(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ordered ways to write `total` as a product of `parts` factors."""
+    if parts == 0:
+        if total == 1:
+            yield ()
+        return
+    for first in range(1, total + 1):
+        if total % first == 0:
+            for rest in _factorisations(total // first, parts - 1):
+                yield (first, *rest)
+
+
+def is_legal(config: Config, dims: Sequence[Dim]) -> bool:
+    """Whether a layer with these dimensions can be split so."""
+    return why_illegal(config, dims) is None
+
+
+def why_illegal(config: Config, dims: Sequence[Dim]) -> str | None:
+    """The reason that a layer with these dimensions cannot be split so, or None."""
+    rooms = {d.label: d.room for d in dims if d.label}
+    for label, degree in config.degrees:
+        if label not in rooms:
+            possible = ", ".join(str(r) for r in rooms) or "none"
+            return f"cannot be split along {label!r} (its dimensions: {possible})"
+        if degree > rooms[label]:
+            return f"{label}={degree} is more than the {rooms[label]} parts it can be cut into"
+    if config["k"] > 1 and reduce_axis(config, dims) is None:
+        return f"k={config['k']} leaves no dimension with room to scatter the sums over"
+    return None
+
+
+def reduce_axis(config: Config, dims: Sequence[Dim]) -> int | None:
+    """The output dimension whose cells are cut once more by the reduce-scatter over k; None: no room (illegal)."""
+    at = {d.label: i for i, d in enumerate(dims) if d.label}
+    for label in REDUCE_ORDER:
+        if label in at and dims[at[label]].room >= config[label] * config["k"]:
+            return at[label]
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Which cell each of N devices holds, for C configurations of one layer.
+
+    degrees, index: of the iteration space, shapes (C, D) and (C, N, D); index is -1 where a device holds nothing.
+    own_degrees, own_index: of the output as it lies on the devices, shapes (C, R) and (C, N, R); equal to the first R
+    of the above but where k > 1, whose reduce-scatter cuts one dimension further. A scalar counts as one dimension.
+    """
+
+    degrees: Ints
+    index: Ints
+    own_degrees: Ints
+    own_index: Ints
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """(C, N): which devices take part."""
+        active: NDArray[np.bool_] = self.index[..., 0] >= 0
+        return active
+
+    def take(self, rows: NDArray[np.int64]) -> Layout:
+        """Only some of the configurations."""
+        return Layout(self.degrees[rows], self.index[rows], self.own_degrees[rows], self.own_index[rows])
+
+
+def layout(configs: Sequence[Config], where: Space, devices: int) -> Layout:
+    """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
+    dims = tuple(Dim(d.label, d.room) for d in where.dims)
+    rank = len(where.out.shape)
+    return _layout(tuple(configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
+
+
+@lru_cache(maxsize=4096)
+def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devices: int) -> Layout:
+    count = len(configs)
+    degrees = np.array([[c[d.label] if d.label else 1 for d in dims] for c in configs], np.int64).reshape(count, -1)
+    index = np.full((count, devices, len(dims)), -1, np.int64)
+    own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
+    order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
+    for row, config in enumerate(configs):
+        cells = np.indices(degrees[row, order]).reshape(len(dims), -1).T
+        at = np.arange(len(cells))
+        if config.placement == "strided":
+            at = at * devices // len(cells)
+        index[row, at[:, None], np.array(order, np.int64)[None, :]] = cells
+        own_index[row] = index[row, :, :rank]
+        if config["k"] > 1:
+            axis = reduce_axis(config, dims)
+            assert axis is not None
+            k = next(i for i, d in enumerate(dims) if d.label == "k")
+            own_degrees[row, axis] *= config["k"]
+            own_index[row, at, axis] = index[row, at, axis] * config["k"] + index[row, at, k]
+    for array in (degrees, index, own_degrees, own_index):
+        array.setflags(write=False)
+    return Layout(degrees, index, own_degrees, own_index)
+
+
+def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Config:
+    """A hand-written configuration `{"n": 4, "placement": "strided"}`; LayerwiseError where it cannot be."""
+    if not isinstance(degrees, Mapping):
+        raise LayerwiseError(f"layer {layer!r}: a configuration is a mapping such as {{'n': 4}}, not {degrees!r}")
+    placement = degrees.get("placement", "contiguous")
+    if placement not in ("contiguous", "strided"):
+        raise LayerwiseError(f"layer {layer!r}: placement is 'contiguous' or 'strided', not {placement!r}")
+    for label, degree in degrees.items():
+        if label != "placement" and (label not in ORDER or not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+            raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not a dimension ({', '.join(ORDER)}) and a degree >= 1")
+    config = Config.of({k: v for k, v in degrees.items() if k != "placement"}, placement)
+    reason = why_illegal(config, dims)
+    if reason is None and config.total > devices:
+        reason = f"{config} needs {config.total} devices, there are {devices}"
+    if reason:
+        raise LayerwiseError(f"layer {layer!r}: {reason}")
+    return Config(config.degrees) if config.total in (1, devices) else config

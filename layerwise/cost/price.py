@@ -1,0 +1,156 @@
+"""Price: a strategy's cost, term by term and layer by layer, with its bytes and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.compute import OPTIMIZERS, largest_box, largest_extents
+from layerwise.cost.sync import wire_bytes
+from layerwise.cost.tables import CostModel, Strategy, input_maps
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import space
+from layerwise.ops.ends import Input, Sink
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """One layer of a strategy. Seconds of equation 1; bytes are sums over all devices and both directions."""
+
+    config: Config
+    compute_s: float
+    transfer_s: float  # of all its inputs
+    sync_s: float
+    statistics_s: float
+    reduction_s: float
+    transfer_bytes: float
+    sync_bytes: float
+    statistics_bytes: float
+    memory_bytes: float  # of the fullest device
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.transfer_s + self.sync_s + self.statistics_s + self.reduction_s
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A strategy's cost: `step_time_s` is equation 1 and the sum of the layers'."""
+
+    layers: dict[str, LayerPrice]
+    step_time_s: float
+    memory_bytes: float  # a device: all that is held at once, and the largest transfer's buffer
+
+    @property
+    def transfer_bytes(self) -> float:
+        """Activations and their gradients, reductions over k included."""
+        return sum(p.transfer_bytes for p in self.layers.values())
+
+    @property
+    def sync_bytes(self) -> float:
+        """Gradients of parameters."""
+        return sum(p.sync_bytes for p in self.layers.values())
+
+    @property
+    def statistics_bytes(self) -> float:
+        """All-reduces inside layers (batch norm)."""
+        return sum(p.statistics_bytes for p in self.layers.values())
+
+    @property
+    def bytes_moved(self) -> float:
+        """All that is handed to communication calls in a step, summed over devices."""
+        return self.transfer_bytes + self.sync_bytes + self.statistics_bytes
+
+
+def price(model: CostModel, strategy: Strategy) -> Price:
+    """Prices one strategy. Raises LayerwiseError where it does not name every layer, or names unknown ones."""
+    strategy = complete(model, strategy)
+    layers: dict[str, LayerPrice] = {}
+    buffer_bytes = 0.0
+    for layer in model.graph.layers:
+        config = strategy[layer.name]
+        cost = model.node_cost(layer, (config,))
+        transfer_s = transfer_bytes = gathered_bytes = 0.0
+        for slot, source in enumerate(layer.inputs):
+            edge, ends = (source, layer.name, slot), ((strategy[source],), (config,))
+            transfer_s += float(model.edge_cost(edge, *ends)[0, 0])
+            times = model.directions(edge)
+            load = model.traffic(edge, *ends)
+            transfer_bytes += times * float(load.total_bytes.sum())
+            if times and load.received_bytes[0, 0] > 0:
+                gathered_bytes += _needed_bytes(model, layer, slot, config)
+                buffer_bytes = max(buffer_bytes, float(load.received_bytes[0, 0]))
+        collective = _collective_bytes(model, layer, config)
+        layers[layer.name] = LayerPrice(
+            config,
+            float(cost.compute.total[0]),
+            transfer_s,
+            float(cost.sync[0]),
+            float(cost.statistics[0]),
+            float(cost.reduction[0]),
+            transfer_bytes + collective["reduction"],
+            collective["sync"],
+            collective["statistics"],
+            gathered_bytes + _held_bytes(model, layer, config),
+        )
+    memory = sum(p.memory_bytes for p in layers.values()) + buffer_bytes
+    return Price(layers, sum(p.total_s for p in layers.values()), memory)
+
+
+def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
+    """The strategy with the configurations of inputs and sink added."""
+    inner = {layer.name for layer in model.graph.inner} | {
+        layer.name for layer in model.graph.layers if layer.op.kind == "tied"
+    }
+    ends = {layer.name for layer in model.graph.layers} - inner
+    unknown = sorted(set(strategy) - inner - ends)
+    missing = sorted(inner - set(strategy))
+    if unknown or missing:
+        what = f"unknown layers {unknown[:3]}" if unknown else f"no configuration for {missing[:3]}"
+        raise LayerwiseError(f"the strategy has {what}; the model's layers are those of `layerwise search --json`")
+    return {
+        layer.name: strategy[layer.name] if layer.name in inner else model.end_config(layer)
+        for layer in model.graph.layers
+    }
+
+
+def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[str, float]:
+    """Bytes that the layer's own collectives hand to the network, summed over devices."""
+    result = {"sync": 0.0, "statistics": 0.0, "reduction": 0.0}
+    if isinstance(layer.op, Input | Sink):
+        return result
+    lay = model.layout(layer, (config,))
+    for kind, found, times in (
+        ("sync", model.gradients_of(layer, lay), 1),
+        ("statistics", model.statistics_of(layer, lay), 2),  # forward and backward
+        ("reduction", model.reductions_of(layer, lay), 1),  # a reduce-scatter and an all-gather: one all-reduce's worth
+    ):
+        for c in found:
+            result[kind] += times * config.total * wire_bytes(float(c.size_bytes[0]), c.groups[0])
+    return result
+
+
+def _needed_bytes(model: CostModel, layer: Layer, slot: int, config: Config) -> float:
+    maps, late = input_maps(layer, slot)
+    lay = model.layout(layer, (config,))
+    degrees = lay.own_degrees if late else lay.degrees
+    return float(largest_box(maps, layer.space.dims, degrees)[0]) * model.graph[layer.inputs[slot]].out.item_bytes
+
+
+def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
+    """Parameters, gradients, optimizer state and the activations that the backward pass needs."""
+    lay = model.layout(layer, (config,))
+    total = 0.0
+    for _, p in layer.own_parameters():
+        degrees = lay.own_degrees if p.late else lay.degrees
+        copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
+        total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * layer.out.item_bytes
+    for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
+        s = space(stage, specs)
+        extents = largest_extents(s.dims[: len(s.out.shape)], (lay.own_degrees if number else lay.degrees)[:, : len(s.out.shape)])
+        total += prod(int(e) for e in np.ravel(extents)) * s.out.item_bytes
+    return total

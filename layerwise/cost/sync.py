@@ -1,0 +1,153 @@
+"""t_S and the collectives inside a layer: who takes part, and how long it takes.
+
+Devices with the same parameter box form a group; a group is described by how many members it has at each level of the
+links and how many such groups share a port. Times are Hockney's alpha-beta model (FORMULAS: ring, tree, hierarchical).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.config import Layout
+from layerwise.machine import DeviceGraph
+
+Floats = NDArray[np.float64]
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The groups of one collective, all alike (the largest where they are not).
+
+    size: members. fan: members at each level, innermost first (in a node, nodes in a rack, ...). rings: groups that
+    pass through one port of each level; members: devices of such groups behind it. server_s_per_byte: the sum over
+    the other members of the beta of their link to the first.
+    """
+
+    size: int
+    fan: tuple[int, ...]
+    rings: tuple[int, ...]
+    members: tuple[int, ...]
+    server_s_per_byte: float
+
+
+def group_of(row: NDArray[np.int64], graph: DeviceGraph) -> Group:
+    """Groups of devices with equal `row` (N,); -1 takes no part."""
+    return _group(tuple(row.tolist()), graph)
+
+
+@lru_cache(maxsize=65536)
+def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
+    ids = np.array(row, np.int64)
+    devices = np.nonzero(ids >= 0)[0]
+    ids = ids[devices]
+    size = int(np.bincount(ids).max(initial=1))
+    if size == 1:
+        ones = (1,) * len(graph.levels)
+        return Group(1, ones, ones, ones, 0.0)
+    fan, rings, members = [], [], []
+    inner = devices  # what counts as one member at this level: the groups of the level below
+    for at, level in enumerate(graph.levels):
+        outer = devices // level.devices
+        pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
+        counts = np.unique(pairs[:2], axis=1, return_counts=True)[1]
+        fan.append(int(counts.max()))
+        port = devices // level.devices_per_port
+        spans = _spans(ids, outer, inner)
+        rings.append(_most(np.unique(np.stack([port, ids])[:, spans], axis=1)[0]))
+        members.append(_most(port[spans]))
+        inner = outer
+    first = int(np.argmax(np.bincount(ids) == size))
+    mine = devices[ids == first]
+    betas = np.array([level.beta_s_per_byte for level in graph.levels])
+    server = float(betas[graph.level_between(np.full_like(mine[1:], mine[0]), mine[1:])].sum())
+    return Group(size, tuple(fan), tuple(rings), tuple(members), server)
+
+
+def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which devices are in a group that has several members at this level."""
+    pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
+    found, counts = np.unique(pairs[:2], axis=1, return_counts=True)
+    several = {(int(i), int(o)) for (i, o), c in zip(found.T, counts, strict=True) if c > 1}
+    return np.array([(int(i), int(o)) in several for i, o in zip(ids, outer, strict=True)], bool)
+
+
+def _most(values: NDArray[np.int64]) -> int:
+    return int(np.bincount(values).max(initial=1)) if len(values) else 1
+
+
+def _beta(graph: DeviceGraph, at: int, load: Sequence[int]) -> float:
+    """Seconds a byte of one stream at level `at`, where `load` streams share each port that it passes."""
+    return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(at))
+
+
+def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+    """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather out)."""
+    if group.size == 1 or size_bytes == 0:
+        return 0.0
+    top = max(at for at, f in enumerate(group.fan) if f > 1)
+    alpha = graph.levels[top].alpha_s
+    beta = max(_beta(graph, at, group.rings) for at, f in enumerate(group.fan) if f > 1)
+    r = group.size
+    ring = 2 * (r - 1) * (alpha + size_bytes / r * beta)
+    depth = ceil(log2(r))
+    chunks = max(1.0, (depth * size_bytes * beta / (2 * alpha)) ** 0.5)
+    tree = 2 * (depth + chunks) * (alpha + size_bytes / (2 * chunks) * beta)
+    return min(ring, tree, 2 * _hierarchical_s(size_bytes, group, graph))
+
+
+def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+    """Of a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
+    return 0.0 if group.size == 1 else _hierarchical_s(size_bytes, group, graph)
+
+
+def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+    """One way: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
+    total, shard = 0.0, size_bytes
+    for at, fan in enumerate(group.fan):
+        if fan > 1:
+            shard /= fan
+            total += (fan - 1) * (graph.levels[at].alpha_s + shard * _beta(graph, at, group.members))
+    return total
+
+
+def wire_bytes(size_bytes: float, group: Group) -> float:
+    """Bytes that each member of an all-reduce hands to the network: 2(r-1)/r of the buffer."""
+    return 2 * (group.size - 1) / group.size * size_bytes
+
+
+@lru_cache(maxsize=4096)
+def groups(layout: Layout, keys: tuple[int, ...], late: bool, graph: DeviceGraph) -> tuple[Group, ...]:
+    """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
+    return tuple(group_of(row, graph) for row in replicas(layout, keys, late))
+
+
+def replicas(layout: Layout, keys: tuple[int, ...], late: bool) -> NDArray[np.int64]:
+    """(C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none."""
+    degrees, index = (layout.own_degrees, layout.own_index) if late else (layout.degrees, layout.index)
+    number = np.zeros(index.shape[:2], np.int64)
+    for key in keys:
+        number = number * degrees[:, key, None] + index[:, :, key]
+    return np.where(layout.active, number, -1)
+
+
+def sync_s(size_bytes: float, group: Group, graph: DeviceGraph, method: str) -> float:
+    """Time to synchronise one bucket of gradients.
+
+    `parameter-server`: 2(r-1) bytes/b, the first replica being the server and its port serial (Jia et al.).
+    """
+    if method == "parameter-server":
+        return 2 * group.server_s_per_byte * size_bytes
+    return all_reduce_s(size_bytes, group, graph)
+
+
+@lru_cache(maxsize=65536)
+def sync_rate(group: Group, graph: DeviceGraph, method: str) -> float:
+    """Seconds a byte of gradient, as it adds up over a step: buckets share the latency of their all-reduce."""
+    return sync_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES

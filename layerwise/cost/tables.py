@@ -1,0 +1,235 @@
+"""The cost model: equation 1's terms for every layer and edge, for one configuration or for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.config import Config, Layout, layout
+from layerwise.cost.compute import ComputeTime, compute_time, largest_box, largest_extents
+from layerwise.cost.sync import Group, all_reduce_s, groups, reduce_scatter_s, sync_rate
+from layerwise.cost.transfer import Traffic, seconds, traffic
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.base import Maps, space
+from layerwise.ops.ends import Input, Sink, Tied
+
+Floats = NDArray[np.float64]
+Edge = tuple[str, str, int]  # producer, consumer, input slot
+Strategy = Mapping[str, Config]
+Configs = Mapping[str, tuple[Config, ...]]
+Progress = Callable[[int, int], None]  # done, of
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What the cost model assumes.
+
+    link_model: `port`, the busiest port with latencies, or `sum`, all bytes over bandwidth (the paper's). sync:
+    `all-reduce` or `parameter-server` (the paper's). io: `sample`, every device feeds and gets its slice of the
+    samples, or `free`, not counted. local_batch_norm: statistics of each device's own samples, as DDP has it.
+    """
+
+    link_model: Literal["port", "sum"] = "port"
+    sync: Literal["all-reduce", "parameter-server"] = "all-reduce"
+    io: Literal["sample", "free"] = "sample"
+    optimizer: str = "sgd"
+    dtype: str = "float32"
+    local_batch_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """Seconds of a layer by itself, arrays of shape (C,): t_C, t_S, and the collectives inside the layer."""
+
+    compute: ComputeTime
+    sync: Floats
+    statistics: Floats  # both directions
+    reduction: Floats  # reduce-scatter over k, and its adjoint
+
+    @property
+    def total(self) -> Floats:
+        return self.compute.total + self.sync + self.statistics + self.reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a layer under C configurations: bytes each member brings (C,), and the groups.
+
+    The groups are the devices that agree in the dimensions `keys` of their cells (`late`: of what they own).
+    """
+
+    size_bytes: Floats
+    groups: tuple[Group, ...]
+    layout: Layout
+    keys: tuple[int, ...]
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CostTables:
+    """Equation 1 as tables: node (C_l,) and transfer (C_source, C_target), float64 seconds."""
+
+    configs: dict[str, tuple[Config, ...]]
+    node: dict[str, Floats]
+    transfer: dict[Edge, Floats]
+
+    def price(self, strategy: Strategy) -> float:
+        """step_time_s of a strategy whose configurations are all in the tables."""
+        at = {name: self.configs[name].index(strategy[name]) for name in self.configs}
+        total = sum(float(cost[at[name]]) for name, cost in self.node.items())
+        return total + sum(float(cost[at[u], at[v]]) for (u, v, _), cost in self.transfer.items())
+
+
+@dataclass
+class CostModel:
+    """Prices the layers and edges of one network on one device graph. Everything is cached by shape."""
+
+    graph: LayerGraph
+    devices: DeviceGraph
+    options: CostOptions = field(default_factory=CostOptions)
+
+    def __post_init__(self) -> None:
+        self._nodes: dict[object, NodeCost] = {}
+        self._seconds: dict[object, Floats] = {}
+        self.has_gradient = gradients(self.graph)
+
+    def end_config(self, layer: Layer) -> Config:
+        """The only configuration of an input or of the sink: samples over all devices that can have one."""
+        dim = next((d for d in layer.space.dims if d.label == "n"), None)
+        return Config.of({"n": min(self.devices.count, dim.room)}) if dim else Config()
+
+    def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
+        """Cells of the layer's configurations on these devices."""
+        return layout(configs, layer.space, self.devices.count)
+
+    def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
+        """Costs of a layer by itself under each configuration."""
+        wanted = tuple(self.has_gradient[name] for name in layer.inputs)
+        owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
+        key = (layer.op, layer.specs, wanted, owned, configs)
+        if key not in self._nodes:
+            self._nodes[key] = self._node_cost(layer, configs, wanted)
+        return self._nodes[key]
+
+    def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
+        zeros = np.zeros(len(configs))
+        if isinstance(layer.op, Input | Sink):
+            return NodeCost(ComputeTime(zeros, zeros, zeros), zeros, zeros, zeros)
+        lay = self.layout(layer, configs)
+        compute = compute_time(
+            layer.space, layer.op, layer.specs, lay.degrees, lay.own_degrees, wanted, self.devices.processor,
+            self.options.dtype, self.options.optimizer,
+        )  # fmt: skip
+        sync, statistics, reduction = zeros.copy(), zeros.copy(), zeros.copy()
+        for c in self.gradients_of(layer, lay):
+            sync += c.size_bytes * [sync_rate(g, self.devices, self.options.sync) for g in c.groups]
+        for c in self.statistics_of(layer, lay):
+            statistics += 2 * self._each(all_reduce_s, c)
+        for c in self.reductions_of(layer, lay):
+            reduction += 2 * self._each(reduce_scatter_s, c)
+        return NodeCost(compute, sync, statistics, reduction)
+
+    def _each(self, cost: Callable[[float, Group, DeviceGraph], float], c: Collective) -> Floats:
+        pairs = zip(c.size_bytes.tolist(), c.groups, strict=True)
+        return np.array([cost(size, group, self.devices) for size, group in pairs])
+
+    def gradients_of(self, layer: Layer, lay: Layout) -> list[Collective]:
+        """What is synchronised after the backward pass, one entry for each kind of box."""
+        by_keys: dict[tuple[tuple[int, ...], bool], Floats] = {}
+        for _, p in layer.own_parameters():
+            if p.trainable:
+                degrees = lay.own_degrees if p.late else lay.degrees
+                keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
+                size = largest_box(p.maps, layer.space.dims, degrees) * layer.out.item_bytes
+                by_keys[keys, p.late] = by_keys.get((keys, p.late), 0.0) + size
+        return [self._collective(size, lay, keys, late) for (keys, late), size in by_keys.items()]
+
+    def _collective(self, size: Floats, lay: Layout, keys: Sequence[int], late: bool) -> Collective:
+        return Collective(size, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
+
+    def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
+        """All-reduces inside the layer, in one direction; the other does the same."""
+        found = []
+        for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
+            s = space(stage, specs)
+            statistics = stage.statistics(specs, s.out)
+            if statistics is None or (self.options.local_batch_norm and stage.kind == "batch_norm"):
+                continue
+            degrees = lay.own_degrees if number else lay.degrees
+            extents = largest_extents(s.dims, degrees)
+            size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * statistics.per_key / statistics.block
+            keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
+            found.append(self._collective(size * layer.out.item_bytes, lay, keys, number > 0))
+        return found
+
+    def reductions_of(self, layer: Layer, lay: Layout) -> list[Collective]:
+        """Where k is split: the reduce-scatter of the partial sums."""
+        ks = layer.space.reductions
+        if not ks or (lay.degrees[:, ks.start :] == 1).all():
+            return []
+        extents = largest_extents(layer.space.dims, lay.degrees)[:, : ks.start]
+        size = np.prod(extents, axis=1, dtype=np.float64) * layer.out.item_bytes
+        return [self._collective(size, lay, range(ks.start), False)]
+
+    def traffic(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Traffic:
+        """Load of one direction of an edge for all pairs of configurations."""
+        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        maps, late = input_maps(target, edge[2])
+        u, v = self.layout(source, sources), self.layout(target, targets)
+        return traffic(source.out, u, maps, target.space.dims, v, late, self.devices)
+
+    def directions(self, edge: Edge) -> int:
+        """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2."""
+        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        fed = isinstance(source.op, Input) and not isinstance(source.op, Tied)
+        if self.options.io == "free" and (fed or isinstance(target.op, Sink)):
+            return 0
+        return 2 if self.has_gradient[edge[0]] else 1
+
+    def edge_cost(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Floats:
+        """t_X (C_source, C_target), both directions: the adjoint sends the same pieces the other way."""
+        times = self.directions(edge)
+        if times == 0:
+            return np.zeros((len(sources), len(targets)))
+        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        out, dims = source.out, tuple((d.extent, d.unit) for d in target.space.dims)
+        layouts = self.layout(source, sources), self.layout(target, targets)
+        key = (out.shape, out.units, out.item_bytes, *input_maps(target, edge[2]), dims, *layouts)
+        if key not in self._seconds:
+            load = self.traffic(edge, sources, targets)
+            self._seconds[key] = seconds(load, self.devices, self.options.link_model)
+        return times * self._seconds[key]
+
+    def tables(self, configs: Configs, progress: Progress | None = None) -> CostTables:
+        """Tables over the given configurations of every layer."""
+        node = {layer.name: self.node_cost(layer, configs[layer.name]).total for layer in self.graph.layers}
+        edges = list(self.graph.edges())
+        transfer: dict[Edge, Floats] = {}
+        for done, edge in enumerate(edges):
+            transfer[edge] = self.edge_cost(edge, configs[edge[0]], configs[edge[1]])
+            if progress:
+                progress(done + 1, len(edges))
+        return CostTables(dict(configs), node, transfer)
+
+
+def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
+    """Which box of its input `slot` a layer needs, and whether that follows what it owns (late) or computes."""
+    where = layer.space
+    if slot < len(layer.specs):
+        return where.needs[slot], where.late_inputs[slot]
+    parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
+    return parameter.maps, parameter.late
+
+
+def gradients(graph: LayerGraph) -> dict[str, bool]:
+    """Whether a gradient flows back to each layer's output."""
+    result: dict[str, bool] = {}
+    for layer in graph.layers:
+        trains = any(p.trainable for p in layer.space.parameters) or isinstance(layer.op, Tied)
+        result[layer.name] = layer.out.differentiable and (trains or any(result[name] for name in layer.inputs))
+    return result

@@ -1,0 +1,110 @@
+"""layerwise explain PLAN LAYER: what every other configuration of a layer would cost, the rest chosen anew."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from rich.console import Console
+from rich.table import Table
+
+from layerwise.cli import Parser, run_main
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.plan import Plan, as_json, load_plan, nearest
+from layerwise.search.alternatives import alternatives
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import configurations
+from layerwise.search.report import units, written
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = Parser(
+        prog="layerwise explain",
+        description="Says why a layer has its configuration: the step time (equation 1, no overlap) of the best "
+        "strategy that contains each alternative, every other layer re-optimised. The tables are not pruned.",
+    )
+    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
+    p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
+    p.add_argument("--all", action="store_true", help="every alternative, not only the 12 best")
+    p.add_argument("--search-memory", type=float, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
+    p.add_argument("--json", action="store_true", help="for programs")
+    return p
+
+
+def rebuild(plan: Plan) -> tuple[CostModel, SearchSpace]:
+    """The cost model and the space under which a plan was found."""
+    p = plan.provenance
+    raw = load_model(plan.model, plan.batch)
+    graph = fuse(raw) if plan.fused else raw
+    plan.check(graph)
+    devices = load(str(p.get("profile"))).device_graph(plan.gpus, plan.gpus_per_node)
+    try:
+        options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
+        dims = tuple(cast(list[str], p["dims"]))
+        space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1)
+    except (KeyError, TypeError) as error:
+        raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
+    return CostModel(graph, devices, options), space
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, price, print."""
+    args = parser().parse_args(argv)
+    plan = load_plan(args.plan)
+    if args.layer not in plan.strategy:
+        raise LayerwiseError(f"the plan has no layer {args.layer!r}{nearest(args.layer, plan.strategy)}")
+    model, space = rebuild(plan)
+    named = {name: baseline(model, name) for name in NAMES}
+    tables = model.tables(configurations(model, space, named, {}))
+    found = alternatives(tables, args.layer, args.search_memory * 2**30)
+    best, chosen = found[0].step_time_s, plan.strategy[args.layer]
+    if args.json:
+        rows = [
+            {
+                "config": as_json(a.config),
+                "node_s": a.node_s,
+                "step_time_s": a.step_time_s,
+                "in_plan": a.config == chosen,
+            }
+            for a in found
+        ]
+        print(json.dumps({"layer": args.layer, "alternatives": rows}, indent=1))
+        return 0
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("configuration")
+    for name in ("devices", "t_C + t_S here", "step time", "against best", ""):
+        table.add_column(name, justify="right" if name else "left")
+    layer = model.graph[args.layer]
+    for rank, a in enumerate(found):
+        notes = ["in the plan"] * (a.config == chosen) + [n for n in NAMES if named[n][args.layer] == a.config]
+        if args.all or rank < 12 or notes:
+            ratio = f"+{a.step_time_s / best - 1:.2%}" if a.step_time_s > best else "best"
+            table.add_row(
+                written(layer, a.config),
+                str(a.config.total),
+                units(a.node_s, "s"),
+                units(a.step_time_s, "s"),
+                ratio,
+                ", ".join(notes),
+            )
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    console.print(f"[bold]{args.layer}[/] {layer.out.describe()}: {len(found)} configurations\n")
+    console.print(table)
+    if found[0].config != chosen:
+        console.print(
+            "\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row."
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,25 @@
+"""Boxes, grids of boxes, and the maps between them: integer arithmetic on numpy arrays, nothing else.
+
+`Box` is a region of a tensor, `Grid` cuts a tensor into one box a device, `AxisMap` says which interval of
+an input dimension an interval of an output dimension needs, and `pieces` is the transfer that follows.
+"""
+
+from layerwise.geometry.axis import AxisMap, fixed, identity, scaled, whole, window
+from layerwise.geometry.box import Box
+from layerwise.geometry.grid import Grid, boundaries
+from layerwise.geometry.overlap import Piece, interval_overlap, pieces
+
+__all__ = [
+    "AxisMap",
+    "Box",
+    "Grid",
+    "Piece",
+    "boundaries",
+    "fixed",
+    "identity",
+    "interval_overlap",
+    "pieces",
+    "scaled",
+    "whole",
+    "window",
+]

@@ -1,0 +1,91 @@
+"""AxisMap: which interval of one input dimension is needed for an interval of an output (or reduction) dimension.
+
+Every operator here is separable: an input dimension depends on at most one dimension of the operator's iteration
+space, and an interval needs an interval. So `needs`, the function that all of layerwise follows from, is one AxisMap
+for every input dimension, and the overlap of two boxes is a product over dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Output x needs inputs scale*((x*stride + first)//over) .. scale*((x*stride + last)//over + 1) - 1.
+
+    Clipped to [0, extent): positions outside are padding, which nobody has to send.
+    """
+
+    extent: int
+    stride: int = 1
+    first: int = 0
+    last: int = 0
+    over: int = 1
+    scale: int = 1
+
+    def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+        start = (lo * self.stride + self.first) // self.over * self.scale
+        stop = (((hi - 1) * self.stride + self.last) // self.over + 1) * self.scale
+        start, stop = np.clip(start, 0, self.extent), np.clip(stop, 0, self.extent)
+        stop = np.where(hi > lo, np.maximum(start, stop), start)  # nothing needs nothing
+        return start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class AxisMap:
+    """The interval of one input dimension that an interval of dimension `source` of the iteration space needs.
+
+    `source` None: the same interval whatever the box, namely what `steps` make of [0, extent). Else `extent` is that
+    of the source dimension.
+    """
+
+    extent: int
+    source: int | None = None
+    steps: tuple[Step, ...] = ()
+
+    def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+        """Needed intervals, of the shape of `lo` and `hi`, the intervals of the source dimension."""
+        if self.source is None:
+            lo, hi = np.zeros_like(lo), np.full_like(hi, self.extent)
+        for step in self.steps:
+            lo, hi = step(lo, hi)
+        return lo, hi
+
+    def then(self, inner: AxisMap) -> AxisMap:
+        """The composition: `inner` maps the dimension that this map yields to one further up (a view's input)."""
+        if inner.source is None:
+            return inner
+        return AxisMap(self.extent, self.source, self.steps + inner.steps)
+
+
+def whole(extent: int) -> AxisMap:
+    """All of the dimension, whatever the box."""
+    return AxisMap(extent)
+
+
+def fixed(extent: int, index: int) -> AxisMap:
+    """Only position `index` of a dimension of `extent`, whatever the box."""
+    return AxisMap(1, None, (Step(extent, first=index, last=index),))
+
+
+def identity(extent: int, source: int) -> AxisMap:
+    """The same interval of a dimension of the same extent."""
+    return AxisMap(extent, source)
+
+
+def window(
+    out_extent: int, extent: int, source: int, *, stride: int = 1, first: int = 0, last: int = 0, over: int = 1
+) -> AxisMap:
+    """Position x needs (x*stride + first)//over .. (x*stride + last)//over: convolution, pooling, interpolation."""
+    return AxisMap(out_extent, source, (Step(extent, stride, first, last, over),))
+
+
+def scaled(out_extent: int, extent: int, source: int, *, over: int = 1, scale: int = 1) -> AxisMap:
+    """Position x needs the `scale` positions of its block x//over: channel groups, reshapes."""
+    return AxisMap(out_extent, source, (Step(extent, over=over, scale=scale),))

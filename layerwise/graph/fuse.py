@@ -1,0 +1,188 @@
+"""Fusing: a layer is one operator with its views before it and its element-wise followers after it.
+
+Four rewrites, in this order, each leaving the network's function as it is:
+1. element-wise operators without parameters move in front of a reshape or transpose (they commute);
+2. concats that begin alike share the common beginning (DenseNet then reduces to K = 2 instead of K = 118);
+3. a follower joins the producer whose only consumer it is;
+4. a view joins its only consumer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from layerwise.graph.layer import Layer, LayerGraph, made
+from layerwise.ops.base import Op
+from layerwise.ops.combine import Concat
+from layerwise.ops.ends import Input, Sink
+from layerwise.ops.fused import Follower, Fused
+from layerwise.ops.pointwise import Cast, Dropout, Unary
+from layerwise.ops.view import Expand, Permute, Reshape
+
+
+def fuse(graph: LayerGraph) -> LayerGraph:
+    """The same network in as few layers as possible; names are those of the leading operators."""
+    return _join(nest_concats(_hoist(graph)))
+
+
+def _hoist(graph: LayerGraph) -> LayerGraph:
+    """x -> view -> f becomes x -> f -> view, where f is element-wise without parameters: f can then follow x."""
+    uses = Counter(source for layer in graph.layers for source in layer.inputs)
+    layers: dict[str, Layer] = {}
+    last: dict[str, str] = {}  # f that moved -> the view that its users now read
+    for layer in (_renamed(layer, last) for layer in graph.layers):
+        views = _views_before(layer, layers, uses)
+        if views:
+            first = views[-1]
+            moved = made(Layer(layer.name, layer.op, first.inputs, first.specs))
+            layers[moved.name] = moved
+            for view in reversed(views):  # after f, each in its order: what reads them comes later still
+                del layers[view.name]
+                moved = made(Layer(view.name, view.op, (moved.name,), (moved.out,)))
+                layers[moved.name] = moved
+            last[layer.name] = moved.name
+            uses[layer.name], uses[moved.name] = 1, uses[layer.name]
+        else:
+            layers[layer.name] = layer
+    return LayerGraph(tuple(layers.values()), graph.name)
+
+
+def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
+    """The views that `f` can move in front of, the nearest first: used by nothing else, nor is what they show."""
+    found: list[Layer] = []
+    if isinstance(f.op, (Unary, Dropout, Cast)) and not (isinstance(f.op, Dropout) and f.op.channels):
+        view = layers[f.inputs[0]]
+        while isinstance(view.op, (Reshape, Permute)) and uses[view.name] == 1:
+            source = layers[view.inputs[0]]
+            if uses[source.name] > 1 or isinstance(source.op, Input):
+                break
+            found.append(view)
+            view = source
+    return found
+
+
+def nest_concats(graph: LayerGraph) -> LayerGraph:
+    """cat(a, b, c) beside cat(a, b) or cat(a, b, d) becomes cat(cat(a, b), c).
+
+    Only the longest beginnings that are shared are nested: a nested concat copies its elements once more, and where
+    nothing is shared it makes the graph no easier to eliminate.
+    """
+    number: dict[tuple[int, str], int] = {}  # (a beginning, the input after it) -> the beginning that they make
+    beginnings: dict[str, list[int]] = {}  # of each concat, shortest first; as a tree, whose branches are numbered
+    shared: Counter[int] = Counter()
+    for layer in graph.layers:
+        if isinstance(layer.op, Concat):
+            path = [number.setdefault((layer.op.dim, ""), len(number))]
+            for name in layer.inputs:
+                path.append(number.setdefault((path[-1], name), len(number)))
+            beginnings[layer.name] = path
+            shared.update(path)
+    made_for: dict[int, str] = {}
+    same_as: dict[str, str] = {}
+    layers: dict[str, Layer] = {}
+    for layer in graph.layers:
+        if not isinstance(layer.op, Concat):
+            layers[layer.name] = _renamed(layer, same_as)
+            continue
+        path, last = beginnings[layer.name], len(layer.inputs)
+        if path[last] in made_for:  # the same concat again
+            same_as[layer.name] = made_for[path[last]]
+            continue
+        inputs = [same_as.get(name, name) for name in layer.inputs]
+        ends = [e for e in range(2, last) if shared[path[e]] > shared[path[e + 1]]]  # another concat ends or branches off
+        running, start = "", 0
+        for end in [*ends, last]:
+            if path[end] not in made_for:
+                name = layer.name if end == last else f"{layer.name}.first{end}"
+                parts = ([running] if running else []) + inputs[start:end]
+                op = Concat(layer.op.dim)
+                layers[name] = made(Layer(name, op, tuple(parts), tuple(layers[p].out for p in parts)))
+                made_for[path[end]] = name
+            running, start = made_for[path[end]], end
+    return LayerGraph(tuple(layers.values()), graph.name)
+
+
+def _join(graph: LayerGraph) -> LayerGraph:
+    """Followers join their producers, then views their consumers."""
+    users = graph.consumers()
+    order = {layer.name: i for i, layer in enumerate(graph.layers)}
+    leader: dict[str, str] = {}  # of each layer, the layer whose group it is in
+    members: dict[str, list[tuple[Layer, int]]] = {}  # followers and the slot of the running result
+    tail: dict[str, str] = {}  # leader -> the last member, whose output is the group's
+    for layer in graph.layers:
+        slot = _producer(layer, graph, users, order)
+        head = leader[layer.inputs[slot]] if slot is not None else layer.name
+        leader[layer.name], tail[head] = head, layer.name
+        if slot is not None:
+            members.setdefault(head, []).append((layer, slot))
+    renamed = {tail[head]: head for head in tail}
+
+    chains: dict[str, tuple[Op, ...]] = {}  # view absorbed by its consumer -> the chain up to the producer
+    origin: dict[str, str] = {}
+    for layer in graph.layers:
+        if layer.op.view and len(users[layer.name]) == 1 and not (isinstance(layer.op, Expand) and layer.op.samples):
+            (user,), (source,) = users[layer.name], layer.inputs
+            if not isinstance(graph[user].op, Sink) and graph[user].inputs.index(layer.name) < len(graph[user].specs):
+                chains[layer.name] = (*chains.get(source, ()), layer.op)
+                origin[layer.name] = origin.get(source, source)
+
+    result: dict[str, Layer] = {}
+    # A group stands where its last member stood: by then all that any member needs has been computed.
+    for head in sorted(tail, key=lambda name: order[tail[name]]):
+        if head in chains:
+            continue
+        result[head] = made(_grouped(graph[head], members.get(head, []), chains, origin, renamed, result))
+    return LayerGraph(tuple(result.values()), graph.name)
+
+
+def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:
+    """The slot whose producer `layer` can follow: used by nothing else, same shape; the latest such."""
+    if not layer.op.pointwise:
+        return None
+    slots = [
+        i
+        for i, source in enumerate(layer.inputs[: len(layer.specs)])
+        if len(users[source]) == 1
+        and graph[source].out.shape == layer.out.shape
+        and not graph[source].op.view
+        and not isinstance(graph[source].op, Input)
+        and all(m.source == j and not m.steps for j, m in enumerate(layer.space.needs[i]))
+    ]
+    return max(slots, key=lambda i: order[layer.inputs[i]], default=None)
+
+
+def _grouped(
+    head: Layer,
+    followers: Sequence[tuple[Layer, int]],
+    chains: dict[str, tuple[Op, ...]],
+    origin: dict[str, str],
+    renamed: dict[str, str],
+    done: dict[str, Layer],
+) -> Layer:
+    """One layer out of a leader, its followers and the views of all their inputs."""
+    inputs = list(head.inputs[: len(head.specs)])
+    tied_inputs = list(head.inputs[len(head.specs) :])
+    parameters, tied, joined = list(head.parameters), list(head.tied), []
+    for layer, slot in followers:
+        extras = [name for i, name in enumerate(layer.inputs[: len(layer.specs)]) if i != slot]
+        inputs += extras
+        tied_inputs += layer.inputs[len(layer.specs) :]
+        tied += [len(parameters) + i for i in layer.tied]
+        parameters += layer.parameters
+        joined.append(Follower(layer.op, slot, len(extras)))
+    views = tuple(chains.get(name, ()) for name in inputs)
+    sources = [origin.get(name, name) for name in inputs]
+    sources = [renamed.get(name, name) for name in sources]
+    specs = tuple(done[name].out for name in sources)
+    op = head.op if not joined and not any(views) else Fused(head.op, views, tuple(joined))
+    edges = (*sources, *(renamed.get(name, name) for name in tied_inputs))
+    names = tuple(layer.name for layer, _ in followers)
+    return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names)
+
+
+def _renamed(layer: Layer, names: dict[str, str]) -> Layer:
+    if not any(source in names for source in layer.inputs):
+        return layer
+    inputs = tuple(names.get(source, source) for source in layer.inputs)
+    return Layer(layer.name, layer.op, inputs, layer.specs, layer.parameters, layer.tied)

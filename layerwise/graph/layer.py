@@ -1,0 +1,225 @@
+"""Layer and LayerGraph: the computation graph that is planned, priced and run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import networkx as nx
+
+from layerwise.errors import LayerwiseError
+from layerwise.ops.base import Op, Parameter, Space, space
+from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.tensor import TensorSpec
+
+SINK = "outputs"  # the name of the sink
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One operator (with its fused followers) at given shapes.
+
+    `inputs` names the layers that feed it; an operator's inputs come first, then parameters that other layers use too
+    (`tied`). `parameters` are the model's names of the operator's parameters, in the operator's order.
+    """
+
+    name: str
+    op: Op
+    inputs: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]  # of the operator's own inputs
+    parameters: tuple[str, ...] = ()
+    tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
+    followers: tuple[str, ...] = ()  # names of the fused followers, in order
+
+    @property
+    def space(self) -> Space:
+        """Its iteration space (shared with every layer of the same operator and shapes)."""
+        return space(self.op, self.specs)
+
+    @property
+    def out(self) -> TensorSpec:
+        return self.space.out
+
+    def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Model's name and description of the parameters that live in this layer."""
+        for i, (name, parameter) in enumerate(zip(self.parameters, self.space.parameters, strict=True)):
+            if i not in self.tied:
+                yield name, parameter
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Layers in topological order; the last one is the sink. `name` is for people."""
+
+    layers: tuple[Layer, ...]
+    name: str = "model"
+    by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
+        assert len(self.by_name) == len(self.layers), "layer names must be unique"
+        assert isinstance(self.layers[-1].op, Sink)
+
+    def __getitem__(self, name: str) -> Layer:
+        return self.by_name[name]
+
+    @property
+    def batch(self) -> int:
+        """Samples a step."""
+        sink = self.layers[-1].op
+        assert isinstance(sink, Sink)
+        return sink.batch
+
+    @property
+    def inner(self) -> tuple[Layer, ...]:
+        """The layers that compute: neither inputs nor sink."""
+        return tuple(layer for layer in self.layers if not isinstance(layer.op, (Input, Sink)))
+
+    def edges(self) -> Iterator[tuple[str, str, int]]:
+        """(producer, consumer, slot), in topological order of the consumers."""
+        for layer in self.layers:
+            for slot, source in enumerate(layer.inputs):
+                yield source, layer.name, slot
+
+    def consumers(self) -> dict[str, list[str]]:
+        """For each layer, who uses its output (once a use)."""
+        uses: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
+        for source, target, _ in self.edges():
+            uses[source].append(target)
+        return uses
+
+    def parameter_count(self) -> int:
+        """Trainable parameters of the model."""
+        tied = sum(layer.out.volume for layer in self.layers if isinstance(layer.op, Tied))
+        sizes = {
+            name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable
+        }
+        return tied + sum(sizes.values())
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """Nodes carry `layer`, edges are keyed by slot."""
+        graph = nx.MultiDiGraph(name=self.name)
+        for layer in self.layers:
+            graph.add_node(layer.name, layer=layer)
+        for source, target, slot in self.edges():
+            graph.add_edge(source, target, key=slot)
+        return graph
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that a plan depends on: names, operators, shapes, edges."""
+        rows = [
+            {
+                "name": layer.name,
+                "op": layer.op.rows(),
+                "inputs": layer.inputs,
+                "parameters": layer.parameters,
+                "followers": layer.followers,
+                "shape": layer.out.shape,
+                "dims": layer.out.dims,
+                "dtype": layer.out.dtype,
+            }
+            for layer in self.layers
+        ]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_rows).encode()).hexdigest()
+
+    def rebatch(self, batch: int) -> LayerGraph:
+        """The same network with `batch` samples: shapes are inferred again from the inputs."""
+        if batch < 1:
+            raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
+        if batch == self.batch:
+            return self
+        done: dict[str, Layer] = {}
+        for layer in self.layers:
+            specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])
+            op = layer.op
+            if isinstance(op, Input) and not isinstance(op, Tied):
+                op = type(op)(_rebatched(op.spec, self.batch, batch))
+            elif isinstance(op, Sink):
+                op = Sink(batch)
+            else:
+                op = op.rebatch(layer.specs, layer.out, specs).at_batch(batch)
+            done[layer.name] = made(replace(layer, op=op, specs=specs))
+        return LayerGraph(tuple(done.values()), self.name)
+
+
+class GraphBuilder:
+    """Collects layers in topological order; importers talk to this."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._layers: dict[str, Layer] = {}
+
+    def input(self, name: str, spec: TensorSpec) -> str:
+        """A tensor that the data loader feeds. Returns the layer's name."""
+        return self.add(name, Input(spec), ())
+
+    def tied(self, name: str, spec: TensorSpec) -> str:
+        """A parameter used more than once; name it in `add(parameters=...)` of each use."""
+        return self.add(name, Tied(spec), ())
+
+    def spec(self, name: str) -> TensorSpec:
+        """Output of a layer added before."""
+        return self._layers[name].out
+
+    def add(self, name: str, op: Op, inputs: Sequence[str], parameters: Sequence[str] = ()) -> str:
+        """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here."""
+        specs = tuple(self._layers[i].out for i in inputs)
+        tied = tuple(i for i, p in enumerate(parameters) if p in self._layers and isinstance(self._layers[p].op, Tied))
+        edges = (*inputs, *(parameters[i] for i in tied))
+        unique, count = name, 1
+        while unique in self._layers or unique == SINK:
+            count += 1
+            unique = f"{name}:{count}"
+        self._layers[unique] = made(Layer(unique, op, edges, specs, tuple(parameters), tied))
+        return unique
+
+    def finish(self, outputs: Sequence[str]) -> LayerGraph:
+        """Closes the graph with the sink; layers that no output needs are left out."""
+        if not outputs:
+            raise LayerwiseError(f"model {self.name!r} has no tensor output")
+        needed = set(outputs)
+        for layer in reversed(self._layers.values()):
+            if layer.name in needed:
+                needed.update(layer.inputs)
+        kept = [layer for layer in self._layers.values() if layer.name in needed]
+        batches = [layer.out.shape[0] for layer in kept if type(layer.op) is Input and layer.out.index("n") == 0]
+        if not batches:
+            raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
+        sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
+        return LayerGraph((*kept, made(sink)), self.name)
+
+
+def made(layer: Layer) -> Layer:
+    """Infers the layer's shapes now, so that an error names it."""
+    try:
+        expected = [p.name for p in layer.space.parameters]
+    except LayerwiseError as error:
+        raise LayerwiseError(f"layer {layer.name!r} ({layer.op.kind}): {error}") from None
+    assert len(expected) == len(layer.parameters), f"{layer.name}: parameters {layer.parameters} for {expected}"
+    return layer
+
+
+def _rebatched(spec: TensorSpec, old: int, new: int) -> TensorSpec:
+    shape = tuple(
+        extent // old * new if label == "n" else extent for label, extent in zip(spec.dims, spec.shape, strict=True)
+    )
+    return TensorSpec(shape, spec.dims, spec.dtype, spec.units)
+
+
+def _rows(value: object) -> object:
+    if isinstance(value, Op):
+        return value.rows()
+    if isinstance(value, TensorSpec):
+        return [value.shape, value.dims, value.dtype, value.units]
+    return str(value)
+
+
+def _volume(shape: Sequence[int]) -> int:
+    out = 1
+    for s in shape:
+        out *= s
+    return out

@@ -1,0 +1,217 @@
+"""Reading .onnx files, which may come from anywhere: checked first, and nothing outside their own folder is opened.
+
+https://onnx.ai/onnx/repo-docs/IR.html, https://onnx.ai/onnx/repo-docs/ExternalData.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.inliner
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto
+
+from layerwise.errors import LayerwiseError
+
+OLDEST_OPSET = 7  # before it, broadcasting and batch norm are other operators of the same names
+PROTOBUF_BYTES = 2**31 - 1  # https://protobuf.dev/programming-guides/proto-limits/
+MAX_NODES = 1_000_000  # after inlining: functions that call functions can grow exponentially
+MAX_DEPTH = 100  # of functions that call functions
+CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
+
+
+def read_onnx(path: str | Path) -> ModelProto:
+    """The checked model of a file, local functions inlined, external data not loaded."""
+    file = Path(path)
+    model = _parsed(file)
+    opset_of(model, str(file))
+    for node in _nodes(model):
+        if node.op_type in CONTROL_FLOW and standard(node.domain):
+            raise LayerwiseError(
+                f"layer {node.name or node.op_type!r}: control flow ({node.op_type}) depends on data; "
+                "layerwise plans fixed graphs only"
+            )
+    for tensor in tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            locate(tensor, file.parent)
+    _check(file)
+    if model.graph.sparse_initializer:
+        raise LayerwiseError(f"{file}: sparse initializers are not supported; convert them to dense ones")
+    if not model.functions:
+        return model
+    if (count := _inlined_size(model)) > MAX_NODES:
+        raise LayerwiseError(f"{file}: its functions expand to {count:,} nodes; at most {MAX_NODES:,} are read")
+    return onnx.inliner.inline_local_functions(model)
+
+
+def standard(domain: str) -> bool:
+    """Whether a domain is that of ONNX's own operators."""
+    return domain in ("", "ai.onnx")
+
+
+def opset_of(model: ModelProto, where: str) -> int:
+    """The version of the standard operators that the model is written in."""
+    newest = onnx.defs.onnx_opset_version()
+    version = next((o.version for o in model.opset_import if standard(o.domain)), 1)
+    if model.opset_import and not any(standard(o.domain) for o in model.opset_import):
+        return newest  # a model of custom operators only
+    if not OLDEST_OPSET <= version <= newest:
+        raise LayerwiseError(
+            f"{where}: opset {version} is not supported; use {OLDEST_OPSET} to {newest} (onnx {onnx.__version__}), "
+            "see onnx.version_converter"
+        )
+    return int(version)
+
+
+def array_of(tensor: TensorProto, folder: Path) -> NDArray[np.generic]:
+    """The values of a tensor; those of external data are mapped, and read only where they are touched."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        try:
+            return onnx.numpy_helper.to_array(tensor)
+        except (ValueError, TypeError) as error:
+            raise LayerwiseError(f"tensor {tensor.name!r} is damaged: {first_line(error)}") from None
+    file, offset = locate(tensor, folder)
+    return np.memmap(file, dtype_of(tensor), "r", offset, tuple(tensor.dims))
+
+
+def dtype_of(tensor: TensorProto) -> np.dtype[np.generic]:
+    """numpy's element type (bfloat16 and smaller ones come from ml_dtypes)."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+
+
+def locate(tensor: TensorProto, folder: Path) -> tuple[Path, int]:
+    """File and offset of external data. It must lie in the model's own folder, with all its bytes."""
+    entries = {e.key: e.value for e in tensor.external_data}
+    name = f"external data of tensor {tensor.name!r}"
+    location = entries.get("location", "")
+    parts = PurePosixPath(location.replace("\\", "/")).parts
+    if not parts or "\0" in location or ".." in parts or parts[0] == "/" or PureWindowsPath(location).anchor:
+        raise LayerwiseError(f"{name}: {location!r} is not a path inside the model's own folder")
+    home = folder.resolve()
+    file = (home / location).resolve()
+    if not file.is_relative_to(home):
+        raise LayerwiseError(f"{name}: {location!r} leads out of the model's own folder")
+    if not file.is_file():
+        raise LayerwiseError(f"{name}: there is no file {location!r} beside the model")
+    try:
+        offset = int(entries.get("offset", "0"))
+        length = int(entries["length"]) if "length" in entries else None
+        itemsize = dtype_of(tensor).itemsize
+    except (ValueError, KeyError):
+        raise LayerwiseError(f"{name}: offset, length or element type cannot be read") from None
+    if tensor.data_type in _PACKED:
+        raise LayerwiseError(f"{name}: elements of less than a byte are not supported")
+    need = prod(tensor.dims) * itemsize
+    if offset < 0 or min(tensor.dims, default=1) < 0 or offset + need > file.stat().st_size:
+        raise LayerwiseError(f"{name}: {location!r} has no {need:,} bytes at offset {offset:,}; it is truncated")
+    if length is not None and length != need:
+        raise LayerwiseError(f"{name}: {length:,} bytes do not hold {tuple(tensor.dims)} elements of {itemsize} bytes")
+    return file, offset
+
+
+_PACKED = tuple(
+    code for name, code in TensorProto.DataType.items() if name.endswith(("INT4", "INT2", "FLOAT4E2M1", "STRING"))
+)
+
+
+def first_line(error: BaseException) -> str:
+    """What onnx has to say, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:500]
+
+
+def _parsed(file: Path) -> ModelProto:
+    if not file.exists():
+        raise LayerwiseError(f"there is no file {str(file)!r}")
+    if not file.is_file():
+        raise LayerwiseError(f"{str(file)!r} is no file")
+    size = file.stat().st_size
+    if size > PROTOBUF_BYTES:
+        raise LayerwiseError(
+            f"{file} has {size:,} bytes, ONNX allows {PROTOBUF_BYTES:,}: save it with external data "
+            "(onnx.save(..., save_as_external_data=True))"
+        )
+    try:
+        model = onnx.load_model(file, format="protobuf", load_external_data=False)
+    except DecodeError:
+        raise LayerwiseError(f"{file} is not an ONNX file, or it is damaged or truncated") from None
+    except OSError as error:
+        raise LayerwiseError(f"{file} cannot be read: {first_line(error)}") from None
+    if not model.ir_version or not (model.graph.node or model.graph.output):
+        raise LayerwiseError(f"{file} is not an ONNX model: it has no graph")
+    if model.ir_version > onnx.IR_VERSION:
+        raise LayerwiseError(
+            f"{file} is written in ONNX IR version {model.ir_version}; onnx {onnx.__version__} reads up to "
+            f"{onnx.IR_VERSION}: upgrade onnx"
+        )
+    return model
+
+
+def _check(file: Path) -> None:
+    try:
+        onnx.checker.check_model(str(file))
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        context = next((line for line in str(error).splitlines() if "Context" in line), "").rpartition("node. ")[2]
+        where = f" ({context.strip()})" if context else ""
+        raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error)}{where}") from None
+
+
+def _nodes(model: ModelProto) -> Iterator[NodeProto]:
+    """All nodes, also those of functions and subgraphs."""
+    stack: list[Sequence[NodeProto]] = [model.graph.node, *(f.node for f in model.functions)]
+    while stack:
+        for node in stack.pop():
+            yield node
+            for attribute in node.attribute:
+                stack += [g.node for g in (attribute.g, *attribute.graphs) if g.node]
+
+
+def tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All tensors, wherever they are in the file."""
+    stack: list[Message] = [model]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, TensorProto):
+            yield top
+            continue
+        for name in _NESTED.get(type(top).__name__, ()):
+            value = getattr(top, name)
+            if isinstance(value, Message):
+                if top.HasField(name):
+                    stack.append(value)
+            else:
+                stack += list(value)
+
+
+# Where tensors can be; of types and value infos there are none.
+_NESTED = {
+    "ModelProto": ("graph", "functions"),
+    "GraphProto": ("initializer", "sparse_initializer", "node"),
+    "FunctionProto": ("node",),
+    "NodeProto": ("attribute",),
+    "AttributeProto": ("t", "tensors", "sparse_tensor", "sparse_tensors", "g", "graphs"),
+    "SparseTensorProto": ("values", "indices"),
+}
+
+
+def _inlined_size(model: ModelProto) -> int:
+    """Number of nodes once every call of a local function is replaced by its body. Recursion counts as too many."""
+    bodies = {(f.domain, f.name): f.node for f in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+
+    def size(nodes: Sequence[NodeProto], depth: int) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in bodies and key not in sizes:
+                sizes[key] = MAX_NODES + 1 if depth > MAX_DEPTH else size(bodies[key], depth + 1)
+            total += sizes.get(key, 1)
+        return min(total, MAX_NODES + 1)
+
+    return size(model.graph.node, 0)

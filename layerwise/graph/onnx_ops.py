@@ -1,0 +1,24 @@
+"""The ONNX importer's table: one row an operator, "Name-since" for an older form of it that means something else.
+
+https://onnx.ai/onnx/operators/. The rows themselves are with their families: layers, shapes, element-wise operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerwise.graph.onnx_layers import LAYERS
+from layerwise.graph.onnx_pointwise import POINTWISE
+from layerwise.graph.onnx_shapes import SHAPES
+from layerwise.graph.registry import Build, lookup
+
+TABLE: Mapping[str, Build] = {**LAYERS, **SHAPES, **POINTWISE}
+
+
+def row(domain: str, op_type: str, since: int = 0) -> Build | None:
+    """How to build a layer of an operator, in the form that it has since that opset: a user's own row goes first."""
+    if (own := lookup(f"{domain or 'ai.onnx'}::{op_type}")) is not None:
+        return own
+    if domain not in ("", "ai.onnx"):
+        return None
+    return TABLE.get(f"{op_type}-{since}", TABLE.get(op_type))

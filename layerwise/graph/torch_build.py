@@ -1,0 +1,328 @@
+"""A PyTorch program, call by call, as a LayerGraph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.program import Node, Program, Ref, Value
+from layerwise.graph.registry import Argument, Built, Call, Operand, Result
+from layerwise.graph.torch_constants import Constants, constant_names, is_constant
+from layerwise.graph.torch_names import input_spec, layer_names
+from layerwise.graph.torch_ops import CHECKS, ROWWISE, SHAPED_ONLY, base_name, row
+from layerwise.graph.torch_patterns import refs
+from layerwise.graph.torch_pointwise import ELEMENTWISE
+from layerwise.graph.torch_views import SHAPED, UNCHANGED
+from layerwise.ops.ends import Constant
+from layerwise.ops.pointwise import Binary
+from layerwise.ops.view import Permute, Reshape
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An activation whose leading dimensions are merged; what takes row by row works on it as it was before.
+
+    (n, s, c) seen as (n*s, c) for a linear layer and back again would lose s, which can be split.
+    """
+
+    whole: Operand
+    shape: tuple[int, ...]
+
+
+def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> LayerGraph:
+    """The layers of a program. `dims`: labels for each input."""
+    return _Importer(program, title, dims).graph()
+
+
+class _Importer:
+    def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+        self.program = program
+        self.builder = GraphBuilder(title)
+        self.constants = Constants()
+        self.values: dict[str, Operand | Rows] = {}
+        self.latest: dict[str, str] = {}  # what was written in place -> the result
+        self.sources: dict[str, str] = {}  # parameters and constants -> their node
+        self.made: dict[int, Operand] = {}  # by id of a Built of the current call that several others take
+        self.base: dict[str, str] = {}  # views -> the tensor whose memory they share
+        constant = constant_names(program)
+        layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
+        self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
+        self.last = _last_uses(program)
+        inputs = [s for s in program.sources if s.kind == "input"]
+        if dims is not None and len(dims) != len(inputs):
+            raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
+        self.batch = next((s.value.shape[0] for s in inputs if s.value.shape), 0)
+        for i, source in enumerate(inputs):
+            spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
+            self.values[source.value.name] = self.activation(self.builder.input(source.target, spec))
+        shared = _shared_parameters(program)
+        self.shapes: dict[str, TensorSpec] = {}
+        for source in program.sources:
+            value, target = source.value, source.target
+            if source.kind == "input":
+                continue
+            self.shapes[target] = _spec(value)
+            if source.kind == "parameter":
+                self.values[value.name] = Operand("parameter", target, _spec(value))
+                if value.name in shared and value.shape:
+                    labels = ("c", *(None,) * (len(value.shape) - 1))
+                    self.sources[target] = self.builder.tied(target, replace(_spec(value), dims=labels))
+            else:
+                if prod(value.shape) <= 1 << 20:
+                    self.constants.store(value.name, source.read())
+                self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
+
+    def graph(self) -> LayerGraph:
+        for place, node in enumerate(self.program.nodes):
+            self.call(place, node)
+        outputs = [self.operand(ref) for ref in self.program.outputs]
+        computed = dict.fromkeys(o.name for o in outputs if o.activation)
+        return self.builder.finish(list(computed))
+
+    def call(self, place: int, node: Node) -> None:
+        """One call: a constant, a layer or several, or nothing."""
+        if node.target.partition("::")[2].startswith(CHECKS):
+            return
+        constant = is_constant(node, lambda ref: self.role(ref) == "constant")
+        written = None if constant and base_name(node.target) in SHAPED_ONLY else self.written_in_place(place, node)
+        if constant:
+            self.constant(node)
+        elif not self.merges_rows(node):
+            self.layer(node)
+        if written is not None and node.outputs[0] is not None:
+            self.latest[written] = node.outputs[0].name
+
+    def layer(self, node: Node) -> None:
+        """A call that computes something."""
+        by_row = self.works_by_row(node)
+        build = row(node.target)
+        if build is None:
+            if all(v is None or v.name not in self.last for v in node.outputs):
+                return
+            raise LayerwiseError(self.unknown(node))
+        self.made.clear()
+        try:
+            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
+            outputs = tuple(_spec(v) for v in node.outputs if v)
+            if by_row:
+                outputs = tuple(replace(o, shape=(*_whole(bound).shape[:-1], o.shape[-1])) for o in outputs)
+            result = build(Call(node.target, self.names[node.name], bound, outputs, self.batch))
+        except LayerwiseError as error:
+            raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
+        results = result if isinstance(result, tuple) else (result,)
+        for value, made in zip(node.outputs, results, strict=False):
+            if value is None or made is None or isinstance(made, tuple):
+                continue
+            operand = self.place(made, self.names[node.name])
+            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+
+    def constant(self, node: Node) -> None:
+        """A constant, with its value where that is cheap."""
+        self.constants.compute(node)
+        for value in node.outputs:
+            if value is not None:
+                spec = _spec(value)
+                if self.by_sample(value):
+                    spec = replace(spec, dims=("n", *spec.dims[1:]))
+                self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
+
+    def by_sample(self, value: Value) -> bool:
+        """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
+        rank, shape = len(value.shape), value.shape
+        return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
+
+    def written_in_place(self, place: int, node: Node) -> str | None:
+        """The tensor that a call overwrites. Nobody may see the change through another view of its memory."""
+        for name, seen in shared_memory(node):
+            self.base[name] = self.base.get(self.current(seen), self.current(seen))
+        if base_name(node.target) == node.target.partition("::")[2].partition(".")[0]:
+            return None
+        written = self.current(next(iter(refs(tuple(node.arguments.values())))).name)
+        base = self.base.get(written, written)
+        own = {v.name for v in node.outputs if v} | {written}
+        for name in (base, *(view for view, of in self.base.items() if of == base)):
+            if self.current(name) not in own and self.last.get(name, -1) > place:
+                raise LayerwiseError(
+                    f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
+                    "used again; write it without the underscore"
+                )
+        return written
+
+    def merges_rows(self, node: Node) -> bool:
+        """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
+        if base_name(node.target) not in SHAPED or node.outputs[0] is None:
+            return False
+        x = self.values[self.current(next(iter(refs(tuple(node.arguments.values())))).name)]
+        out = node.outputs[0]
+        if isinstance(x, Rows) and out.shape == x.whole.shape:
+            self.values[out.name] = x.whole
+            return True
+        whole = x.whole if isinstance(x, Rows) else x
+        if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
+            return False
+        kept = _rows_end(whole.shape, out.shape)
+        if kept < 2:
+            return False
+        if kept < len(whole.shape) - 1:
+            shape = (*whole.shape[:kept], out.shape[1])
+            whole = self.place(Built(Reshape(shape), (whole,)), self.names[node.name])
+        self.values[out.name] = Rows(whole, out.shape)
+        return True
+
+    def works_by_row(self, node: Node) -> bool:
+        """Whether a call takes merged rows that need not be merged for it."""
+        rows = [r for r in refs(tuple(node.arguments.values())) if isinstance(self.values[self.current(r.name)], Rows)]
+        if not rows or node.outputs[0] is None:
+            return False
+        if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
+            others = [r for r in refs(tuple(node.arguments.values())) if r not in rows]
+            shape = self.shape(rows[0])
+            return len(rows) == 1 and not others and node.outputs[0].shape == shape
+        data = ROWWISE.get(node.target)
+        if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
+            return False
+        parameters = [self.role(r.name) for r in refs(tuple(node.arguments.values())) if r != rows[0]]
+        return set(parameters) == {"parameter"}
+
+    def operand(self, ref: Ref) -> Operand:
+        """The value of a tensor, rows merged."""
+        name = self.current(ref.name)
+        value = self.values[name]
+        if isinstance(value, Rows):
+            value = self.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
+            self.values[name] = value
+        return value
+
+    def argument(self, value: object, *, whole: bool = False) -> Argument:
+        """An argument as a Call has it."""
+        if isinstance(value, Ref):
+            known = self.values[self.current(value.name)]
+            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
+        if isinstance(value, tuple):
+            return tuple(self.argument(v, whole=whole) for v in value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return str(value).removeprefix("torch.")  # dtypes, devices, layouts
+
+    def place(self, result: Result, name: str) -> Operand:
+        """Adds the layers of a row's result."""
+        if isinstance(result, Operand):
+            return result
+        assert isinstance(result, Built)
+        if id(result) in self.made:
+            return self.made[id(result)]
+        op, inputs, parameters = result.op, result.inputs, result.parameters
+        placed = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in inputs]
+        if isinstance(op, Binary) and parameters and self.is_reshaped(parameters[0]):
+            placed = [parameters[0], *placed] if op.swapped else [*placed, parameters[0]]
+            op, parameters = Binary(op.fn, arguments=op.arguments), ()
+        for p in parameters:
+            if self.is_reshaped(p):
+                raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
+        layer = self.builder.add(name, op, [self.source(p) for p in placed], [p.name for p in parameters])
+        operand = self.activation(layer)
+        self.made[id(result)] = operand
+        return operand
+
+    def is_reshaped(self, p: Operand) -> bool:
+        """Whether a parameter with a node of its own is used in another shape than it has."""
+        return p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
+
+    def source(self, x: Operand) -> str:
+        """The layer that gives an operand; parameters and constants become nodes of their own."""
+        if x.activation:
+            return x.name
+        if x.role == "constant":
+            if x.name not in self.sources:
+                self.sources[x.name] = self.builder.add(x.name, Constant(_labelled(x.spec)), ())
+            return self.sources[x.name]
+        base = self.shapes[x.name]
+        if x.name not in self.sources:
+            labels = (*(None,) * (len(base.shape) - 1), "c") if base.shape else ()
+            self.sources[x.name] = self.builder.tied(x.name, replace(base, dims=labels))
+        node = self.sources[x.name]
+        if x.transposed:
+            return self.builder.add(f"{x.name}.permute", Permute((1, 0)), [node])
+        if x.shape != base.shape:
+            return self.builder.add(f"{x.name}.reshape", Reshape(x.shape), [node])
+        return node
+
+    def activation(self, layer: str) -> Operand:
+        return Operand("activation", layer, self.builder.spec(layer))
+
+    def current(self, name: str) -> str:
+        while name in self.latest:
+            name = self.latest[name]
+        return name
+
+    def role(self, name: str) -> str:
+        value = self.values[self.current(name)]
+        return "activation" if isinstance(value, Rows) else value.role
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.values[self.current(ref.name)].shape
+
+    def unknown(self, node: Node) -> str:
+        return (
+            f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
+            f"layerwise.register_op({node.target!r}, ...)"
+        )
+
+
+def shared_memory(node: Node) -> Iterator[tuple[str, str]]:
+    """Outputs that share memory with an operand, by the operator's schema: (output, operand)."""
+    if node.overload is None:
+        return
+    schema = node.overload._schema
+    for argument in schema.arguments:
+        seen = node.arguments.get(argument.name)
+        if argument.alias_info is None or not isinstance(seen, Ref):
+            continue
+        if any(r.alias_info is not None for r in schema.returns):
+            yield from ((v.name, seen.name) for v in node.outputs if v)
+
+
+def _spec(value: Value) -> TensorSpec:
+    return TensorSpec(value.shape, (None,) * len(value.shape), value.dtype)
+
+
+def _labelled(spec: TensorSpec) -> TensorSpec:
+    """A constant that is a source: positions and token types are sequences."""
+    if spec.differentiable or not 1 <= len(spec.shape) <= 2:
+        return spec
+    return replace(spec, dims=(*spec.dims[:-1], "s"))
+
+
+def _rows_end(shape: tuple[int, ...], merged: tuple[int, ...]) -> int:
+    """How many leading dimensions make up the first of two; 0 if none do."""
+    return max((k for k in range(1, len(shape)) if prod(shape[:k]) == merged[0]), default=0)
+
+
+def _whole(bound: dict[str, Argument]) -> Operand:
+    return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)
+
+
+def _last_uses(program: Program) -> dict[str, int]:
+    """When each tensor is used last; those that are returned, after all calls."""
+    last = {r.name: i for i, node in enumerate(program.nodes) for r in refs(tuple(node.arguments.values()))}
+    return last | {ref.name: len(program.nodes) for ref in program.outputs}
+
+
+def _shared_parameters(program: Program) -> set[str]:
+    """Parameters that are used more than once, also by way of transposes and other views."""
+    users: dict[str, list[Node]] = defaultdict(list)
+    for node in program.nodes:
+        for ref in refs(tuple(node.arguments.values())):
+            users[ref.name].append(node)
+    lazy = (*SHAPED, *UNCHANGED, "t", "transpose", "permute", "numpy_T", "mT")
+
+    def uses(name: str) -> int:
+        seen = [[v.name for v in node.outputs if v] if base_name(node.target) in lazy else None for node in users[name]]
+        return sum(1 if through is None else sum(map(uses, through)) for through in seen)
+
+    return {s.value.name for s in program.sources if s.kind == "parameter" and uses(s.value.name) > 1}

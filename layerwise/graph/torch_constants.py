@@ -1,0 +1,113 @@
+"""Constants of a PyTorch program: what depends on nothing that is fed or trained, and its value where that is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._subclasses import FakeTensor
+
+from layerwise.graph.program import Node, Program, Ref
+from layerwise.graph.torch_ops import FOLDED, SHAPED_ONLY, base_name
+from layerwise.graph.torch_patterns import refs
+
+MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
+
+
+def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
+    """Whether a call gives the same at every step; `known` says so of its operands."""
+    return base_name(node.target) in SHAPED_ONLY or all(known(ref.name) for ref in refs(tuple(node.arguments.values())))
+
+
+def constant_names(program: Program) -> set[str]:
+    """All constants of a program, by name."""
+    found = {source.value.name for source in program.sources if source.kind == "buffer"}
+    for node in program.nodes:
+        if is_constant(node, found.__contains__):
+            found.update(v.name for v in node.outputs if v)
+    return found
+
+
+class Constants:
+    """Values of constants, computed as torch does and in order: what is written in place is seen by its views."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def store(self, name: str, tensor: torch.Tensor | None) -> None:
+        """A buffer of the model: a copy of it, if it is small and has a value."""
+        if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return
+        if tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided:
+            self._tensors[name] = tensor.detach().to("cpu", copy=True)
+
+    def value(self, name: str) -> NDArray[np.generic] | None:
+        """As an array, where it is known."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        return array
+
+    def compute(self, node: Node) -> None:
+        """Evaluates a call of constants, if all of them are known and the result is small."""
+        made = self._evaluate(node)
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        for declared, result in zip(node.outputs, results, strict=False):
+            if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
+                self._tensors[declared.name] = result
+        if node.target.partition(".")[0].endswith("_") and made is None:  # what was written in place is not known now
+            for ref in refs(tuple(node.arguments.values())):
+                self._tensors.pop(ref.name, None)
+
+    def _evaluate(self, node: Node) -> object:
+        small = all(v is None or np.prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
+        name = node.target.partition("::")[2].partition(".")[0]
+        if not small or node.overload is None or not node.target.startswith("aten::"):
+            return None
+        if not {name, base_name(node.target)} & FOLDED or torch.Tag.nondeterministic_seeded in node.overload.tags:
+            return None
+        if "empty" in name or any(r.name not in self._tensors for r in self._read(node)):
+            return None
+        try:
+            if not name.endswith("_"):
+                self._call(node, "meta")  # a file may lie about shapes: what comes out must be small indeed
+            return self._call(node, "cpu")
+        except Exception:  # not worth knowing: it stays a constant without a value
+            return None
+
+    def _read(self, node: Node) -> list[Ref]:
+        """Operands whose values matter."""
+        return [] if base_name(node.target) in SHAPED_ONLY else list(refs(tuple(node.arguments.values())))
+
+    def _call(self, node: Node, device: str) -> object:
+        assert node.overload is not None
+        schema = {a.name: a for a in node.overload._schema.arguments}
+        args: list[object] = []
+        kwargs: dict[str, object] = {}
+        for name, value in node.arguments.items():
+            real = self._real(value, device, node)
+            if schema[name].kwarg_only:
+                kwargs[name] = torch.device(device) if name == "device" else real
+            else:
+                args.append(real)
+        result: object = node.overload(*args, **kwargs)
+        if device == "meta":
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for declared, made in zip(node.outputs, results, strict=True):
+                assert declared is None or (isinstance(made, torch.Tensor) and tuple(made.shape) == declared.shape)
+        return result
+
+    def _real(self, value: object, device: str, node: Node) -> object:
+        if isinstance(value, Ref):
+            if base_name(node.target) in SHAPED_ONLY:  # only its type matters, and its shape: that of the result
+                like = node.outputs[0]
+                assert like is not None
+                return torch.zeros((), device=device).expand(like.shape)
+            tensor = self._tensors[value.name]
+            return tensor.to(device) if device == "meta" else tensor
+        if isinstance(value, tuple):
+            return [self._real(v, device, node) for v in value]
+        return torch.device(device) if isinstance(value, torch.device) else value

@@ -1,0 +1,51 @@
+"""The PyTorch importer's table: one row an operator of the training IR of torch.export, without its overload.
+
+The rows themselves are with their families: layers, matrices, element-wise operators, views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerwise.graph.registry import Build, lookup
+from layerwise.graph.torch_layers import LAYERS, local_response_norm
+from layerwise.graph.torch_matrix import MATRICES
+from layerwise.graph.torch_patterns import LOCAL_RESPONSE_NORM
+from layerwise.graph.torch_pointwise import POINTWISE
+from layerwise.graph.torch_views import VIEWS
+
+TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **VIEWS}
+
+# What takes rows of the last dimension one by one, and the argument that holds them.
+ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
+
+# Their result has a shape of its own or of its first argument, and values that no argument decides.
+SHAPED_ONLY = frozenset({
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
+    "randn_like", "randint_like", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "eye",
+    "linspace", "scalar_tensor", "tril_indices", "triu_indices",
+})  # fmt: skip
+
+# What else is worth computing where nothing but constants goes in. A closed list: a .pt2 file names operators, too.
+FOLDED = frozenset(TABLE) | SHAPED_ONLY | frozenset({
+    "add_", "argsort", "bitwise_left_shift", "cumsum", "copy_", "fill", "fill_", "flip", "gather", "masked_fill_",
+    "meshgrid", "outer", "repeat_interleave", "sort", "tril", "triu", "zero", "zero_", "one_hot", "diagonal",
+})  # fmt: skip
+
+# Checks at run time, without a result.
+CHECKS = ("_assert", "sym_constrain", "_functional_assert", "_print", "_foobar_")
+
+
+def base_name(target: str) -> str:
+    """`add` of `aten::add_.Tensor`."""
+    name = target.partition("::")[2].partition(".")[0]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def row(target: str) -> Build | None:
+    """How to build a call of `target`: a user's own row, else the table's."""
+    if (own := lookup(target)) is not None:
+        return own
+    if target == LOCAL_RESPONSE_NORM:
+        return local_response_norm
+    return TABLE.get(base_name(target)) if target.startswith("aten::") else None

@@ -1,0 +1,21 @@
+"""Machines: devices, the links between them, and the profiles that say where every number came from."""
+
+from layerwise.machine.devices import DTYPES, DeviceGraph, Level, Processor, Tile
+from layerwise.machine.profile import MAX_GPUS, Link, LinkLevel, Profile
+from layerwise.machine.profiles import DEFAULT, load, names, save
+
+__all__ = [
+    "DEFAULT",
+    "DTYPES",
+    "MAX_GPUS",
+    "DeviceGraph",
+    "Level",
+    "Link",
+    "LinkLevel",
+    "Processor",
+    "Profile",
+    "Tile",
+    "load",
+    "names",
+    "save",
+]

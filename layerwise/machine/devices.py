@@ -1,0 +1,139 @@
+"""The device graph: equal devices, and links between them in a hierarchy of nested groups (node, rack, cluster)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from layerwise.errors import LayerwiseError
+
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the link hierarchy.
+
+    `devices` consecutive devices are one group of this level; the outermost level's group is everything. A message
+    between two devices belongs to the innermost level that contains both (`DeviceGraph.level_between`) and pays that
+    level's `alpha_s` (s). Its bytes pass the sender's and the receiver's port there, at `beta_s_per_byte` (s per
+    byte) a port; `DeviceGraph.ports_passed` says which further ports a message between racks passes.
+
+    A port is full duplex and is shared by `devices_per_port` consecutive devices: 1 where each GPU has its own
+    NVLink port or NIC, 4 where the four GPUs of a node share one NIC.
+    """
+
+    name: str
+    devices: int
+    alpha_s: float
+    beta_s_per_byte: float
+    devices_per_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of a matrix product that a kernel library offers.
+
+    `efficiency` is the share of the peak FLOP/s that a device reaches when it is full of such tiles.
+    """
+
+    rows: int
+    columns: int
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What the analytic roofline knows of one device.
+
+    `peak_flops` is in FLOP/s by dtype (a multiply-add counts two); `processors` is the number of SMs or cores, over
+    which tiles are spread in waves; `kernel_floor_s` is the least time of any kernel, however small.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float] = field(hash=False)  # a dict has no hash; the other fields tell devices apart
+    processors: int
+    tiles: tuple[Tile, ...]
+    kernel_floor_s: float
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bfloat16)."""
+        if dtype not in self.peak_flops:
+            known = ", ".join(self.peak_flops)
+            raise LayerwiseError(f"device {self.name}: its profile has no peak for dtype {dtype!r}; it has {known}")
+        return self.peak_flops[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGraph:
+    """`count` equal devices, numbered so that every group of every level is a run of consecutive numbers.
+
+    `levels` go from the inside out; `levels[0]` is the node, and the last one has `devices == count`. Each level's
+    size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136 are a rack of
+    136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
+    """
+
+    name: str
+    count: int
+    processor: Processor
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [level.devices for level in self.levels]
+        assert sizes[-1] == self.count, f"the outermost of {sizes} must hold all {self.count} devices"
+        assert all(outer % inner == 0 for inner, outer in pairwise(sizes[:-1])), f"{sizes} do not nest"
+        assert self.count % sizes[0] == 0, f"{self.count} devices do not fill nodes of {sizes[0]}"
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices in one group of the innermost level."""
+        return self.levels[0].devices
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.count // self.devices_per_node
+
+    def group(self, level: int) -> npt.NDArray[np.int64]:
+        """(count,) group index of each device at `levels[level]`."""
+        return np.arange(self.count, dtype=np.int64) // self.levels[level].devices
+
+    def port(self, level: int) -> npt.NDArray[np.int64]:
+        """(count,) index of the port through which each device reaches `levels[level]`."""
+        return np.arange(self.count, dtype=np.int64) // self.levels[level].devices_per_port
+
+    @overload
+    def level_between(self, p: int, q: int) -> int: ...
+    @overload
+    def level_between(self, p: npt.NDArray[np.int64], q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def level_between(
+        self, p: int | npt.NDArray[np.int64], q: int | npt.NDArray[np.int64]
+    ) -> int | npt.NDArray[np.int64]:
+        """Index of the innermost level that contains devices p and q; arrays broadcast. 0 for p = q (no message)."""
+        # Groups nest, so the levels that separate p from q are the innermost ones: counting them gives the next.
+        separating = [p // level.devices != q // level.devices for level in self.levels[:-1]]
+        if isinstance(p, np.ndarray) or isinstance(q, np.ndarray):
+            shape = np.broadcast_shapes(np.shape(p), np.shape(q))
+            return np.asarray(sum(separating, start=np.zeros(shape, dtype=np.int64)))
+        return int(sum(separating))
+
+    def ports_passed(self, level: int) -> range:
+        """Levels whose ports a message of `levels[level]` passes at either end, from the inside out.
+
+        Inside a node that is the node's port. Beyond it a message leaves through its NIC (level 1) and through every
+        uplink between that and its own level (the rack's at level 2), but not through the node's inner links. With
+        one or two levels this is just `level` itself.
+        """
+        return range(min(level, 1), level + 1)
+
+    def device_name(self, device: int) -> str:
+        """`node3/gpu1` for device 13 of nodes of 4."""
+        assert 0 <= device < self.count, (device, self.count)
+        return f"node{device // self.devices_per_node}/gpu{device % self.devices_per_node}"

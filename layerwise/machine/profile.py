@@ -1,0 +1,105 @@
+"""A profile: what a machine's devices and links can do, and the device graph that it makes of a number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from layerwise.errors import LayerwiseError
+from layerwise.machine.devices import DeviceGraph, Level, Processor
+
+MAX_GPUS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLevel:
+    """A level of the link hierarchy as the file states it. Latency in s, bandwidth of one port in bytes/s each way.
+
+    `devices` is None for the outermost of several levels: its group is everything. `devices_per_port` is a number,
+    or the name of an inner level whose group shares one port, whatever its size.
+    """
+
+    name: str
+    devices: int | None
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    devices_per_port: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link that no level uses, such as PCIe beside NVLink. Latency in s, bandwidth in bytes/s each way."""
+
+    name: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine: its device, and the levels of its links from the inside out.
+
+    `sources` says where each number came from, by its path in the file (`levels[1].latency_s`). `other_links` serve
+    closed forms that name them. `measured` holds the sections that `layerwise.measure` writes, as plain JSON values.
+    """
+
+    name: str
+    description: str
+    processor: Processor
+    levels: tuple[LinkLevel, ...]
+    sources: Mapping[str, str] = field(hash=False)  # a dict has no hash
+    other_links: tuple[Link, ...] = ()
+    measured: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Devices a node has where nobody says otherwise."""
+        devices = self.levels[0].devices
+        assert devices is not None
+        return devices
+
+    def device_graph(self, gpus: int, gpus_per_node: int | None = None) -> DeviceGraph:
+        """The graph of `gpus` devices in nodes of `gpus_per_node` (default: the profile's).
+
+        One node has the innermost level only; a level exists only where there is more than one group inside it. With
+        nodes of another size a rack keeps its number of nodes, and a port that serves a level's whole group still
+        does. A port that serves a fixed number of devices serves the next larger divisor of a group where that number
+        does not divide it, so that no port spans two nodes. Raises LayerwiseError where `gpus` is out of range or
+        does not fill whole nodes.
+        """
+        node = self.gpus_per_node if gpus_per_node is None else gpus_per_node
+        self._check(gpus, node)
+        levels: list[Level] = []
+        sizes: dict[str, int] = {}
+        for stated in self.levels:
+            size = gpus if stated.devices is None else min(gpus, stated.devices // self.gpus_per_node * node)
+            sizes[stated.name] = size
+            owner = levels[-1].devices if levels else size  # a port belongs to a whole group of the level inside
+            shared = stated.devices_per_port
+            sharing = sizes[shared] if isinstance(shared, str) else _divisor_from(shared, owner)
+            levels.append(Level(stated.name, size, stated.latency_s, 1 / stated.bandwidth_bytes_per_s, sharing))
+            if size == gpus:
+                break
+        return DeviceGraph(self.name, gpus, self.processor, tuple(levels))
+
+    def _check(self, gpus: int, node: int) -> None:
+        if not 1 <= gpus <= MAX_GPUS:
+            raise LayerwiseError(f"the number of GPUs must be 1 to {MAX_GPUS:,}, not {gpus:,}")
+        if node < 1:
+            raise LayerwiseError(f"the number of GPUs per node must be at least 1, not {node}")
+        if gpus > node and gpus % node:
+            below = gpus - gpus % node
+            raise LayerwiseError(
+                f"{gpus} GPUs do not fill nodes of {node}: take {below} or {below + node} GPUs, "
+                f"or a number of GPUs per node that divides {gpus}"
+            )
+        if gpus > node and len(self.levels) == 1:
+            raise LayerwiseError(
+                f"profile {self.name} describes a single node and {gpus} GPUs are more than its {node}: "
+                "take fewer GPUs, or a profile with a level between nodes"
+            )
+
+
+def _divisor_from(least: int, whole: int) -> int:
+    """The smallest divisor of `whole` that is at least `least`, or `whole` itself."""
+    return next((d for d in range(least, whole) if whole % d == 0), whole)

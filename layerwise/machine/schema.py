@@ -1,0 +1,143 @@
+"""The JSON of a profile, read and written; `profiles/README.md` describes it for people."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from layerwise.errors import LayerwiseError
+from layerwise.machine.devices import DTYPES, Processor, Tile
+from layerwise.machine.fields import Field
+from layerwise.machine.profile import Link, LinkLevel, Profile
+
+FORMAT = "layerwise-profile"
+VERSION = 1
+MEASURED = ("conditions", "layers", "collectives")  # for `layerwise.measure`; kept as they stand
+DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
+LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
+
+
+def parse(text: str, file: str) -> Profile:
+    """The profile that a file's text describes. `file` is how errors (LayerwiseError, always) call it."""
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise LayerwiseError(f"profile {file}: not valid JSON: {error}") from error
+    root = Field(file, "", document)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise root.error(f'not a profile of layerwise: it must be an object with "format": "{FORMAT}"')
+    version = document.get("version")
+    if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
+        raise root.error(f"version: this layerwise reads version {VERSION} only, found {json.dumps(version)[:40]}")
+    top = root.members(("format", "version", "name", "description", "device", "levels"), ("other_links", *MEASURED))
+    return Profile(
+        name=top["name"].text(),
+        description=top["description"].text(),
+        processor=_processor(top["device"]),
+        levels=_levels(top["levels"]),
+        sources=root.sources,
+        other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
+        measured={name: _finite(top[name]) for name in MEASURED if name in top},
+    )
+
+
+def write(profile: Profile) -> str:
+    """The file's text: what `parse` reads back as an equal profile. A number and its source share a line."""
+
+    def number(path: str, value: float | str) -> dict[str, object]:
+        assert path in profile.sources, f"profile {profile.name}: no source for {path}"
+        return {"value": value, "source": profile.sources[path]}
+
+    def numbers(path: str, record: object, fields: Sequence[str]) -> dict[str, object]:
+        values = {field: getattr(record, field) for field in fields}
+        return {field: number(f"{path}.{field}", value) for field, value in values.items() if value is not None}
+
+    processor = profile.processor
+    device: dict[str, object] = {"name": processor.name}
+    device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
+    device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
+    device |= numbers("device", processor, ("processors", "kernel_floor_s"))
+    device["tiles"] = [
+        numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
+    ]
+    document: dict[str, object] = {"format": FORMAT, "version": VERSION}
+    document |= {"name": profile.name, "description": profile.description, "device": device}
+    document["levels"] = [
+        {"name": level.name} | numbers(f"levels[{i}]", level, ("devices", *LINK[1:], "devices_per_port"))
+        for i, level in enumerate(profile.levels)
+    ]
+    if profile.other_links:
+        document["other_links"] = [
+            {"name": link.name} | numbers(f"other_links[{i}]", link, LINK[1:])
+            for i, link in enumerate(profile.other_links)
+        ]
+    document |= profile.measured
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r'\{\s+("value": .*),\s+("source": .*)\s+\}', r"{\1, \2}", text) + "\n"
+
+
+def _processor(device: Field) -> Processor:
+    at = device.members(DEVICE)
+    peaks = at["peak_flops"].members(("float32",), DTYPES)
+    tiles = []
+    for item in at["tiles"].items():
+        tile = item.members(("rows", "columns", "efficiency"))
+        efficiency = tile["efficiency"].number()
+        if efficiency > 1:
+            raise tile["efficiency"].error(f"expected a share of the peak, at most 1, found {efficiency}")
+        tiles.append(Tile(tile["rows"].whole(), tile["columns"].whole(), efficiency))
+    return Processor(
+        name=at["name"].text(),
+        memory_bytes=at["memory_bytes"].whole(),
+        memory_bandwidth_bytes_per_s=at["memory_bandwidth_bytes_per_s"].number(),
+        peak_flops={dtype: peaks[dtype].number() for dtype in DTYPES if dtype in peaks},
+        processors=at["processors"].whole(),
+        tiles=tuple(tiles),
+        kernel_floor_s=at["kernel_floor_s"].number(),
+    )
+
+
+def _levels(section: Field) -> tuple[LinkLevel, ...]:
+    items = list(section.items())
+    levels: list[LinkLevel] = []
+    for item in items:
+        outermost = len(levels) == len(items) - 1 > 0
+        at = item.members((*LINK, "devices_per_port"), ("devices",))
+        if outermost == ("devices" in at):
+            fault = "leave it out: the outermost level is everything" if outermost else "missing"
+            raise item.member("devices").error(fault)
+        name, inner = at["name"].text(), [level.name for level in levels]
+        if name in inner:
+            raise at["name"].error(f"two levels are called {name!r}")
+        devices = None if outermost else at["devices"].whole()
+        within = levels[-1].devices if levels else devices
+        assert within is not None
+        if levels and devices is not None and (devices <= within or devices % within):
+            raise at["devices"].error(f"levels must nest: {devices} is no larger multiple of {inner[-1]}'s {within}")
+        sharing = at["devices_per_port"].whole_or_name(inner)
+        if isinstance(sharing, int) and within % sharing:
+            raise at["devices_per_port"].error(f"{sharing} does not divide the {within} devices of the group inside")
+        levels.append(LinkLevel(name, devices, at["latency_s"].number(), at["bandwidth_bytes_per_s"].number(), sharing))
+    return tuple(levels)
+
+
+def _link(item: Field) -> Link:
+    at = item.members(LINK)
+    return Link(at["name"].text(), at["latency_s"].number(), at["bandwidth_bytes_per_s"].number())
+
+
+def _finite(section: Field) -> object:
+    try:
+        json.dumps(section.value, allow_nan=False)
+    except ValueError as error:
+        raise section.error("holds a number that is not finite") from error
+    return section.value
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
+    return members

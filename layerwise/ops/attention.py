@@ -1,0 +1,91 @@
+"""Attention. https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import ClassVar
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap, identity, scaled, whole
+from layerwise.ops.base import Extents, Gemm, Maps, Op, broadcast, merge_labels, only
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Op):
+    """softmax(q @ k.T * scale + mask) @ v over the last two dimensions of (n, heads, s, e), heads optional.
+
+    Inputs q, k, v[, mask]. k and v may have fewer heads (grouped queries): every head then serves a group of query
+    heads, and heads are cut between groups. Queries are cut anywhere, k and v are needed whole; a causal mask goes by
+    the position in the whole sequence. FLOPs: 2 a multiply-add of both products; what a causal mask saves is not
+    counted, as the last part of the queries saves little and the others wait for it.
+    """
+
+    kind: ClassVar[str] = "attention"
+    causal: bool = False
+    mask: bool = False
+    scale: float | None = None
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        q, k, v = inputs[:3]
+        assert len(inputs) == 3 + self.mask, f"{self} of {len(inputs)} inputs"
+        rank = len(q.shape)
+        fits = len(k.shape) == len(v.shape) == rank >= 3
+        fits = fits and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+        fits = fits and k.shape[:-2] == v.shape[:-2]
+        fits = fits and all(a in (b, 1) for a, b in zip(k.shape[: rank - 3], q.shape, strict=False))
+        fits = fits and (q.shape[-3] % k.shape[-3] == 0 if rank > 3 else k.shape[0] in (q.shape[0], 1))
+        if not fits:
+            raise LayerwiseError(f"attention of {q.describe()} over {k.describe()} and {v.describe()} does not fit")
+        lead = range(rank - 2)
+        stack = merge_labels(q.shape[:-2], [only(x, lead) for x in inputs[:3]], q.dtype)
+        units = list(stack.units)
+        if 1 < k.shape[-3] < q.shape[-3]:  # cells of whole groups, of which k's and v's heads are whole units
+            units[-1] = lcm(q.units[-3], q.shape[-3] // k.shape[-3] * lcm(k.units[-3], v.units[-3]))
+        dims = [*stack.dims, q.dims[-2]]
+        if q.dims[-2] in stack.dims:
+            dims[-1] = None
+        dims.append(None if v.dims[-1] in dims else v.dims[-1])
+        out = TensorSpec(
+            (*q.shape[:-1], v.shape[-1]), tuple(dims), q.dtype, (*units, q.units[-2], v.units[-1])
+        )
+        if self.mask:
+            _check_mask(inputs[3], (*q.shape[:-1], k.shape[-2]))
+        return out
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        q, k, v = inputs[:3]
+        rank = len(out.shape)
+        queries = (*(identity(extent, i) for i, extent in enumerate(q.shape[:-1])), whole(q.shape[-1]))
+        heads = tuple(_head(k.shape[i], q.shape[i], i) for i in range(rank - 2))
+        keys = (*heads, whole(k.shape[-2]), whole(k.shape[-1]))
+        values = (*heads, whole(v.shape[-2]), identity(v.shape[-1], rank - 1))
+        if not self.mask:
+            return queries, keys, values
+        mask = inputs[3]
+        rows = broadcast((*mask.shape[:-1], 1), out)[:-1]
+        return queries, keys, values, (*rows, whole(mask.shape[-1]))
+
+    def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
+        k = inputs[1]
+        e = extents.astype(np.float64)
+        heads, rows, width = e[..., :-2].prod(-1), e[..., -2], e[..., -1]
+        keys, depth = np.full_like(rows, k.shape[-2]), np.full_like(rows, k.shape[-1])
+        return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
+
+
+def _head(extent: int, queries: int, dim: int) -> AxisMap:
+    """Heads (or samples) of k and v for those of q: the same, one for all, or one for each group."""
+    if extent == 1:
+        return whole(1)
+    return scaled(queries, extent, dim, over=queries // extent)
+
+
+def _check_mask(mask: TensorSpec, scores: tuple[int, ...]) -> None:
+    spare = len(scores) - len(mask.shape)
+    if spare < 0 or not mask.shape or any(m not in (s, 1) for m, s in zip(mask.shape, scores[spare:], strict=True)):
+        raise LayerwiseError(f"a mask {mask.describe()} does not broadcast to the scores {scores}")

@@ -1,0 +1,49 @@
+"""Embedding. https://pytorch.org/docs/stable/generated/torch.nn.Embedding.html"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity
+from layerwise.ops.base import Counts, Dim, Extents, Maps, Op, Parameter, same
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Op):
+    """Rows of weight (count, width) by integer ids: (n, s) -> (n, s, c).
+
+    The reduction k is the vocabulary: a device that holds part of the rows adds zeros for all other ids. No FLOPs: a
+    lookup is bound by memory.
+    """
+
+    kind: ClassVar[str] = "embedding"
+    count: int
+    width: int
+    dtype: str = "float32"
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (ids,) = inputs
+        if ids.differentiable:
+            raise LayerwiseError(f"an embedding needs integer ids, not {ids.dtype}")
+        label = None if "c" in ids.dims else "c"
+        return TensorSpec((*ids.shape, self.width), (*ids.dims, label), self.dtype, (*ids.units, 1))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        rank = len(out.shape)
+        maps = (identity(self.count, rank), identity(self.width, rank - 1))
+        return (Parameter("weight", (self.count, self.width), maps),)
+
+    def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
+        return (Dim("k", self.count),)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return np.zeros(extents.shape[:-1])

@@ -1,0 +1,70 @@
+"""Where tensors come from and go to: inputs, parameters used twice, and the one sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Counts, Extents, Maps, Op
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Input(Op):
+    """A tensor that the data loader feeds."""
+
+    kind: ClassVar[str] = "input"
+    spec: TensorSpec
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        return self.spec
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return ()
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return np.zeros(extents.shape[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Tied(Input):
+    """A parameter that several layers use: a source whose uses are edges."""
+
+    kind: ClassVar[str] = "tied"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Input):
+    """A tensor that nobody feeds or trains (a mask, position ids): every device makes its own, nothing is sent."""
+
+    kind: ClassVar[str] = "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Sink(Op):
+    """Where all outputs meet: it needs its samples of each of them."""
+
+    kind: ClassVar[str] = "sink"
+    batch: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec((self.batch,), ("n",))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return tuple(
+            tuple(
+                identity(extent, 0) if label == "n" and extent == self.batch else whole(extent)
+                for label, extent in zip(spec.dims, spec.shape, strict=True)
+            )
+            for spec in inputs
+        )
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return np.zeros(extents.shape[:-1])
+
+    def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
+        return self  # LayerGraph.rebatch, which knows the batch, makes a new sink

@@ -1,0 +1,70 @@
+"""Losses. https://pytorch.org/docs/stable/nn.html#loss-functions"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Counts, Extents, Maps, Op, merge_labels, only, same
+from layerwise.tensor import TensorSpec
+
+# Primitive operations an element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
+WORK = {"cross_entropy": 7, "nll": 1, "mse": 3, "l1": 3, "smooth_l1": 5, "bce": 6, "bce_logits": 7, "kl": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Op):
+    """Of a prediction and a target: one number a sample; the mean over the batch is taken once, at the sink.
+
+    With a reduction the output is (n,), reduced over all other dimensions; with "none" it is what PyTorch's is.
+    `arguments` are the function's own, by name: ("label_smoothing", 0.1), ("beta", 1.0).
+    """
+
+    kind: ClassVar[str] = "loss"
+    fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"]
+    reduction: Literal["mean", "sum", "none", "batchmean"] = "mean"
+    arguments: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def classes(self) -> bool:
+        """Whether dimension 1 of the prediction is the classes, which the loss needs all."""
+        return self.fn in ("cross_entropy", "nll")
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, target = inputs
+        self._check(x, target)
+        if self.reduction != "none":
+            return merge_labels(x.shape[:1], (only(x, [0]), only(target, [0])), x.dtype)
+        if not self.classes:
+            return merge_labels(x.shape, (x, target), x.dtype)
+        each = _each_class(x, len(x.shape))
+        return merge_labels(each.shape, (each, _each_class(target, len(x.shape))), x.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return tuple(self._maps(spec, out, inputs[0]) for spec in inputs)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
+        return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
+
+    def _maps(self, spec: TensorSpec, out: TensorSpec, x: TensorSpec) -> Maps:
+        if self.reduction != "none":
+            return (identity(spec.shape[0], 0), *map(whole, spec.shape[1:]))
+        if not self.classes or len(spec.shape) < len(x.shape):
+            return same(out)
+        samples, *rest = same(out)
+        return (samples, whole(spec.shape[1]), *rest)
+
+    def _check(self, x: TensorSpec, target: TensorSpec) -> None:
+        indices = (x.shape[0], *x.shape[2:]) if self.classes and len(x.shape) > 1 else x.shape
+        allowed = {indices} if self.fn == "nll" else {indices, x.shape}
+        if not x.shape or target.shape not in allowed or (self.classes and len(x.shape) < 2):
+            raise LayerwiseError(f"{self.fn} of a prediction {x.describe()} does not fit a target {target.describe()}")
+
+
+def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:
+    """Without dimension 1, the classes; a target of indices, of lower rank, has none."""
+    return only(spec, [i for i in range(rank) if i != 1]) if len(spec.shape) == rank else spec

@@ -1,0 +1,223 @@
+"""Element-wise operators: an output element from the same place of every input, with numpy's broadcasting.
+
+FLOPs: one an output element, whatever the function (memory bounds them, not arithmetic). A function that is not in
+the tables below is planned like any other; only its output's type is then taken to be its input's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, broadcast, merge_labels, same
+from layerwise.tensor import TensorSpec
+
+# Names as in torch or torch.nn.functional; `x_scalar` is torch.x(input, a), `rx_scalar` torch.x(a, input).
+# In comments: `arguments`, where there are any.
+REAL = frozenset({  # of floating point, also where the input is of integers
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh",
+    "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "sigmoid",
+    "erf", "erfc", "erfinv", "lgamma", "digamma",
+    "gelu", "gelu_tanh",  # exact, and approximate="tanh"
+    "hardsigmoid", "hardswish", "logsigmoid", "mish", "selu", "silu", "softsign", "tanhshrink",
+    "celu", "elu",  # alpha
+    "leaky_relu",  # negative slope
+    "hardshrink", "softshrink",  # lambda
+    "logit",  # eps, optional
+    "softplus",  # beta, threshold
+    "div_scalar", "rdiv_scalar",
+})  # fmt: skip
+KEEPING = frozenset({  # of the input's type
+    "identity", "abs", "ceil", "floor", "frac", "neg", "round", "sign", "square", "trunc", "relu", "relu6",
+    "clamp", "hardtanh",  # low, high (infinite where there is none)
+    "threshold",  # threshold, value
+    "add_scalar", "sub_scalar", "rsub_scalar", "mul_scalar", "pow_scalar", "rpow_scalar",
+    "floor_divide_scalar", "fmod_scalar", "remainder_scalar", "maximum_scalar", "minimum_scalar",
+    "bitwise_not",
+})  # fmt: skip
+TESTING = frozenset({  # of booleans
+    "isfinite", "isinf", "isnan", "logical_not",
+    "eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt_scalar", "ge_scalar",
+})  # fmt: skip
+BINARY = frozenset({  # of the common type of both operands
+    "add", "sub",  # alpha, optional: x + alpha*y
+    "mul", "floor_divide", "fmod", "remainder", "pow", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "prelu",  # x where positive, else x*y
+    "masked_fill",  # value: it where y is true, else x
+})  # fmt: skip
+BINARY_REAL = frozenset({"atan2", "copysign", "div", "hypot", "logaddexp"})
+BINARY_TESTING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"})
+
+# https://pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc
+_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+_DEFAULT = "float32"  # what integers become
+
+
+def promoted(first: str, *others: str) -> str:
+    """The common element type of several tensors."""
+    result = first
+    for other in others:
+        if {result, other} in ({"float16", "bfloat16"}, {"uint8", "int8"}):
+            result = "float32" if "float16" in (result, other) else "int16"
+        else:
+            result = max(result, other, key=_ORDER.index)
+    return result
+
+
+def _real(dtype: str) -> str:
+    return dtype if "float" in dtype else _DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Unary(Op):
+    """A function of one tensor and Python numbers (`arguments`)."""
+
+    kind: ClassVar[str] = "unary"
+    pointwise: ClassVar[bool] = True
+    fn: str
+    arguments: tuple[float, ...] = ()
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        dtype = x.dtype
+        if self.fn in TESTING:
+            dtype = "bool"
+        elif self.fn in REAL or any(a != int(a) for a in self.arguments if np.isfinite(a)):
+            dtype = _real(dtype)
+        elif self.arguments:
+            dtype = "int64" if dtype == "bool" else dtype
+        return TensorSpec(x.shape, x.dims, dtype, x.units)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+
+@dataclass(frozen=True, slots=True)
+class Prelu(Op):
+    """x where positive, else weight*x; `count` weights: one, or one a channel (dimension 1).
+
+    https://pytorch.org/docs/stable/generated/torch.nn.PReLU.html
+    """
+
+    kind: ClassVar[str] = "prelu"
+    pointwise: ClassVar[bool] = True
+    count: int = 1
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        if self.count != 1 and (len(x.shape) < 2 or x.shape[1] != self.count):
+            raise LayerwiseError(f"{self.count} slopes do not fit the channels of {x.describe()}")
+        return x
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
+        return (Parameter("weight", (self.count,), maps, late=True),)
+
+
+@dataclass(frozen=True, slots=True)
+class Binary(Op):
+    """fn(x, y) of two tensors, or of one and the parameter "operand" of shape `parameter` (swapped: fn(operand, x)).
+
+    Not `trainable`: a buffer or a constant.
+    """
+
+    kind: ClassVar[str] = "binary"
+    pointwise: ClassVar[bool] = True  # where the output has the shape of the first input
+    fn: str
+    parameter: tuple[int, ...] | None = None
+    swapped: bool = False
+    trainable: bool = True
+    arguments: tuple[float, ...] = ()
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        assert len(inputs) == (2 if self.parameter is None else 1), f"{self} of {len(inputs)} inputs"
+        dtype = promoted(*(x.dtype for x in inputs))
+        if self.fn == "masked_fill":
+            dtype = inputs[0].dtype
+        elif self.fn in BINARY_TESTING:
+            dtype = "bool"
+        elif self.fn in BINARY_REAL or (self.parameter is not None and self.trainable):
+            dtype = _real(dtype)
+        return _broadcast(inputs, () if self.parameter is None else (self.parameter,), dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return tuple(broadcast(x, out) for x in inputs)
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        if self.parameter is None:
+            return ()
+        maps = broadcast(self.parameter, out)
+        return (Parameter("operand", self.parameter, maps, self.trainable, late=True),)
+
+
+@dataclass(frozen=True, slots=True)
+class Where(Op):
+    """The second input where the first is true, else the third."""
+
+    kind: ClassVar[str] = "where"
+    pointwise: ClassVar[bool] = True  # where the output has the shape of the first input
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        condition, x, y = inputs
+        return _broadcast((x, y, condition), (), promoted(x.dtype, y.dtype))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return tuple(broadcast(x, out) for x in inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout(Op):
+    """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c).
+
+    The draw depends on an element's place in the whole tensor, so every partition drops the same elements.
+    """
+
+    kind: ClassVar[str] = "dropout"
+    pointwise: ClassVar[bool] = True
+    p: float
+    channels: bool = False
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        if not 0 <= self.p <= 1:
+            raise LayerwiseError(f"a dropout probability must lie in [0, 1], not {self.p}")
+        return inputs[0]
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Op):
+    """The same numbers as another element type. No FLOPs."""
+
+    kind: ClassVar[str] = "cast"
+    pointwise: ClassVar[bool] = True
+    dtype: str
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        return TensorSpec(x.shape, x.dims, self.dtype, x.units)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return np.zeros(extents.shape[:-1])
+
+
+def _broadcast(inputs: Sequence[TensorSpec], others: tuple[tuple[int, ...], ...], dtype: str) -> TensorSpec:
+    """The inputs (and operands of which only the shape is known) against each other; labels are the inputs'."""
+    try:
+        shape = np.broadcast_shapes(*(x.shape for x in inputs), *others)
+    except ValueError:
+        named = [x.describe() for x in inputs] + [str(shape) for shape in others]
+        raise LayerwiseError(f"shapes do not broadcast: {' with '.join(named)}") from None
+    return merge_labels(shape, inputs, dtype)

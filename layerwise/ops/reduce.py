@@ -1,0 +1,51 @@
+"""Reductions over whole dimensions. https://pytorch.org/docs/stable/torch.html#reduction-ops"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal
+
+from layerwise.geometry import AxisMap, identity, whole
+from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, only
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Op):
+    """One number for all positions of `dims`. FLOPs: one an input element, two for the norm."""
+
+    kind: ClassVar[str] = "reduce"
+    mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]
+    dims: tuple[int, ...]
+    keepdim: bool = False
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        gone = self._gone(x)
+        rank = range(len(x.shape))
+        if not self.keepdim:
+            return only(x, [i for i in rank if i not in gone])
+        # What is left of a dimension keeps its label (an upsampling may follow global pooling), but is no sample.
+        shape, units = (tuple(1 if i in gone else row[i] for i in rank) for row in (x.shape, x.units))
+        dims = tuple(None if i in gone and label == "n" else label for i, label in enumerate(x.dims))
+        return TensorSpec(shape, dims, x.dtype, units)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        (x,) = inputs
+        gone = self._gone(x)
+        maps: list[AxisMap] = []
+        source = 0
+        for i, extent in enumerate(x.shape):
+            maps.append(whole(extent) if i in gone else identity(extent, source))
+            source += self.keepdim or i not in gone
+        return (tuple(maps),)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        (x,) = inputs
+        reduced = prod(x.shape[i] for i in self._gone(x))
+        return Op.flops(self, inputs, extents) * (reduced * (2 if self.mode == "norm2" else 1))
+
+    def _gone(self, x: TensorSpec) -> frozenset[int]:
+        return frozenset(dim_index(d, x) for d in self.dims)

@@ -1,0 +1,37 @@
+"""Softmax and log-softmax. https://pytorch.org/docs/stable/generated/torch.nn.Softmax.html"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from layerwise.geometry import whole
+from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, same
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax(Op):
+    """exp(x) over its sum along `dim`, which is not split. FLOPs 5 an element: maximum, subtract, exp, add, divide."""
+
+    kind: ClassVar[str] = "softmax"
+    dim: int = -1
+    log: bool = False
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        dim_index(self.dim, x)
+        return x
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        maps = list(same(out))
+        dim = dim_index(self.dim, out)
+        maps[dim] = whole(out.shape[dim])
+        return (tuple(maps),)
+
+    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
+        return frozenset({dim_index(self.dim, out)})
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return Op.flops(self, inputs, extents) * 5

@@ -1,0 +1,156 @@
+"""Plan: a strategy made executable, as versioned JSON: all that passes from the search to the runtime."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from layerwise.config import Config, parse
+from layerwise.errors import LayerwiseError
+from layerwise.files import read_json, write_text
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.base import Dim
+
+FORMAT, VERSION = "layerwise-plan", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What runs where. `strategy` has the configuration of every layer but inputs and sink.
+
+    model: as given on the command line; digest: of the fused graph at `batch` samples; device_order: the rank that is
+    each of the planned devices; predicted: seconds and bytes a step; provenance: versions, profile, the search's facts.
+    """
+
+    model: str
+    digest: str
+    batch: int
+    gpus: int
+    gpus_per_node: int
+    io: str
+    fused: bool
+    strategy: Mapping[str, Config]
+    device_order: tuple[int, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.device_order:
+            object.__setattr__(self, "device_order", tuple(range(self.gpus)))
+
+    def dumps(self) -> str:
+        """The file's text: stable, readable, one line a layer."""
+        body = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        head = json.dumps({"format": FORMAT, "version": VERSION, **body}, indent=1, default=list)
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(as_json(c))}" for name, c in self.strategy.items())
+        return head.removesuffix("\n}") + ',\n "strategy": {\n' + rows + "\n }\n}\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan, whole or not at all."""
+        write_text(path, self.dumps())
+
+    def check(self, graph: LayerGraph, world_size: int | None = None) -> None:
+        """LayerwiseError unless this plan is for `graph` (fused as the plan says, at its batch) on that many ranks."""
+        if world_size is not None and world_size != self.gpus:
+            raise LayerwiseError(
+                f"the plan is for {self.gpus} ranks, there are {world_size}: start as many, or search again"
+            )
+        names = {layer.name for layer in graph.layers if layer.op.kind not in ("input", "sink")}
+        if names != set(self.strategy):
+            odd = sorted(names ^ set(self.strategy))[0]
+            raise LayerwiseError(f"the plan is for another model: layer {odd!r} is only in one of them")
+        if graph.digest != self.digest:
+            raise LayerwiseError(
+                f"the plan is for another model: {self.model!r} had digest {self.digest[:12]}, this one has "
+                f"{graph.digest[:12]} (same layer names, other operators, shapes or batch): search again"
+            )
+        for name, config in self.strategy.items():
+            parse(as_json(config), graph[name].space.dims, self.gpus, name)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan. LayerwiseError where the file is not a sound plan; whether it fits a model says `Plan.check`."""
+    where = f"plan {os.fspath(path)!r}"
+    raw = _object(read_json(path, "plan"), where)
+    if raw.get("format") != FORMAT:
+        raise LayerwiseError(f"{where} is not a layerwise plan (its 'format' is {raw.get('format')!r})")
+    if raw.get("version") != VERSION:
+        raise LayerwiseError(f"{where} has version {raw.get('version')!r}; this layerwise reads version {VERSION}")
+    for key, kind in (("model", str), ("digest", str), ("io", str), ("fused", bool)):
+        if not isinstance(raw.get(key), kind):
+            raise LayerwiseError(f"{where}: {key!r} must be a {kind.__name__}, not {raw.get(key)!r}")
+    for key in ("batch", "gpus", "gpus_per_node"):
+        if not isinstance(raw.get(key), int) or isinstance(raw[key], bool) or raw[key] < 1:
+            raise LayerwiseError(f"{where}: {key!r} must be a whole number of at least 1, not {raw.get(key)!r}")
+    if raw["io"] not in ("sample", "free"):
+        raise LayerwiseError(f"{where}: 'io' must be 'sample' or 'free', not {raw['io']!r}")
+    order = raw.get("device_order")
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(raw["gpus"]))):
+        raise LayerwiseError(f"{where}: 'device_order' must name each of the {raw['gpus']} ranks once")
+    predicted = _object(raw.get("predicted"), f"{where}: 'predicted'")
+    for key, value in predicted.items():
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise LayerwiseError(f"{where}: predicted {key!r} must be a finite number of at least 0, not {value!r}")
+    strategy = {
+        name: parse(degrees, _anything(degrees), raw["gpus"], name)
+        for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
+    }
+    return Plan(
+        raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
+        strategy, tuple(int(o) for o in order), predicted, _object(raw.get("provenance"), f"{where}: 'provenance'"),
+    )  # fmt: skip
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """`{"n": 4, "placement": "strided"}`; placement only where it is not contiguous."""
+    degrees: dict[str, Any] = dict(config.degrees)
+    return degrees if config.placement == "contiguous" else degrees | {"placement": config.placement}
+
+
+def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, Config]:
+    """A hand-written strategy: `{layer: {dim: degree}}`, or whatever holds one under "strategy" (a plan, `--json`)."""
+    raw = _object(value, "a strategy")
+    placements = _object(raw.get("placements", {}), "'placements'")
+    if isinstance(raw.get("strategy"), dict):
+        raw = raw["strategy"]
+    by_name = {layer.name: layer for layer in graph.layers if layer.op.kind not in ("input", "sink")}
+    for name in raw:
+        if name not in by_name:
+            raise LayerwiseError(
+                f"the strategy names layer {name!r}, which the model does not have{nearest(name, by_name)}"
+            )
+    missing = [name for name in by_name if name not in raw]
+    if missing:
+        raise LayerwiseError(
+            f"the strategy has no configuration for layer {missing[0]!r} ({len(missing)} missing in all)"
+        )
+    result = {}
+    for name, layer in by_name.items():
+        degrees = raw[name]
+        if name in placements and isinstance(degrees, dict):
+            degrees = degrees | {"placement": placements[name]}
+        result[name] = parse(degrees, layer.space.dims, devices, name)
+    return result
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _anything(degrees: object) -> list[Dim]:
+    """Dimensions of a layer that is not known yet: any label, as much room as asked for."""
+    labels = degrees if isinstance(degrees, Mapping) else {}
+    return [Dim(str(label), 2**40) for label in labels if label != "placement"] + [Dim("n", 2**40)]
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise LayerwiseError(f"{where} must be a JSON object, not {type(value).__name__}")
+    return value

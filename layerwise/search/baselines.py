@@ -1,0 +1,89 @@
+"""The strategies that everybody uses, and the paper's depth-first search, under the same cost model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from layerwise.config import Config
+from layerwise.cost.tables import CostModel, CostTables
+from layerwise.graph.layer import Layer
+from layerwise.ops.linear import Linear
+from layerwise.ops.softmax import Softmax
+
+NAMES = ("data", "model", "owt")
+
+
+def baseline(model: CostModel, name: str) -> dict[str, Config]:
+    """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
+    Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only."""
+    assert name in NAMES
+    inner = [layer for layer in model.graph.layers if layer.op.kind not in ("input", "sink")]
+    strategy = {}
+    for layer in inner:
+        by_channel = name == "model" or (name == "owt" and _fully_connected(layer))
+        strategy[layer.name] = _channels(layer, model.devices.count) if by_channel else _samples(layer, model.devices.count)
+    return strategy
+
+
+def _fully_connected(layer: Layer) -> bool:
+    return isinstance(layer.op.stages(layer.specs)[0][0], Linear)
+
+
+def _samples(layer: Layer, devices: int) -> Config:
+    """A batch smaller than N uses as many devices as it has samples."""
+    return Config.of({"n": min(devices, _room(layer, "n"))})
+
+
+def _channels(layer: Layer, devices: int) -> Config:
+    if isinstance(layer.op.stages(layer.specs)[0][0], Softmax):  # has no channels to split: where its input is, serial
+        return Config()
+    fits = [d for d in range(1, devices + 1) if devices % d == 0 and d <= _room(layer, "c")]
+    return Config.of({"c": max(fits)})
+
+
+def _room(layer: Layer, label: str) -> int:
+    return next((dim.room for dim in layer.space.dims if dim.label == label), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DepthFirst:
+    """What the depth-first search found in its time. `finished`: it has seen every strategy, so `cost_s` is the optimum."""
+
+    cost_s: float
+    strategies: int
+    seconds: float
+    finished: bool
+
+
+def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
+    """The paper's baseline (table 3): enumerates strategies layer by layer, giving up a branch that costs more than the
+    best strategy so far."""
+    names = list(tables.node)
+    place = {name: i for i, name in enumerate(names)}
+    inward: list[list[tuple[int, list[list[float]]]]] = [[] for _ in names]
+    for (u, v, _), cost in tables.transfer.items():
+        inward[place[v]].append((place[u], cost.tolist()))
+    node = [tables.node[name].tolist() for name in names]
+    chosen, partial = [-1] * len(names), [0.0] * (len(names) + 1)
+    best, seen, depth, started = float("inf"), 0, 0, time.perf_counter()
+    steps = 0
+    while depth >= 0:
+        steps += 1
+        if steps % 4096 == 0 and time.perf_counter() - started > limit_s:
+            return DepthFirst(best, seen, time.perf_counter() - started, False)
+        chosen[depth] += 1
+        c = chosen[depth]
+        if c == len(node[depth]):
+            chosen[depth] = -1
+            depth -= 1
+            continue
+        cost = partial[depth] + node[depth][c] + sum(table[chosen[u]][c] for u, table in inward[depth])
+        if cost >= best:
+            continue
+        if depth == len(names) - 1:
+            best, seen = cost, seen + 1
+        else:
+            partial[depth + 1] = cost
+            depth += 1
+    return DepthFirst(best, seen, time.perf_counter() - started, True)

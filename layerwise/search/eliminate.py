@@ -1,0 +1,121 @@
+"""The optimal strategy by node and edge elimination (Jia et al., algorithms 1 and 2), and what is left by elimination
+of whole variables in min-fill order. Both are exact: the result's cost is its own proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.tables import CostTables
+from layerwise.search.variables import Factor, eliminate_variables, min_fill_order
+
+Floats = NDArray[np.float64]
+SMALL = 1 << 18  # elements of a three-dimensional min-plus product that is faster in one piece than row by row
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """Indices of the best configurations, their cost, a proven lower bound, and how the graph was reduced.
+
+    `final_nodes` is K, the nodes left when neither node nor edge elimination applies. `order`: eliminated layers, first
+    to last. `proven`: cost_s == lower_bound_s.
+    """
+
+    choice: dict[str, int]
+    cost_s: float
+    lower_bound_s: float
+    final_nodes: int
+    order: tuple[str, ...]
+
+    @property
+    def proven(self) -> bool:
+        return self.cost_s <= self.lower_bound_s * (1 + 1e-9)
+
+
+def eliminate(tables: CostTables, memory_bytes: float = 2**31, node: Mapping[str, Floats] | None = None) -> Optimum:
+    """The cheapest strategy. `memory_bytes` bounds the tables of variable elimination; beyond it the bound is not tight.
+
+    `node` replaces the tables' node costs (another weight of t_S).
+    """
+    costs = {name: c.astype(np.float64) for name, c in (node or tables.node).items()}
+    graph = _Reduction(costs, tables.transfer)
+    order = graph.reduce()
+    rest = tuple(graph.node)
+    # Exhaustive finish on K nodes: itself an elimination of variables, cheapest first.
+    factors = [Factor((name,), cost) for name, cost in graph.node.items()]
+    factors += [Factor(edge, cost) for edge, cost in graph.edges.items()]
+    sizes = {name: len(cost) for name, cost in graph.node.items()}
+    finish = min_fill_order(sizes, [f.scope for f in factors])
+    choice, bound = eliminate_variables(factors, sizes, finish, memory_bytes)
+    graph.undo(choice)
+    cost = total(costs, tables.transfer, choice)
+    return Optimum(choice, cost, min(bound, cost), len(rest), (*order, *finish))
+
+
+def total(node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats], choice: Mapping[str, int]) -> float:
+    """Equation 1 of a choice of configurations."""
+    own = sum(float(cost[choice[name]]) for name, cost in node.items())
+    return own + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in transfer.items())
+
+
+class _Reduction:
+    """A graph with one cost matrix for each pair of adjacent nodes, reduced step by step."""
+
+    def __init__(self, node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats]) -> None:
+        self.node = dict(node)
+        self.edges: dict[tuple[str, str], Floats] = {}
+        self.ins: dict[str, set[str]] = {name: set() for name in node}
+        self.outs: dict[str, set[str]] = {name: set() for name in node}
+        self._undo: list[tuple[str, str, str, NDArray[np.int64]]] = []
+        for (u, v, _), cost in transfer.items():
+            self._add(u, v, cost)
+
+    def _add(self, u: str, v: str, cost: Floats) -> None:
+        """Inserts an edge; a parallel one is added to it (edge elimination, equation 3)."""
+        self.edges[u, v] = self.edges[u, v] + cost if (u, v) in self.edges else cost
+        self.outs[u].add(v)
+        self.ins[v].add(u)
+
+    def reduce(self) -> list[str]:
+        """Node eliminations to a fixed point; returns the layers in order."""
+        waiting = list(reversed(self.node))
+        order = []
+        while waiting:
+            j = waiting.pop()
+            if j not in self.node or len(self.ins[j]) != 1 or len(self.outs[j]) != 1:
+                continue
+            (i,), (k,) = self.ins[j], self.outs[j]
+            through, best = min_plus(self.edges.pop((i, j)), self.edges.pop((j, k)) + self.node[j][:, None])
+            self._undo.append((j, i, k, best))
+            del self.node[j], self.ins[j], self.outs[j]
+            self.outs[i].remove(j)
+            self.ins[k].remove(j)
+            self._add(i, k, through)
+            order.append(j)
+            waiting += [i, k]  # a merged edge may have made its ends eliminable
+        return order
+
+    def undo(self, choice: dict[str, int]) -> None:
+        """Completes a choice for the reduced graph (equation 4's argmin)."""
+        for j, i, k, best in reversed(self._undo):
+            choice[j] = int(best[choice[i], choice[k]])
+
+
+def min_plus(a: Floats, b: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """min over j of a[i, j] + b[j, k], and where (equation 2)."""
+    if a.shape[0] * a.shape[1] * b.shape[1] <= SMALL:
+        sums = a[:, None, :] + b.T[None, :, :]
+        best = sums.argmin(-1)
+        return np.take_along_axis(sums, best[..., None], -1)[..., 0], best
+    value = np.empty((a.shape[0], b.shape[1]))
+    best = np.empty(value.shape, np.int64)
+    columns, each = np.ascontiguousarray(b.T), np.arange(b.shape[1])
+    for i, row in enumerate(a):
+        sums = columns + row
+        best[i] = sums.argmin(1)
+        value[i] = sums[each, best[i]]
+    return value, best

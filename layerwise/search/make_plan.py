@@ -1,0 +1,55 @@
+"""From a search's result to the plan that the runtime executes."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel
+from layerwise.plan import Plan
+from layerwise.search.find import SearchResult
+
+
+def make_plan(
+    name: str, profile: str, model: CostModel, space: SearchSpace, result: SearchResult, *, fused: bool
+) -> Plan:
+    """The chosen strategy as a plan, with what was predicted and what it rests on.
+
+    `name` and `profile` as on the command line, so that the search can be repeated.
+    """
+    best, options = result.best, model.options
+    inner = {layer.name for layer in model.graph.layers if layer.op.kind not in ("input", "sink")}
+    return Plan(
+        model=name,
+        digest=model.graph.digest,
+        batch=model.graph.batch,
+        gpus=model.devices.count,
+        gpus_per_node=model.devices.devices_per_node,
+        io=options.io,
+        fused=fused,
+        strategy={layer: config for layer, config in best.strategy.items() if layer in inner},
+        predicted={
+            "step_time_s": best.price.step_time_s,
+            "timeline_s": best.timeline.total_s,
+            "transfer_bytes": best.price.transfer_bytes,
+            "sync_bytes": best.price.sync_bytes,
+            "statistics_bytes": best.price.statistics_bytes,
+            "memory_bytes": best.price.memory_bytes,
+            "data_timeline_s": result.baselines["data"].timeline.total_s,
+            "lower_bound_s": result.optimum.lower_bound_s,
+        },
+        provenance={
+            "chosen": best.name,
+            "additive_optimum_proven": result.optimum.proven,
+            "profile": profile,
+            "compute_time": "analytic roofline",
+            "cost_options": asdict(options),
+            "dims": space.dims,
+            "powers_of_two": space.powers_of_two,
+            "layerwise": version("layerwise"),
+            "torch": version("torch"),
+            "python": platform.python_version(),
+        },
+    )

@@ -1,0 +1,236 @@
+"""What a search has found, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from layerwise.config import Config
+from layerwise.cost.price import LayerPrice
+from layerwise.cost.tables import CostModel
+from layerwise.graph.layer import Layer
+from layerwise.search.find import TIE, Candidate, SearchResult
+
+
+def units(value: float, unit: str) -> str:
+    """`12.3 ms`, `4.56 GB`: three digits."""
+    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
+    for scale, prefix in scales:
+        if value >= scale * 0.9995 and not (unit == "s" and scale > 1):
+            return (
+                f"{value / scale:.3g} {prefix}{unit}"
+                if value / scale < 999.5
+                else f"{value / scale:.0f} {prefix}{unit}"
+            )
+    return f"0 {unit}" if value == 0 else f"{value / 1e-6:.2g} µ{unit}"
+
+
+def written(layer: Layer, config: Config) -> str:
+    """`{n=4, h=1, w=1, c=1}`: all dimensions that could be split, as the paper writes it."""
+    labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
+    order = sorted(labels, key=lambda label: (label != "n", label == "c", label == "k"))
+    where = " strided" if config.placement == "strided" else ""
+    return "{" + ", ".join(f"{label}={config[label]}" for label in order) + "}" + where
+
+
+def kind(layer: Layer) -> str:
+    """`conv+batch_norm+relu`: what a layer is made of."""
+    stages = [op for op, _ in layer.op.stages(layer.specs)]
+    names = [str(getattr(op, "fn", "") or op.kind) for op in stages]
+    return "+".join(names)
+
+
+def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = False) -> Table:
+    """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
+    table = Table(title=None, header_style="bold", box=None, pad_edge=False)
+    for name in ("layers", "", "configuration"):
+        table.add_column(name, overflow="fold")
+    for name in ("devices", "t_C", "t_X in", "t_S", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(layer, found.price.layers[layer.name]) for layer in model.graph.layers if layer.op.kind != "input"]
+
+    def same(row: tuple[Layer, LayerPrice]) -> object:
+        layer, price = row
+        return layer.name if every_layer or layer.op.kind == "sink" else written(layer, price.config)
+
+    for _, run in groupby(rows, key=same):
+        group = list(run)
+        first, last = group[0][0], group[-1][0]
+        prices = [price for _, price in group]
+        if first.op.kind == "sink" and sum(p.total_s for p in prices) == 0:
+            continue
+        name = first.name if first is last else f"{first.name} … {last.name}"
+        inside = sum(p.statistics_s + p.reduction_s for p in prices)
+        table.add_row(
+            name,
+            _summary([layer for layer, _ in group]),
+            "samples back to their devices" if first.op.kind == "sink" else written(first, prices[0].config),
+            str(prices[0].config.total),
+            units(sum(p.compute_s for p in prices) + inside, "s"),
+            units(sum(p.transfer_s for p in prices), "s"),
+            units(sum(p.sync_s for p in prices), "s"),
+            units(sum(p.memory_bytes for p in prices), "B"),
+        )
+    return table
+
+
+def _summary(layers: list[Layer]) -> str:
+    """`2 x conv+relu, pool`: kinds in order."""
+    if layers[0].op.kind == "sink":
+        return ""
+    counts = [(name, len(list(run))) for name, run in groupby(kind(layer) for layer in layers)]
+    shown = [f"{count} x {name}" if count > 1 else name for name, count in counts]
+    return ", ".join(shown if len(shown) <= 4 else [*shown[:2], f"… {len(shown) - 3} more …", shown[-1]])
+
+
+def comparison_table(model: CostModel, result: SearchResult) -> Table:
+    """The plan against the baselines."""
+    others = list(result.baselines.values())
+    return candidates_table(model, others if result.best in others else [result.best, *others], result.best)
+
+
+def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidate) -> Table:
+    """A row a strategy; `best` is marked."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("strategy")
+    for name in ("step time", "with overlap", "samples/s", "against data", "bytes moved", "memory a device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    data = next(c.timeline.total_s for c in rows if c.name == "data")
+    for c in rows:
+        time = c.timeline.total_s
+        table.add_row(
+            Text(c.name, style="bold green" if c is best else ""),
+            units(c.price.step_time_s, "s"),
+            units(time, "s"),
+            f"{model.graph.batch / time:,.0f}",
+            f"{data / time:.2f}×",
+            units(c.price.bytes_moved, "B"),
+            Text(units(c.price.memory_bytes, "B") + ("" if c.fits else " (too much)"), style="" if c.fits else "red"),
+        )
+    return table
+
+
+def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
+    """The lines below the tables: what is proven, what was chosen and why, what to beware of."""
+    optimum, best = result.optimum, result.best
+    cost = units(result.additive.price.step_time_s, "s")
+    if optimum.proven:
+        yield f"optimal: proven. No strategy of the space has a step time below {cost}; K = {optimum.final_nodes}."
+    else:
+        gap = result.additive.price.step_time_s / optimum.lower_bound_s - 1
+        yield (
+            f"NOT proven optimal: found {cost}, lower bound {units(optimum.lower_bound_s, 's')}, gap {gap:.1%} "
+            f"(K = {optimum.final_nodes}; more --search-memory may close it)."
+        )
+    if best.name == "data":
+        yield (
+            "Data parallelism is best here: with communication overlapped, nothing found is predicted more than "
+            f"{TIE:.1%} faster."
+        )
+    elif best.strategy != result.additive.strategy:
+        yield (
+            f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
+            f"{units(result.additive.timeline.total_s, 's')}."
+        )
+    processor = model.devices.processor
+    yield (
+        f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
+        f"(profile {model.devices.name})."
+    )
+    if not best.fits:
+        yield (
+            f"WARNING: {units(best.price.memory_bytes, 'B')} a device is over the {units(processor.memory_bytes, 'B')} "
+            "that a device has; nothing found fits. Use more GPUs or a smaller batch."
+        )
+
+
+def show(model: CostModel, result: SearchResult, seconds: Mapping[str, float], *, every_layer: bool) -> Group:
+    """Everything, for a terminal."""
+    times = ", ".join(f"{name} {units(value, 's')}" for name, value in seconds.items())
+    space = result.configurations
+    footer = [
+        *verdict(model, result),
+        f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
+        f"{space['kept']:,} after pruning.",
+    ]
+    found = strategy_table(model, result.best, every_layer=every_layer)
+    return Group(found, "", comparison_table(model, result), "", *footer)
+
+
+def as_dict(model: CostModel, result: SearchResult, name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
+    best, optimum = result.best, result.optimum
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "gpus_per_node": model.devices.devices_per_node,
+        "profile": model.devices.name,
+        "batch": model.graph.batch,
+        "io": model.options.io,
+        "chosen": best.name,
+        **_costs(best),
+        "samples_per_s": model.graph.batch / best.timeline.total_s,
+        "memory_bytes": best.price.memory_bytes,
+        "memory_capacity_bytes": model.devices.processor.memory_bytes,
+        "fits": best.fits,
+        "baselines": {
+            n: _costs(c) | {"memory_bytes": c.price.memory_bytes, "fits": c.fits} for n, c in result.baselines.items()
+        },
+        **strategy_json(model, best),
+        "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
+        "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
+        "optimal": optimum.proven,
+        "lower_bound_s": optimum.lower_bound_s,
+        "final_nodes": optimum.final_nodes,
+        "elimination_order": list(optimum.order),
+        "seconds": dict(seconds),
+        "configurations": result.configurations,
+        "compute_time": "analytic roofline",
+    }
+
+
+def price_dict(model: CostModel, found: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
+    """One priced strategy, for a program."""
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "batch": model.graph.batch,
+        **_costs(found),
+        "memory_bytes": found.price.memory_bytes,
+        "fits": found.fits,
+        "baselines": {n: _costs(c) for n, c in baselines.items()},
+        **strategy_json(model, found),
+        "layers": {n: layer_json(p) for n, p in found.price.layers.items()},
+    }
+
+
+def _costs(found: Candidate) -> dict[str, float]:
+    return {
+        "step_time_s": found.price.step_time_s,
+        "timeline_s": found.timeline.total_s,
+        "bytes_moved": found.price.bytes_moved,
+    }
+
+
+def strategy_json(model: CostModel, found: Candidate) -> dict[str, Any]:
+    """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
+    strategy, placements = {}, {}
+    for layer in model.graph.layers:
+        if layer.op.kind in ("input", "sink"):
+            continue
+        config = found.strategy[layer.name]
+        labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
+        strategy[layer.name] = {label: config[label] for label in labels}
+        if config.placement == "strided":
+            placements[layer.name] = "strided"
+    return {"strategy": strategy, "placements": placements}
+
+
+def layer_json(price: LayerPrice) -> dict[str, float]:
+    """The terms of one layer."""
+    return {f: getattr(price, f) for f in LayerPrice.__dataclass_fields__ if f != "config"}

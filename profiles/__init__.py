@@ -1,0 +1,1 @@
+"""Built-in machine profiles, one JSON file each (installed as `layerwise.profiles`); README.md describes them."""

@@ -1,0 +1,189 @@
+"""The slow way: every device and every element of a tensor, one by one. Nothing here is shared with `layerwise.cost`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from layerwise.config import Config
+from layerwise.geometry import Box, Grid, Piece, pieces
+from layerwise.graph.layer import Layer
+from layerwise.machine import DeviceGraph, Level, load
+from layerwise.ops.base import Dim, Maps, Space
+from layerwise.tensor import TensorSpec
+
+Table = NDArray[np.int64]  # (receiver, sender) elements
+PROCESSOR = load("p100").processor
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+# Sizes of the groups of each level: nesting and not, a ragged last rack, nodes of one device.
+SIZES = [
+    (1,), (4,), (6,), (1, 4), (2, 4), (2, 6), (3, 6), (3, 12), (4, 12), (6, 12), (4, 8),
+    (1, 2, 5), (2, 4, 6), (2, 4, 10), (2, 6, 10), (2, 6, 12), (3, 6, 9),
+]  # fmt: skip
+
+
+def machine(sizes: Sequence[int], ports: Sequence[int] = (), slowness: Sequence[int] = ()) -> DeviceGraph:
+    """Levels of these sizes; `ports`: devices that share one at each level; `slowness`: factors of alpha and beta."""
+    levels = [
+        Level(f"level{i}", size, 1e-6 * (slow + i), 1e-9 * (slow + 2 * i), port)
+        for i, (size, port, slow) in enumerate(
+            zip(sizes, ports or [1] * len(sizes), slowness or range(1, len(sizes) + 1), strict=True)
+        )
+    ]
+    return DeviceGraph("random", sizes[-1], PROCESSOR, tuple(levels))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> DeviceGraph:
+    sizes = draw(st.sampled_from(SIZES))
+    within = (sizes[0], *sizes)  # a port belongs to one group of the level inside
+    ports = [draw(st.sampled_from([d for d in range(1, w + 1) if w % d == 0])) for w, _ in zip(within, sizes, strict=False)]
+    return machine(sizes, ports, [draw(st.integers(1, 9)) for _ in sizes])
+
+
+# ---- who holds what --------------------------------------------------------------------------------------------------
+
+
+def scattered(config: Config, dims: Sequence[Dim]) -> int | None:
+    """The dimension over which the sums over k are scattered: the first of c, n, spatial, s that has room."""
+    for label in ("c", "n", "d", "h", "w", "l", "s"):
+        for i, dim in enumerate(dims):
+            if dim.label == label and dim.room >= config[label] * config["k"]:
+                return i
+    return None
+
+
+@lru_cache(maxsize=4096)
+def legal(dims: tuple[Dim, ...], devices: int) -> tuple[Config, ...]:
+    """Every configuration on up to `devices` devices, also on numbers that do not divide it; the serial one first."""
+    found = []
+    named = [d for d in dims if d.label]
+    for degrees in product(*(range(1, min(d.room, devices) + 1) for d in named)):
+        if prod(degrees) > devices:
+            continue
+        config = Config.of({str(d.label): degree for d, degree in zip(named, degrees, strict=True)})
+        if config["k"] == 1 or scattered(config, dims) is not None:
+            found += [config] if config.total in (1, devices) else [config, Config(config.degrees, "strided")]
+    return tuple(found)
+
+
+def configs(where: Space, devices: int, most: int = 3) -> st.SearchStrategy[tuple[Config, ...]]:
+    """A few different legal configurations."""
+    choice = st.sampled_from(legal(where.dims, devices))
+    return st.lists(choice, min_size=1, max_size=most, unique=True).map(tuple)
+
+
+def holdings(config: Config, where: Space, devices: int) -> Iterator[tuple[int, Box, Box]]:
+    """Each device that takes part, its cell of the iteration space and the box of the output that it owns."""
+    dims, rank = where.dims, len(where.out.shape)
+    degrees = [config[d.label] if d.label else 1 for d in dims]
+    inner = [i for i, d in enumerate(dims) if d.label != "n"]
+    order = [i for i, d in enumerate(dims) if d.label == "n"] + inner  # samples outermost, k innermost
+    computed = list(Grid(tuple(d.extent for d in dims), tuple(degrees), tuple(d.unit for d in dims)))
+    finer = degrees[:rank]
+    axis = scattered(config, dims) if config["k"] > 1 else None
+    if axis is not None:
+        finer[axis] *= config["k"]
+    owned = list(Grid(where.out.shape, tuple(finer), where.out.units))
+    for number, cell in enumerate(product(*(range(degrees[i]) for i in order))):
+        at = {i: c for i, c in zip(order, cell, strict=True)}
+        own = [at[i] for i in range(rank)]
+        if axis is not None:
+            k = next(i for i, d in enumerate(dims) if d.label == "k")
+            own[axis] = own[axis] * config["k"] + at[k]
+        device = number * devices // config.total if config.placement == "strided" else number
+        yield device, computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)]
+
+
+def _flat(cell: Sequence[int], degrees: Sequence[int]) -> int:
+    number = 0
+    for i, degree in zip(cell, degrees, strict=True):
+        number = number * degree + i
+    return number
+
+
+def need(maps: Maps, cell: Box) -> Box:
+    """The box of a tensor that a cell needs."""
+    ends = []
+    for m in maps:
+        lo, hi = (cell.lo[m.source], cell.hi[m.source]) if m.source is not None else (0, 1)
+        a, b = m(np.array([lo]), np.array([hi]))
+        ends.append((int(a[0]), int(b[0])))
+    return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+
+
+def owners(config: Config, where: Space, devices: int) -> Table:
+    """The device that owns each element of the output."""
+    owner = np.full(where.out.shape, -1, np.int64)
+    for device, _, own in holdings(config, where, devices):
+        assert (owner[own.slices()] == -1).all(), f"{config}: device {device} owns what another does"
+        owner[own.slices()] = device
+    assert (owner >= 0).all(), f"{config} leaves elements to nobody"
+    return owner
+
+
+# ---- transfers -------------------------------------------------------------------------------------------------------
+
+
+def exchanged(source: Space, u: Config, target: Space, maps: Maps, late: bool, v: Config, devices: int) -> Table:
+    """Elements that each device (row) needs of what each device (column) owns; its own ones on the diagonal."""
+    table = np.zeros((devices, devices), np.int64)
+    owner = owners(u, source, devices)
+    for device, cell, own in holdings(v, target, devices):
+        box = need(maps, own if late else cell)
+        table[device] = np.bincount(np.atleast_1d(owner[box.slices()]).ravel(), minlength=devices)
+    return table
+
+
+def by_pieces(source: Space, u: Config, target: Space, maps: Maps, late: bool, v: Config, devices: int) -> Table:
+    """The same from the boxes, as the runtime will send them."""
+    table = np.zeros((devices, devices), np.int64)
+    senders, owned = zip(*((device, own) for device, _, own in holdings(u, source, devices)), strict=True)
+    held = list(holdings(v, target, devices))
+    piece: Piece
+    for piece in pieces([need(maps, own if late else cell) for _, cell, own in held], owned):
+        table[held[piece.dst][0], senders[piece.src]] += piece.box.volume
+    return table
+
+
+def ports(table: Table, item_bytes: int, graph: DeviceGraph) -> list[list[tuple[float, float, float]]]:
+    """Of each level, what each of its ports carries in each direction: (bytes, messages, seconds).
+
+    Messages count alpha of their own level over alpha of the port's.
+    """
+    between = np.asarray(graph.level_between(np.arange(graph.count)[:, None], np.arange(graph.count)[None, :]))
+    alphas = np.array([level.alpha_s for level in graph.levels])
+    apart = ~np.eye(graph.count, dtype=bool)
+    result = []
+    for at, level in enumerate(graph.levels):
+        passing = np.isin(between, [m for m in range(len(graph.levels)) if at in graph.ports_passed(m)]) & apart
+        found = []
+        for way in (table, table.T):
+            size = np.bincount(graph.port(at), (way * passing).sum(1)) * item_bytes
+            count = np.bincount(graph.port(at), ((way > 0) * passing * alphas[between] / level.alpha_s).sum(1))
+            found += list(zip(size, count, size * level.beta_s_per_byte + count * level.alpha_s, strict=True))
+        result.append(found)
+    return result
+
+
+def input_of(layer: Layer, slot: int) -> tuple[Maps, bool]:
+    """What a layer needs of an input, or of a parameter that comes over an edge, and whether after its reduction."""
+    where = layer.space
+    if slot < len(layer.specs):
+        return where.needs[slot], where.late_inputs[slot]
+    p = where.parameters[layer.tied[slot - len(layer.specs)]]
+    return p.maps, p.late
+
+
+def plain(spec: TensorSpec) -> Space:
+    """The space of something that just holds a tensor."""
+    dims = tuple(Dim(label, extent, unit) for label, extent, unit in zip(spec.dims, spec.shape, spec.units, strict=True))
+    return Space(spec, dims, (), (), ())

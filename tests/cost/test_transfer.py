@@ -1,0 +1,187 @@
+"""Bytes, messages and ports of transfers against an ownership count of every element."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config, layout
+from layerwise.cost import transfer
+from layerwise.cost.tables import CostModel
+from layerwise.cost.transfer import Traffic, seconds, traffic
+from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph, load
+from layerwise.ops.base import Dim, Maps, Space
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+
+MANY = settings(max_examples=250)  # of each of five kinds of network: over 1,000 cases in all
+
+
+def check(found: Traffic, table: brute.Table, item_bytes: int, graph: DeviceGraph) -> None:
+    """One pair of configurations: `found` against the elements that each device needs of each."""
+    apart = table * ~np.eye(graph.count, dtype=bool)
+    devices = np.arange(graph.count)
+    between = np.asarray(graph.level_between(devices[:, None], devices[None, :]))
+    assert found.received_bytes == apart.sum(1).max() * item_bytes
+    assert found.total_bytes.tolist() == [apart[between == i].sum() * item_bytes for i in range(len(graph.levels))]
+    slowest = 0.0
+    for at, ports in enumerate(brute.ports(table, item_bytes, graph)):
+        worst = max(cost for *_, cost in ports)
+        busiest = [(size, count) for size, count, cost in ports if cost == pytest.approx(worst)]
+        assert any((found.bytes[at], found.messages[at]) == pytest.approx(port) for port in busiest)
+        slowest = max(slowest, worst)
+    assert seconds(found, graph, "port") == pytest.approx(slowest)
+    betas = [level.beta_s_per_byte for level in graph.levels]
+    assert seconds(found, graph, "sum") == pytest.approx(found.total_bytes @ betas)
+
+
+def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """All edges of a network, each under a few configurations of both ends at once."""
+    model = CostModel(network, graph)
+    chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
+    for edge in network.edges():
+        source, target = network[edge[0]], network[edge[1]]
+        found = model.traffic(edge, chosen[edge[0]], chosen[edge[1]])
+        for i, u in enumerate(chosen[edge[0]]):
+            for j, v in enumerate(chosen[edge[1]]):
+                ends = (source.space, u, target.space, *brute.input_of(target, edge[2]), v, graph.count)
+                table = brute.exchanged(*ends)
+                assert (brute.by_pieces(*ends) == table).all()
+                one = Traffic(found.bytes[i, j], found.messages[i, j], found.total_bytes[i, j], found.received_bytes[i, j])
+                check(one, table, source.out.item_bytes, graph)
+
+
+@given(networks.windows(), brute.machines(), st.data())
+@MANY
+def test_halos(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    check_network(network, graph, data)
+
+
+@given(networks.views(), brute.machines(), st.data())
+@MANY
+def test_views(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    check_network(network, graph, data)
+
+
+@given(networks.branches(), brute.machines(), st.data())
+@MANY
+def test_concats_and_followers(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    check_network(network, graph, data)
+
+
+@given(networks.sequences(), brute.machines(), st.data())
+@MANY
+def test_tied_parameters_attention_and_scalars(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    check_network(network, graph, data)
+
+
+@st.composite
+def dims(draw: st.DrawFn, labels: str) -> tuple[Dim, ...]:
+    """Dimensions of any extents and units, under some of these labels or none."""
+    found = []
+    for label in labels[: draw(st.integers(0, len(labels)))]:
+        unit = draw(st.sampled_from([1, 1, 2, 3]))
+        found.append(Dim(draw(st.sampled_from([label, label, None])), unit * draw(st.integers(1, 5)), unit))
+    return tuple(draw(st.permutations(found)))
+
+
+@st.composite
+def axis_maps(draw: st.DrawFn, extents: tuple[int, ...], over: tuple[Dim, ...], usable: int) -> Maps:
+    """Each dimension of a tensor is driven by another of `over`'s first `usable`, in any way, or by none."""
+    free = list(range(usable))
+    found: list[AxisMap] = []
+    small = st.integers(-3, 3)
+    for extent in extents:
+        kind = draw(st.integers(0, 5))
+        if kind == 0 or not free:
+            found.append(draw(st.sampled_from([whole(extent), fixed(extent, extent - 1)])))
+            continue
+        source = free.pop(draw(st.integers(0, len(free) - 1)))
+        size = over[source].extent
+        if kind == 1 and size == extent:
+            found.append(identity(extent, source))
+        elif kind == 2:
+            found.append(scaled(size, extent, source, over=draw(st.integers(1, 3)), scale=draw(st.integers(1, 3))))
+        else:  # also windows that miss the tensor altogether
+            stride, divisor = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+            found.append(window(size, extent, source, stride=stride, first=draw(small), last=draw(small), over=divisor))
+    return tuple(found)
+
+
+@given(dims("nchw"), dims("nsc"), st.booleans(), brute.machines(), st.data())
+@MANY
+def test_any_maps(
+    held: tuple[Dim, ...], out: tuple[Dim, ...], reduced: bool, graph: DeviceGraph, data: st.DataObject
+) -> None:
+    """Of any tensor to any iteration space, also such as no operator has."""
+    dtype = data.draw(st.sampled_from(["float32", "int64", "bool"]))
+    source, result = (_spec(d, dtype) for d in (held, out))
+    over = (*out, Dim("k", data.draw(st.integers(1, 6)))) if reduced else out
+    late = reduced and data.draw(st.booleans())
+    maps = data.draw(axis_maps(source.shape, over, len(out) if late or not out else len(over)))
+    target = Space(result, over, (maps,), (), (late,))
+    us, vs = (data.draw(brute.configs(where, graph.count)) for where in (brute.plain(source), target))
+    u, v = layout(us, brute.plain(source), graph.count), layout(vs, target, graph.count)
+    found = traffic(source, u, maps, over, v, late, graph)
+    for i, j in np.ndindex(len(us), len(vs)):
+        table = brute.exchanged(brute.plain(source), us[i], target, maps, late, vs[j], graph.count)
+        one = Traffic(found.bytes[i, j], found.messages[i, j], found.total_bytes[i, j], found.received_bytes[i, j])
+        check(one, table, source.item_bytes, graph)
+
+
+def _spec(dims: tuple[Dim, ...], dtype: str) -> TensorSpec:
+    return TensorSpec(tuple(d.extent for d in dims), tuple(d.label for d in dims), dtype, tuple(d.unit for d in dims))
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 10_000])
+@pytest.mark.parametrize("sizes", [(3, 6), (2, 4, 6)])
+def test_all_pairs_at_once_are_each_pair_by_itself(
+    chunk: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of the pieces that the pairs are worked off in."""
+    source = TensorSpec((4, 6, 5), ("n", "c", "l"))
+    out = TensorSpec((4, 4, 3), ("n", "c", "l"))
+    over = (*brute.plain(out).dims, Dim("k", 6))
+    maps = (identity(4, 0), identity(6, 3), window(3, 5, 2, stride=2, first=-1, last=1))
+    target = Space(out, over, (maps,), (), (False,))
+    graph = brute.machine(sizes)
+    us, vs = (brute.legal(where.dims, graph.count) for where in (brute.plain(source), target))
+    monkeypatch.setattr(transfer, "CHUNK", chunk)
+    at_once = traffic(source, layout(us, brute.plain(source), 6), maps, over, layout(vs, target, 6), False, graph)
+    monkeypatch.undo()
+    assert len(us) > 20
+    assert len(vs) > 40
+    for i in range(0, len(us), 7):
+        u = layout((us[i],), brute.plain(source), 6)
+        for j, config in enumerate(vs):
+            single = traffic(source, u, maps, over, layout((config,), target, 6), False, graph)
+            for name in ("bytes", "messages", "total_bytes", "received_bytes"):
+                assert (getattr(at_once, name)[i, j] == getattr(single, name)[0, 0]).all(), (name, us[i], config)
+
+
+@pytest.mark.parametrize(
+    ("u", "v"),
+    [
+        ({"n": 4, "h": 35}, {"c": 2, "h": 70}),
+        ({"h": 140}, {"n": 4, "c": 5, "h": 7}),
+        ({"n": 3}, {"h": 137}),
+    ],
+)
+def test_racks_of_which_the_last_is_short(u: dict[str, int], v: dict[str, int]) -> None:
+    """140 GPUs of ParaDL's cluster: 35 nodes of 4 with two ports each, a rack of 136 and one of 4."""
+    graph = load("v100").device_graph(140)
+    assert [level.devices for level in graph.levels] == [4, 136, 140]
+    spec = TensorSpec((4, 6, 140), ("n", "c", "h"))
+    where, maps = brute.plain(spec), (identity(4, 0), whole(6), window(140, 140, 2, first=-1, last=1))
+    ends = Config.of(u), Config.of(v)
+    found = traffic(spec, *_alone(where, ends[0]), maps, where.dims, *_alone(where, ends[1]), False, graph)
+    table = brute.exchanged(where, ends[0], where, maps, False, ends[1], 140)
+    check(Traffic(found.bytes[0, 0], found.messages[0, 0], found.total_bytes[0, 0], found.received_bytes[0, 0]), table, 4, graph)
+
+
+def _alone(where: Space, config: Config) -> tuple[object]:
+    return (layout((config,), where, 140),)

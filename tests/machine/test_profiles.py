@@ -1,0 +1,244 @@
+"""Profiles as files: the built-in ones are sourced, files round-trip, and bad ones are refused with their field."""
+
+import copy
+import dataclasses
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.errors import LayerwiseError
+from layerwise.machine import DTYPES, Link, LinkLevel, load, names, save
+from layerwise.machine.schema import MEASURED, parse, write
+
+FILES = {name: (resources.files("layerwise.profiles") / f"{name}.json").read_text(encoding="utf-8") for name in names()}
+V100 = json.loads(FILES["v100"])
+README = (resources.files("layerwise.profiles") / "README.md").read_text(encoding="utf-8")
+
+
+def bare_numbers(value: object, path: str = "") -> list[str]:
+    """Paths of numbers that stand without a source."""
+    if isinstance(value, dict):
+        if set(value) == {"value", "source"}:
+            return [] if str(value["source"]).strip() else [path]
+        return [found for key, item in value.items() for found in bare_numbers(item, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [found for i, item in enumerate(value) for found in bare_numbers(item, f"{path}[{i}]")]
+    return [path] if isinstance(value, int | float) else []
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_profiles_say_where_every_number_comes_from(name: str) -> None:
+    profile = load(name)
+    assert profile.name == name
+    assert bare_numbers(json.loads(FILES[name])) == [".version"]
+    assert len(profile.sources) == FILES[name].count('"source"')
+    assert f"`{name}`" in README
+    efficiencies = [tile.efficiency for tile in sorted(profile.processor.tiles, key=lambda t: -t.rows * t.columns)]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+
+
+def test_the_machines_are_those_that_were_asked_for() -> None:
+    """Sizes and bandwidths of issue 2, section 3: a slip in a power of ten would spoil every plan."""
+    gb, gbit = 1e9, 0.125e9
+    stated = {name: [(level.devices, level.bandwidth_bytes_per_s) for level in load(name).levels] for name in names()}
+    assert stated == {
+        "h100": [(8, 450 * gb), (None, 400 * gbit)],
+        "p100": [(4, 20 * gb), (None, 100 * gbit)],
+        "v100": [(4, 50 * gb), (136, 100 * gbit), (None, 283.3 * gb)],
+        "pcie": [(4, 31.5 * gb), (None, 25 * gbit)],
+        "cpu": [(1, 1.5 * gb), (None, pytest.approx(0.936 * gbit))],
+    }
+    assert load() == load("h100")
+    assert load("v100").other_links == (Link("pcie", 3.00011e-3, 16 * gb),)
+
+
+def test_the_readme_shows_a_profile_that_loads() -> None:
+    example = README.split("```json")[1].split("```")[0]
+    assert parse(example, "README.md").device_graph(16).levels[1].devices_per_port == 8
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_saved_profile_loads_as_it_was(name: str, tmp_path: Path) -> None:
+    profile = load(name)
+    measured = {section: {"any": [1, None, {"value": 0.5, "source": "x"}]} for section in MEASURED}
+    for version in (profile, dataclasses.replace(profile, measured=measured)):
+        save(version, tmp_path / "copy.json")
+        assert load(tmp_path / "copy.json") == version
+    assert [path.name for path in tmp_path.iterdir()] == ["copy.json"]
+
+
+positive = st.floats(min_value=1e-300, max_value=1e300)
+label = st.text(min_size=1).filter(lambda text: text.strip() != "")
+
+
+@given(label, label, positive, positive, st.integers(1, 10**6))
+def test_any_sound_profile_round_trips(name: str, source: str, latency: float, bandwidth: float, node: int) -> None:
+    base = load("p100")
+    levels = (LinkLevel(name, node, latency, bandwidth, 1), LinkLevel(f"{name}+", None, bandwidth, latency, name))
+    profile = dataclasses.replace(base, name=name, levels=levels, sources=dict.fromkeys(base.sources, source))
+    assert parse(write(profile), "x.json") == profile
+
+
+def changed(path: str, value: object) -> str:
+    """The V100 profile with another value at `path`; `...` takes the member away."""
+    document = copy.deepcopy(V100)
+    *parents, last = [int(key) if key.isdigit() else key for key in re.findall(r"\w+", path)]
+    target: Any = document
+    for key in parents:
+        target = target[key]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("levels[1].latency_s.value", -1e-6, "finite number above 0, found -1e-06"),
+        ("levels[1].latency_s.value", 0, "above 0, found 0"),
+        ("levels[0].bandwidth_bytes_per_s.value", float("nan"), "above 0, found nan"),
+        ("levels[0].bandwidth_bytes_per_s.value", float("inf"), "above 0, found inf"),
+        ("levels[0].bandwidth_bytes_per_s.value", 1e-310, "above 0, found 1e-310"),
+        ("device.memory_bytes.value", 10**400, "above 0, found 1000"),
+        ("device.memory_bytes.value", "16 GB", "expected a number, found the string '16 GB'"),
+        ("device.memory_bytes.value", True, "expected a number, found true"),
+        ("device.memory_bytes.value", None, "expected a number, found null"),
+        ("device.processors.value", 79.5, "expected a whole number, found 79.5"),
+        ("device.tiles[2].efficiency", {"value": 85, "source": "in per cent"}, "at most 1, found 85"),
+        ("device.tiles", [], "expected a list of at least one item, found a list with nothing in it"),
+        ("device.peak_flops.float32", ..., "missing"),
+        ("device.peak_flops.bf16", {"value": 1e12, "source": "x"}, "unknown field; did you mean 'bfloat16'"),
+        ("device.memory_bytes.source", ..., "missing"),
+        ("device.memory_bytes.source", "  ", "expected a non-empty string"),
+        ("device.kernel_floor_s", 5e-6, "expected an object with value, source, found the number 5e-06"),
+        ("device.memmory_bytes", {}, "unknown field; did you mean 'memory_bytes'"),
+        ("device", ..., "missing"),
+        ("levels", {}, "expected a list"),
+        ("levels[0].devices", ..., "missing"),
+        ("levels[2].devices", {"value": 272, "source": "two racks"}, "leave it out"),
+        ("levels[1].devices", {"value": 138, "source": "x"}, "must nest: 138 is no larger multiple of node's 4"),
+        ("levels[1].devices", {"value": 4, "source": "x"}, "must nest: 4 is no larger multiple"),
+        ("levels[1].devices_per_port", {"value": 3, "source": "x"}, "3 does not divide the 4 devices"),
+        ("levels[1].devices_per_port.value", "rack", "expected a whole number or 'node', found 'rack'"),
+        ("levels[1].name", "node", "two levels are called 'node'"),
+        ("other_links[0].latency_s", ..., "missing"),
+        ("speed", 1, "unknown field"),
+        ("layer", {}, "unknown field; did you mean 'layers'"),
+        ("layers", {"conv1": {"s": float("nan")}}, "not finite"),
+        ("format", "profile", '"format": "layerwise-profile"'),
+        ("version", 2, "reads version 1 only, found 2"),
+        ("version", ..., "reads version 1 only, found null"),
+    ],
+)
+def test_a_bad_field_is_named(path: str, value: object, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(changed(path, value))
+    with pytest.raises(LayerwiseError) as caught:
+        load(file)
+    message = str(caught.value)
+    assert message.startswith(f"profile {file}: ")
+    assert path in message
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not valid JSON: Expecting value: line 1"),
+        (FILES["v100"].encode()[:900], "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"format": "layerwise-profile", "format": "x"}', "'format' appears twice"),
+        (b"[]", "not a profile of layerwise"),
+        (b"\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_a_file_that_is_no_profile(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    with pytest.raises(LayerwiseError, match=said) as caught:
+        load(str(file))
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given_name", "said"),
+    [
+        ("h10", "did you mean h100"),
+        ("P100", "did you mean p100"),
+        ("", "Built in are cpu, h100, p100, pcie, v100"),
+        ("none/such.json", "profile none/such.json: cannot be read: No such file"),
+        ("such.json", "profile such.json: cannot be read: No such file"),
+        (".", "cannot be read: Is a directory"),
+        ("a\0.json", "not a text file"),
+    ],
+)
+def test_a_profile_that_is_not_there(
+    given_name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LayerwiseError, match=said):
+        load(given_name)
+
+
+def test_a_profile_may_be_a_file_without_an_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text(FILES["p100"])
+    assert load("mine") == load("p100")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("node"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.sampled_from(DTYPES), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data(), json_values)
+def test_no_file_makes_anything_but_a_clear_error(data: st.DataObject, value: object) -> None:
+    """Whatever stands anywhere in a profile, it loads and gives a graph, or one line says why not."""
+    document = copy.deepcopy(V100)
+    target: Any = document
+    while True:
+        keys = list(target) if isinstance(target, dict) else list(range(len(target)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(target[key], dict | list) or data.draw(st.booleans()):
+            break
+        target = target[key]
+    target[key] = value
+    said = "profile x.json: "
+    try:
+        parse(json.dumps(document), "x.json").device_graph(1)
+    except LayerwiseError as error:
+        said = str(error)
+    assert said.startswith("profile x.json: ")
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_load_would_refuse_is_not_written(there: bool, tmp_path: Path) -> None:
+    good, file = load("cpu"), tmp_path / "mine.json"
+    if there:
+        save(good, file)
+    level = dataclasses.replace(good.levels[0], latency_s=-1.0)
+    with pytest.raises(LayerwiseError, match=r"mine.json: levels\[0\].latency_s.value"):
+        save(dataclasses.replace(good, levels=(level, *good.levels[1:])), file)
+    assert [path.name for path in tmp_path.iterdir()] == (["mine.json"] if there else [])
+    assert not there or load(file) == good
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "none" / "x.json", tmp_path / "folder"):
+        with pytest.raises(LayerwiseError, match=r"cannot be written"):
+            save(load("cpu"), place)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

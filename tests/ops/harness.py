@@ -1,0 +1,155 @@
+"""Checks of an operator's `needs` against the real operator, element by element.
+
+Sufficient: poison (NaN) whatever a box does not need, and the box of the output must not change.
+Tight: the gradient of a box of the output must reach the faces of the needed box.
+Reductions: partial results over the parts of `k` must add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from layerwise.geometry import Box
+from layerwise.ops.base import Maps, Op, Space, space
+from layerwise.tensor import TensorSpec
+
+Reference = Callable[..., torch.Tensor]  # (*inputs, **parameters by name) -> output
+
+IMAGES = {0: ("n", "c"), 1: ("n", "c", "l"), 2: ("n", "c", "h", "w"), 3: ("n", "c", "d", "h", "w")}  # by spatial rank
+
+
+def each(draw: st.DrawFn, rank: int, low: int, high: int) -> tuple[int, ...]:
+    """One integer a dimension."""
+    return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+
+@st.composite
+def images(
+    draw: st.DrawFn, *, ranks: tuple[int, int] = (1, 3), low: int = 4, high: int = 8, block: int = 1
+) -> TensorSpec:
+    """A batch of few samples and channels (multiples of `block`), of that many spatial dimensions and extents."""
+    rank = draw(st.integers(*ranks))
+    shape = (draw(st.integers(1, 3)), block * draw(st.integers(1, 3)), *each(draw, rank, low, high))
+    return TensorSpec(shape, IMAGES[rank])
+
+
+@st.composite
+def cells(draw: st.DrawFn, where: Space, *, reductions: bool = False) -> Box:
+    """A random cell of the iteration space, cut only where it may be cut; reductions whole unless asked."""
+    lo, hi = [], []
+    for i, dim in enumerate(where.dims):
+        start, stop = 0, dim.room
+        if dim.label and (reductions or i not in where.reductions):
+            start = draw(st.integers(0, dim.room - 1))
+            stop = draw(st.integers(start + 1, dim.room))
+        lo.append(start * dim.unit if dim.label else 0)
+        hi.append(stop * dim.unit if dim.label else dim.extent)
+    return Box(tuple(lo), tuple(hi))
+
+
+def needed(maps: Maps, cell: Box) -> Box:
+    """The box of a tensor that `cell` needs."""
+    lo, hi = [], []
+    for m in maps:
+        at = m.source if m.source is not None else 0
+        ends = (cell.lo[at], cell.hi[at]) if cell.lo else (0, 0)
+        a, b = m(np.array([ends[0]]), np.array([ends[1]]))
+        lo.append(int(a[0]))
+        hi.append(int(b[0]))
+    return Box(tuple(lo), tuple(hi))
+
+
+def values(specs: Sequence[TensorSpec], seed: int = 0) -> list[torch.Tensor]:
+    """Random float64 inputs (small non-negative integers for integer types)."""
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(s.shape, generator=g, dtype=torch.float64)
+        if s.differentiable
+        else torch.randint(0, 3, s.shape, generator=g)
+        for s in specs
+    ]
+
+
+def parameters(where: Space, seed: int = 1) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {p.name: torch.randn(p.shape, generator=g, dtype=torch.float64) for p in where.parameters}
+
+
+def outside(t: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
+    """`t` with everything but `box` replaced."""
+    out = torch.full_like(t, fill)
+    out[box.slices()] = t[box.slices()]
+    return out
+
+
+def check_needs(
+    op: Op,
+    specs: Sequence[TensorSpec],
+    cell: Box,
+    reference: Reference,
+    *,
+    tight: bool = True,
+    poison: float = torch.nan,
+    resolution: float = 0.0,
+) -> None:
+    """Poison what `cell` does not need; then follow the gradient back. `cell` spans the whole of every reduction.
+
+    A finite `poison` and a `resolution` above 0 (smaller gradients are none) are for references that read elements
+    with weight zero, or next to zero by rounding.
+    """
+    where = space(op, tuple(specs))
+    inputs, params = values(specs), parameters(where)
+    full = reference(*inputs, **params)
+    assert tuple(full.shape) == where.out.shape, f"{op}: output {tuple(full.shape)}, declared {where.out.shape}"
+    box = Box(cell.lo[: full.ndim], cell.hi[: full.ndim])
+    needs = [needed(m, cell) for m in where.needs]
+    holds = {p.name: needed(p.maps, cell) for p in where.parameters}
+    poisoned = reference(
+        *(outside(t, b, poison if t.is_floating_point() else 0) for t, b in zip(inputs, needs, strict=True)),
+        **{k: outside(t, holds[k], poison) for k, t in params.items()},
+    )
+    torch.testing.assert_close(poisoned[box.slices()], full[box.slices()], rtol=1e-12, atol=1e-12)
+    if not tight:
+        return
+    leaves = [t.requires_grad_() for t in (*inputs, *params.values()) if t.is_floating_point()]
+    boxes = [b for t, b in zip(inputs, needs, strict=True) if t.is_floating_point()] + list(holds.values())
+    maps = [m for t, m in zip(inputs, where.needs, strict=True) if t.is_floating_point()] + [p.maps for p in where.parameters]
+    out = reference(*inputs, **params)
+    weight = torch.rand(out[box.slices()].shape, dtype=torch.float64) + 0.5
+    grads = torch.autograd.grad((out[box.slices()] * weight).sum(), leaves, allow_unused=True)
+    for leaf, grad, declared, axes in zip(leaves, grads, boxes, maps, strict=True):
+        touched = torch.zeros_like(leaf) if grad is None else grad
+        index = (touched.abs() > resolution).nonzero()
+        if len(index) == 0:
+            # (a kernel is declared whole, also where it meets nothing but padding)
+            unused = declared.volume == 0 or any(b.volume == 0 for b in boxes)
+            assert unused, f"{op} {cell}: declared {declared}, needs nothing"
+            continue
+        hull = Box(tuple(index.amin(0).tolist()), tuple((index.amax(0) + 1).tolist()))
+        for i, axis in enumerate(axes):
+            if axis.source is not None:  # a dimension that is always whole (kernel taps) may well not be used up
+                reached, declares = (hull.lo[i], hull.hi[i]), (declared.lo[i], declared.hi[i])
+                assert reached == declares, f"{op} {cell}: dimension {i} declared {declares}, the gradient reaches {reached}"
+
+
+def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference: Reference) -> None:
+    """Partial results over `degree` parts of k, late parameters left out, add up to the whole."""
+    where = space(op, tuple(specs))
+    (k,) = where.reductions
+    dim = where.dims[k]
+    inputs = values(specs)
+    params = {p.name: torch.zeros_like(t) if p.late else t for p, t in zip(where.parameters, parameters(where).values(), strict=True)}
+    full = reference(*inputs, **params)
+    total = torch.zeros_like(full)
+    cuts = [dim.unit * (dim.room * i // degree) for i in range(degree + 1)]
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        cell = Box((0,) * k + (a,), tuple(d.extent for d in where.dims[:k]) + (b,))
+        total += reference(
+            *(outside(t, needed(m, cell), 0.0) if t.is_floating_point() else t for t, m in zip(inputs, where.needs, strict=True)),
+            **{p.name: outside(params[p.name], needed(p.maps, cell), 0.0) for p in where.parameters},
+        )
+    torch.testing.assert_close(total, full, rtol=1e-10, atol=1e-10)
