@@ -187,12 +187,19 @@ def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Con
     if placement not in ("contiguous", "strided"):
         raise LayerwiseError(f"layer {layer!r}: placement is 'contiguous' or 'strided', not {placement!r}")
     for label, degree in degrees.items():
-        if label != "placement" and (label not in ORDER or not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-            raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not a dimension ({', '.join(ORDER)}) and a degree >= 1")
+        sound = label in ORDER and isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
+        if label != "placement" and not sound:
+            wanted = f"a dimension ({', '.join(ORDER)}) and a degree >= 1"
+            raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not {wanted}")
     config = Config.of({k: v for k, v in degrees.items() if k != "placement"}, placement)
+    check(config, dims, devices, layer)
+    return Config(config.degrees) if config.total in (1, devices) else config
+
+
+def check(config: Config, dims: Sequence[Dim], devices: int, layer: str) -> None:
+    """LayerwiseError where a layer with these dimensions cannot be split so over these devices."""
     reason = why_illegal(config, dims)
     if reason is None and config.total > devices:
         reason = f"{config} needs {config.total} devices, there are {devices}"
     if reason:
         raise LayerwiseError(f"layer {layer!r}: {reason}")
-    return Config(config.degrees) if config.total in (1, devices) else config

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from layerwise.errors import LayerwiseError
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write to a temporary file beside `path`, then rename. Raises LayerwiseError where that is impossible."""
+def write_text(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
+    """Write to a temporary file beside `path`, then rename. Raises LayerwiseError where that is impossible.
+
+    Long texts may come in parts.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
         temporary.replace(target)
     except OSError as error:
         raise LayerwiseError(f"{target} cannot be written: {error.strerror or error}") from None

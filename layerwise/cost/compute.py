@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.geometry import boundaries
+from layerwise.config import Layout
+from layerwise.geometry import AxisMap, boundaries
+from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
-from layerwise.ops.base import AxisMap, Dim, Gemm, Op, Space, space
-from layerwise.tensor import TensorSpec
+from layerwise.ops.base import Dim, Gemm, Maps, Parameter, same, space
+from layerwise.ops.ends import Tied
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,7 +47,7 @@ def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
     best: Floats | None = None
     for tile in processor.tiles:
         tiles = np.ceil(gemm.rows / tile.rows) * np.ceil(gemm.columns / tile.columns) * gemm.count
-        splits = np.clip(np.floor(processor.processors / np.maximum(tiles, 1)), 1, np.maximum(gemm.depth // 256, 1))
+        splits = np.clip(np.floor(processor.processors / np.maximum(tiles, 1)), 1, np.maximum(gemm.depth / 256, 1))
         waves = np.ceil(tiles * splits / processor.processors)
         tile_s = 2 * tile.rows * tile.columns * gemm.depth / splits * processor.processors / (peak * tile.efficiency)
         time = waves * tile_s
@@ -56,77 +58,92 @@ def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
 
 def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
     """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
-    columns = [
-        -(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)
-    ]
+    columns = [-(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)]
     return np.stack(columns, axis=1) if columns else np.zeros((len(degrees), 0), np.int64)
 
 
-def largest_interval(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> Ints:
-    """(C,) length of the longest interval that any cell needs of one dimension."""
+def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
+    """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
     if axis.source is None:
         lo, hi = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
-        return np.full(len(degrees), int(hi[0] - lo[0]), np.int64)
-    dim = dims[axis.source]
-    longest = {}
+        length = np.full(len(degrees), int(hi[0] - lo[0]), np.int64)
+        return length, length
+    dim, found = dims[axis.source], {}
     for degree in np.unique(degrees[:, axis.source]).tolist():
         cuts = boundaries(dim.extent, degree, dim.unit)
         lo, hi = axis(cuts[:-1], cuts[1:])
-        longest[degree] = int((hi - lo).max())
-    return np.array([longest[d] for d in degrees[:, axis.source].tolist()], np.int64)
+        found[degree] = int((hi - lo).max()), int((hi - lo).sum())
+    longest, total = np.array([found[d] for d in degrees[:, axis.source].tolist()], np.int64).reshape(-1, 2).T
+    return longest, total
 
 
-def largest_box(maps: Sequence[AxisMap], dims: Sequence[Dim], degrees: Ints) -> Floats:
+def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
     """(C,) volume of the largest box that any cell needs."""
     volume = np.ones(len(degrees))
     for axis in maps:
-        volume = volume * largest_interval(axis, dims, degrees)
+        volume = volume * intervals(axis, dims, degrees)[0]
     return volume
 
 
+def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
+    """(C,) sum of the volumes of the boxes that all cells need: what all devices together hold."""
+    drivers = [axis.source for axis in maps]
+    spare = [i for i in range(degrees.shape[1]) if i not in drivers]  # cells along these need the same box
+    volume: Floats = degrees[:, spare].prod(1).astype(np.float64)
+    for axis in maps:
+        volume = volume * intervals(axis, dims, degrees)[1]
+    return volume
+
+
+def held(layer: Layer) -> list[tuple[Parameter, int]]:
+    """The parameters that live in a layer, with their bytes an element. A tied parameter is a layer of its own."""
+    if isinstance(layer.op, Tied):
+        out = layer.out
+        return [(Parameter(layer.name, out.shape, same(out), trainable=out.differentiable), out.item_bytes)]
+    stages = [space(*stage) for stage in layer.op.stages(layer.specs)]
+    item_bytes = [s.out.item_bytes for s in stages for _ in s.parameters]
+    rows = enumerate(zip(layer.space.parameters, item_bytes, strict=True))
+    return [row for i, row in rows if i not in layer.tied]
+
+
 def compute_time(
-    where: Space,
-    op: Op,
-    specs: tuple[TensorSpec, ...],
-    degrees: Ints,
-    own_degrees: Ints,
-    needs_gradient: Sequence[bool],
-    processor: Processor,
-    dtype: str,
-    optimizer: str,
+    layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
     """Time of all configurations of a layer: its stages one after the other, as an eager framework runs them.
 
-    degrees, own_degrees: as in Layout. needs_gradient: whether each input's gradient is wanted.
+    needs_gradient: whether the gradient of each of the layer's inputs is wanted.
     """
     peak = processor.peak(dtype)
-    forward = np.zeros(len(degrees))
-    backward = np.zeros(len(degrees))
-    for number, (stage, inputs) in enumerate(op.stages(specs)):
-        s = space(stage, inputs)
-        at = degrees if number == 0 else own_degrees  # followers come after the reduction over k
-        extents = largest_extents(s.dims, at)
-        read = sum(largest_box(m, s.dims, at) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        held = sum(largest_box(p.maps, s.dims, own_degrees if p.late else at) for p in s.parameters) * s.out.item_bytes
+    forward, backward = np.zeros(len(lay.degrees)), np.zeros(len(lay.degrees))
+    wanted = False  # whether the gradient of the running result is
+    taken = 0
+    for number, (stage, inputs) in enumerate(layer.op.stages(layer.specs)):
+        s, at = space(stage, inputs), lay.own_degrees if number else lay.degrees  # followers come after the reduction
+        dims = layer.space.dims[: len(s.dims)]  # not the stage's: a follower may be cut more coarsely than its leader
+        fed = needs_gradient[taken : taken + len(inputs) - (number > 0)]  # of the inputs but the running result
+        taken += len(fed)
+        trains = any(p.trainable for p in s.parameters)
+        extents = largest_extents(dims, at)
+        read = sum(largest_box(m, dims, at) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
+        weights = sum(largest_box(p.maps, dims, lay.own_degrees if p.late else at) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
-        moved = read + held + written
+        moved = read + weights * s.out.item_bytes + written
         gemms = stage.gemms(inputs, extents)
-        wanted = any(needs_gradient) or number > 0
         if gemms:
-            arithmetic = _sum([gemm_s(g, processor, peak) for g in gemms])
-            forward += _kernel(arithmetic, moved, processor)
-            if wanted:  # gradient of the inputs: (rows x columns) @ (columns x depth)
+            forward += _kernel(_sum([gemm_s(g, processor, peak) for g in gemms]), moved, processor)
+            if any(fed[:1]):  # gradient of the inputs: (rows x columns) @ (columns x depth)
                 times = [gemm_s(Gemm(g.rows, g.depth, g.columns, g.count), processor, peak) for g in gemms]
                 backward += _kernel(_sum(times), moved, processor)
-            if s.parameters or len(inputs) > 1:  # of the weights, or of the second operand
+            if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
                 backward += _kernel(_sum(times), moved, processor)
         elif s.dims and not stage.view and stage.kind not in ("input", "tied", "sink"):
             arithmetic = stage.flops(inputs, extents) / peak
             forward += _kernel(arithmetic, moved, processor)
-            if wanted or s.parameters:  # reads the output's gradient and what was saved, writes the input's gradient
+            if wanted or trains or any(fed):  # reads the output's gradient and what was saved, writes the input's
                 backward += _kernel(arithmetic, moved + read, processor)
-    return ComputeTime(forward, backward, _update(where, degrees, own_degrees, processor, optimizer))
+        wanted = wanted or trains or any(fed)
+    return ComputeTime(forward, backward, _update(layer, lay, processor, optimizer))
 
 
 def _kernel(arithmetic: Floats, moved: Floats, processor: Processor) -> Floats:
@@ -136,12 +153,12 @@ def _kernel(arithmetic: Floats, moved: Floats, processor: Processor) -> Floats:
     return time
 
 
-def _update(where: Space, degrees: Ints, own_degrees: Ints, processor: Processor, optimizer: str) -> Floats:
+def _update(layer: Layer, lay: Layout, processor: Processor, optimizer: str) -> Floats:
     """The optimizer reads parameter, gradient and state and writes parameter and state."""
-    moved = np.zeros(len(degrees))
-    for p in where.parameters:
+    moved = np.zeros(len(lay.degrees))
+    for p, item_bytes in held(layer):
         if p.trainable:
-            size = largest_box(p.maps, where.dims, own_degrees if p.late else degrees) * where.out.item_bytes
+            size = largest_box(p.maps, layer.space.dims, lay.own_degrees if p.late else lay.degrees) * item_bytes
             moved += size * (3 + 2 * OPTIMIZERS[optimizer])
     return moved / processor.memory_bandwidth_bytes_per_s
 

@@ -7,14 +7,14 @@ from math import prod
 
 import numpy as np
 
-from layerwise.config import Config
-from layerwise.cost.compute import OPTIMIZERS, largest_box, largest_extents
+from layerwise.config import Config, check
+from layerwise.cost.compute import OPTIMIZERS, held, largest_box, largest_extents
 from layerwise.cost.sync import wire_bytes
-from layerwise.cost.tables import CostModel, Strategy, input_maps
+from layerwise.cost.tables import CostModel, Strategy, input_maps, is_end
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import space
-from layerwise.ops.ends import Input, Sink
+from layerwise.ops.ends import Tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Price:
 
 
 def price(model: CostModel, strategy: Strategy) -> Price:
-    """Prices one strategy. Raises LayerwiseError where it does not name every layer, or names unknown ones."""
+    """Prices one strategy. Raises LayerwiseError where layers are missing, unknown, or cannot be split so."""
     strategy = complete(model, strategy)
     layers: dict[str, LayerPrice] = {}
     buffer_bytes = 0.0
@@ -103,15 +103,14 @@ def price(model: CostModel, strategy: Strategy) -> Price:
 
 def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
     """The strategy with the configurations of inputs and sink added."""
-    inner = {layer.name for layer in model.graph.inner} | {
-        layer.name for layer in model.graph.layers if layer.op.kind == "tied"
-    }
-    ends = {layer.name for layer in model.graph.layers} - inner
-    unknown = sorted(set(strategy) - inner - ends)
-    missing = sorted(inner - set(strategy))
+    inner = {layer.name: layer for layer in model.graph.layers if not is_end(layer)}
+    unknown = sorted(set(strategy) - {layer.name for layer in model.graph.layers})
+    missing = sorted(set(inner) - set(strategy))
     if unknown or missing:
         what = f"unknown layers {unknown[:3]}" if unknown else f"no configuration for {missing[:3]}"
         raise LayerwiseError(f"the strategy has {what}; the model's layers are those of `layerwise search --json`")
+    for name, layer in inner.items():
+        check(strategy[name], layer.space.dims, model.devices.count, name)
     return {
         layer.name: strategy[layer.name] if layer.name in inner else model.end_config(layer)
         for layer in model.graph.layers
@@ -121,7 +120,7 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
 def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[str, float]:
     """Bytes that the layer's own collectives hand to the network, summed over devices."""
     result = {"sync": 0.0, "statistics": 0.0, "reduction": 0.0}
-    if isinstance(layer.op, Input | Sink):
+    if is_end(layer):
         return result
     lay = model.layout(layer, (config,))
     for kind, found, times in (
@@ -130,7 +129,7 @@ def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[st
         ("reduction", model.reductions_of(layer, lay), 1),  # a reduce-scatter and an all-gather: one all-reduce's worth
     ):
         for c in found:
-            result[kind] += times * config.total * wire_bytes(float(c.size_bytes[0]), c.groups[0])
+            result[kind] += times * wire_bytes(float(c.total_bytes[0]), c.groups[0])
     return result
 
 
@@ -145,12 +144,14 @@ def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
     """Parameters, gradients, optimizer state and the activations that the backward pass needs."""
     lay = model.layout(layer, (config,))
     total = 0.0
-    for _, p in layer.own_parameters():
+    for p, item_bytes in held(layer):
         degrees = lay.own_degrees if p.late else lay.degrees
         copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
-        total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * layer.out.item_bytes
+        total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
+    if isinstance(layer.op, Tied):
+        return total
+    rank = len(layer.out.shape)
     for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
-        s = space(stage, specs)
-        extents = largest_extents(s.dims[: len(s.out.shape)], (lay.own_degrees if number else lay.degrees)[:, : len(s.out.shape)])
-        total += prod(int(e) for e in np.ravel(extents)) * s.out.item_bytes
+        extents = largest_extents(layer.space.dims[:rank], lay.own_degrees if number else lay.degrees)
+        total += prod(np.ravel(extents).tolist()) * space(stage, specs).out.item_bytes
     return total

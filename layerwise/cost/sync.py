@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, log2, prod, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
 class Group:
     """The groups of one collective, all alike (the largest where they are not).
 
-    size: members. fan: members at each level, innermost first (in a node, nodes in a rack, ...). rings: groups that
-    pass through one port of each level; members: devices of such groups behind it. server_s_per_byte: the sum over
-    the other members of the beta of their link to the first.
+    size: members. fan: members at each level, innermost first (in a node, nodes in a rack, ...). rings: streams
+    through one port of each level where each group is a ring; members: devices of such groups behind it.
+    server_s_per_byte: the sum over the other members of the beta of their link to the first, the largest of any group.
     """
 
     size: int
@@ -51,23 +51,27 @@ def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
     if size == 1:
         ones = (1,) * len(graph.levels)
         return Group(1, ones, ones, ones, 0.0)
-    fan, rings, members = [], [], []
+    fan, spans, rings, members = [], [], [], []
     inner = devices  # what counts as one member at this level: the groups of the level below
-    for at, level in enumerate(graph.levels):
+    for level in graph.levels:
         outer = devices // level.devices
         pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
         counts = np.unique(pairs[:2], axis=1, return_counts=True)[1]
         fan.append(int(counts.max()))
-        port = devices // level.devices_per_port
-        spans = _spans(ids, outer, inner)
-        rings.append(_most(np.unique(np.stack([port, ids])[:, spans], axis=1)[0]))
-        members.append(_most(port[spans]))
+        spans.append(_spans(ids, outer, inner))
         inner = outer
-    first = int(np.argmax(np.bincount(ids) == size))
-    mine = devices[ids == first]
+    for at, level in enumerate(graph.levels):
+        port = devices // level.devices_per_port
+        passing = [s for m, s in enumerate(spans) if at in graph.ports_passed(m)]
+        there = np.any(passing, axis=0)
+        members.append(_most(port[there]))
+        # Beyond the node a ring passes a port once; inside, each of its hops leaves through its sender's port.
+        rings.append(_most(np.unique(np.stack([port, ids])[:, there], axis=1)[0]) if at else members[0])
+    _, first, group = np.unique(ids, return_index=True, return_inverse=True)
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
-    server = float(betas[graph.level_between(np.full_like(mine[1:], mine[0]), mine[1:])].sum())
-    return Group(size, tuple(fan), tuple(rings), tuple(members), server)
+    servers = devices[first][group]
+    server = np.bincount(group, np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])).max()
+    return Group(size, tuple(fan), tuple(rings), tuple(members), float(server))
 
 
 def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -88,23 +92,36 @@ def _beta(graph: DeviceGraph, at: int, load: Sequence[int]) -> float:
 
 
 def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
-    """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather out)."""
+    """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather out).
+
+    The published time of the tree, for small messages, tends to size·beta. But all members together send at least
+    2(r-1) times the buffer, whatever the algorithm: the tree saves latency, no bandwidth.
+    """
     if group.size == 1 or size_bytes == 0:
         return 0.0
-    top = max(at for at, f in enumerate(group.fan) if f > 1)
-    alpha = graph.levels[top].alpha_s
-    beta = max(_beta(graph, at, group.rings) for at, f in enumerate(group.fan) if f > 1)
-    r = group.size
-    ring = 2 * (r - 1) * (alpha + size_bytes / r * beta)
-    depth = ceil(log2(r))
-    chunks = max(1.0, (depth * size_bytes * beta / (2 * alpha)) ** 0.5)
+    alpha, beta = _slowest(group, graph)
+    depth = ceil(log2(group.size))
+    chunks = max(1.0, sqrt(depth * size_bytes * beta / (2 * alpha)))
     tree = 2 * (depth + chunks) * (alpha + size_bytes / (2 * chunks) * beta)
-    return min(ring, tree, 2 * _hierarchical_s(size_bytes, group, graph))
+    least = 2 * (group.size - 1) / group.size * size_bytes * beta
+    return min(max(tree, least), 2 * reduce_scatter_s(size_bytes, group, graph))
 
 
 def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     """Of a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
-    return 0.0 if group.size == 1 else _hierarchical_s(size_bytes, group, graph)
+    if group.size == 1:
+        return 0.0
+    alpha, beta = _slowest(group, graph)
+    ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
+    # Shards are equal only where all members of a level have as many members inside.
+    even = prod(group.fan) == group.size
+    return min(ring, _hierarchical_s(size_bytes, group, graph)) if even else ring
+
+
+def _slowest(group: Group, graph: DeviceGraph) -> tuple[float, float]:
+    """Alpha and beta of a step of a ring or tree: it has links of every level where the group has several members."""
+    used = [at for at, f in enumerate(group.fan) if f > 1]
+    return graph.levels[used[-1]].alpha_s, max(_beta(graph, at, group.rings) for at in used)
 
 
 def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
@@ -117,9 +134,9 @@ def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> floa
     return total
 
 
-def wire_bytes(size_bytes: float, group: Group) -> float:
-    """Bytes that each member of an all-reduce hands to the network: 2(r-1)/r of the buffer."""
-    return 2 * (group.size - 1) / group.size * size_bytes
+def wire_bytes(total_bytes: float, group: Group) -> float:
+    """Bytes that all members of an all-reduce together hand to the network: each 2(r-1)/r of its buffer."""
+    return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, whole numbers stay whole
 
 
 @lru_cache(maxsize=4096)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config, Layout, layout
-from layerwise.cost.compute import ComputeTime, compute_time, largest_box, largest_extents
+from layerwise.cost.compute import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
 from layerwise.cost.sync import Group, all_reduce_s, groups, reduce_scatter_s, sync_rate
-from layerwise.cost.transfer import Traffic, seconds, traffic
+from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Maps, space
+from layerwise.ops.base import Dim, Maps, space
 from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.float64]
 Edge = tuple[str, str, int]  # producer, consumer, input slot
@@ -58,12 +60,14 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a layer under C configurations: bytes each member brings (C,), and the groups.
+    """A collective of a layer under C configurations, and its groups.
 
-    The groups are the devices that agree in the dimensions `keys` of their cells (`late`: of what they own).
+    size_bytes: (C,) what the member with the largest box brings; total_bytes: (C,) what all devices bring. The groups
+    are the devices that agree in the dimensions `keys` of their cells (`late`: of what they own).
     """
 
     size_bytes: Floats
+    total_bytes: Floats
     groups: tuple[Group, ...]
     layout: Layout
     keys: tuple[int, ...]
@@ -118,13 +122,10 @@ class CostModel:
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         zeros = np.zeros(len(configs))
-        if isinstance(layer.op, Input | Sink):
+        if is_end(layer):
             return NodeCost(ComputeTime(zeros, zeros, zeros), zeros, zeros, zeros)
-        lay = self.layout(layer, configs)
-        compute = compute_time(
-            layer.space, layer.op, layer.specs, lay.degrees, lay.own_degrees, wanted, self.devices.processor,
-            self.options.dtype, self.options.optimizer,
-        )  # fmt: skip
+        lay, options = self.layout(layer, configs), self.options
+        compute = compute_time(layer, lay, wanted, self.devices.processor, options.dtype, options.optimizer)
         sync, statistics, reduction = zeros.copy(), zeros.copy(), zeros.copy()
         for c in self.gradients_of(layer, lay):
             sync += c.size_bytes * [sync_rate(g, self.devices, self.options.sync) for g in c.groups]
@@ -140,17 +141,22 @@ class CostModel:
 
     def gradients_of(self, layer: Layer, lay: Layout) -> list[Collective]:
         """What is synchronised after the backward pass, one entry for each kind of box."""
-        by_keys: dict[tuple[tuple[int, ...], bool], Floats] = {}
-        for _, p in layer.own_parameters():
+        by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
+        zero = np.zeros(len(lay.degrees))
+        for p, item_bytes in held(layer):
             if p.trainable:
                 degrees = lay.own_degrees if p.late else lay.degrees
                 keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
-                size = largest_box(p.maps, layer.space.dims, degrees) * layer.out.item_bytes
-                by_keys[keys, p.late] = by_keys.get((keys, p.late), 0.0) + size
-        return [self._collective(size, lay, keys, late) for (keys, late), size in by_keys.items()]
+                size, total = by_keys.get((keys, p.late), (zero, zero))
+                size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
+                total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
+                by_keys[keys, p.late] = size, total
+        return [self._collective(*sizes, lay, keys, late) for (keys, late), sizes in by_keys.items()]
 
-    def _collective(self, size: Floats, lay: Layout, keys: Sequence[int], late: bool) -> Collective:
-        return Collective(size, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
+    def _collective(
+        self, size: Floats, total: Floats, lay: Layout, keys: Sequence[int], late: bool
+    ) -> Collective:
+        return Collective(size, total, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
 
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
         """All-reduces inside the layer, in one direction; the other does the same."""
@@ -161,10 +167,13 @@ class CostModel:
             if statistics is None or (self.options.local_batch_norm and stage.kind == "batch_norm"):
                 continue
             degrees = lay.own_degrees if number else lay.degrees
-            extents = largest_extents(s.dims, degrees)
-            size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * statistics.per_key / statistics.block
+            extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
             keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
-            found.append(self._collective(size * layer.out.item_bytes, lay, keys, number > 0))
+            each = statistics.per_key / statistics.block * s.out.item_bytes
+            size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
+            spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
+            total = degrees[:, spare].prod(1) * prod(s.out.shape[i] for i in statistics.keys) * each
+            found.append(self._collective(size, total, lay, keys, number > 0))
         return found
 
     def reductions_of(self, layer: Layer, lay: Layout) -> list[Collective]:
@@ -172,46 +181,69 @@ class CostModel:
         ks = layer.space.reductions
         if not ks or (lay.degrees[:, ks.start :] == 1).all():
             return []
+        main = space(*layer.op.stages(layer.specs)[0]).out
         extents = largest_extents(layer.space.dims, lay.degrees)[:, : ks.start]
-        size = np.prod(extents, axis=1, dtype=np.float64) * layer.out.item_bytes
-        return [self._collective(size, lay, range(ks.start), False)]
+        size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
+        total = lay.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
+        return [self._collective(size, total, lay, range(ks.start), False)]
 
     def traffic(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Traffic:
         """Load of one direction of an edge for all pairs of configurations."""
-        source, target = self.graph[edge[0]], self.graph[edge[1]]
-        maps, late = input_maps(target, edge[2])
-        u, v = self.layout(source, sources), self.layout(target, targets)
-        return traffic(source.out, u, maps, target.space.dims, v, late, self.devices)
+        return traffic(*self._ends(edge, sources, targets))
 
     def directions(self, edge: Edge) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2."""
         source, target = self.graph[edge[0]], self.graph[edge[1]]
-        fed = isinstance(source.op, Input) and not isinstance(source.op, Tied)
-        if self.options.io == "free" and (fed or isinstance(target.op, Sink)):
+        if self.options.io == "free" and (is_end(source) or is_end(target)):
             return 0
-        return 2 if self.has_gradient[edge[0]] else 1
+        return 2 if self.has_gradient[edge[0]] and self.has_gradient[edge[1]] else 1
 
-    def edge_cost(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Floats:
-        """t_X (C_source, C_target), both directions: the adjoint sends the same pieces the other way."""
+    def edge_cost(
+        self,
+        edge: Edge,
+        sources: tuple[Config, ...],
+        targets: tuple[Config, ...],
+        watched: tuple[int, ...] | None = None,
+    ) -> Floats:
+        """t_X (C_source, C_target), both directions: the adjoint sends the same pieces the other way.
+
+        With `watched` devices only (see `port_seconds`): a lower bound.
+        """
         times = self.directions(edge)
         if times == 0:
             return np.zeros((len(sources), len(targets)))
-        source, target = self.graph[edge[0]], self.graph[edge[1]]
-        out, dims = source.out, tuple((d.extent, d.unit) for d in target.space.dims)
-        layouts = self.layout(source, sources), self.layout(target, targets)
-        key = (out.shape, out.units, out.item_bytes, *input_maps(target, edge[2]), dims, *layouts)
+        ends = self._ends(edge, sources, targets)
+        out, u, maps, dims, v, late, _ = ends
+        key = (out.shape, out.units, out.item_bytes, u, maps, tuple((d.extent, d.unit) for d in dims), v, late, watched)
         if key not in self._seconds:
-            load = self.traffic(edge, sources, targets)
-            self._seconds[key] = seconds(load, self.devices, self.options.link_model)
+            if self.options.link_model == "port":
+                self._seconds[key] = port_seconds(*ends, watched)
+            else:
+                self._seconds[key] = seconds(traffic(*ends), self.devices, self.options.link_model)
         return times * self._seconds[key]
 
-    def tables(self, configs: Configs, progress: Progress | None = None) -> CostTables:
-        """Tables over the given configurations of every layer."""
+    def busiest_device(self, edge: Edge, source: Config, target: Config) -> int:
+        """A device behind the port that the transfer waits for."""
+        return busiest_device(*self._ends(edge, (source,), (target,)))
+
+    def _ends(
+        self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]
+    ) -> tuple[TensorSpec, Layout, Maps, tuple[Dim, ...], Layout, bool, DeviceGraph]:
+        """The arguments of the functions of `cost.transfer`."""
+        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        maps, late = input_maps(target, edge[2])
+        u, v = self.layout(source, sources), self.layout(target, targets)
+        return source.out, u, maps, target.space.dims, v, late, self.devices
+
+    def tables(
+        self, configs: Configs, progress: Progress | None = None, watched: tuple[int, ...] | None = None
+    ) -> CostTables:
+        """Tables over the given configurations of every layer; with `watched` devices, transfers are lower bounds."""
         node = {layer.name: self.node_cost(layer, configs[layer.name]).total for layer in self.graph.layers}
         edges = list(self.graph.edges())
         transfer: dict[Edge, Floats] = {}
         for done, edge in enumerate(edges):
-            transfer[edge] = self.edge_cost(edge, configs[edge[0]], configs[edge[1]])
+            transfer[edge] = self.edge_cost(edge, configs[edge[0]], configs[edge[1]], watched)
             if progress:
                 progress(done + 1, len(edges))
         return CostTables(dict(configs), node, transfer)
@@ -224,6 +256,11 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return where.needs[slot], where.late_inputs[slot]
     parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.late
+
+
+def is_end(layer: Layer) -> bool:
+    """Whether it is an input or the sink, whose configuration is given. A tied parameter is neither."""
+    return isinstance(layer.op, Input | Sink) and not isinstance(layer.op, Tied)
 
 
 def gradients(graph: LayerGraph) -> dict[str, bool]:

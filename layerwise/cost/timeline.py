@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.sync import BUCKET_BYTES, Group, replicas, sync_s
 from layerwise.cost.price import complete
+from layerwise.cost.sync import BUCKET_BYTES, Group, replicas, sync_s
 from layerwise.cost.tables import CostModel, Edge, Strategy
 from layerwise.graph.layer import Layer
 
@@ -66,7 +66,8 @@ def timeline(model: CostModel, strategy: Strategy) -> Timeline:
 
 
 def _active(model: CostModel, layer: Layer, config: Config) -> NDArray[np.bool_]:
-    return model.layout(layer, (config,)).active[0]
+    active: NDArray[np.bool_] = model.layout(layer, (config,)).active[0]
+    return active
 
 
 def _compute(model: CostModel, layer: Layer, strategy: Strategy, clock: Floats, *, forward: bool) -> None:

@@ -9,8 +9,9 @@ depend only on two degrees and two ranges of cells, of which there are few patte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from layerwise.tensor import TensorSpec
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-CHUNK = 1 << 21  # elements of the largest temporary array: bounds the memory, and stays near the cache
+CHUNK = 1 << 17  # elements of the largest temporary array: bounds the memory, and stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Traffic:
 
 
 def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
-    """(C_u, C_v) time of one direction. `port`: the busiest port; `sum`: all bytes over their bandwidth (Jia et al.)."""
+    """(C_u, C_v) time of one direction. `port`: the busiest port; `sum`: all bytes over bandwidth (Jia et al.)."""
     beta = np.array([level.beta_s_per_byte for level in graph.levels])
     if link_model == "sum":
         total: Floats = load.total_bytes @ beta
@@ -60,23 +61,137 @@ def traffic(
 
     `late`: the needs follow the box that the layer owns, not the one it computes (see Space.late_inputs).
     """
+    pairs, levels = (len(u.degrees), len(v.degrees)), len(graph.levels)
+    busiest, messages, total = (np.empty((*pairs, levels)) for _ in range(3))
+    received_bytes = np.empty(pairs)
+    alpha = [level.alpha_s for level in graph.levels]
+    everyone = range(graph.count)
+    for rows, received, sent in _sweep(source, u, maps, dims, v, late, graph, tuple(everyone)):
+        received_bytes[rows] = sum_of(received)[..., 0].max(-1) * source.item_bytes
+        for at, level in enumerate(graph.levels):
+            total[rows, :, at] = received[at][..., 0].sum(-1) * source.item_bytes
+            passing, share = _passing(at, graph), level.devices_per_port
+            loads = [
+                (
+                    _by_port(sum_of([way[m][..., 0] for m in passing]) * source.item_bytes, share, everyone),
+                    _by_port(sum_of([way[m][..., 1] * (alpha[m] / alpha[at]) for m in passing]), share, everyone),
+                )
+                for way in (received, sent)
+            ]
+            size, count = (np.concatenate(parts, axis=-1) for parts in zip(*loads, strict=True))
+            worst = (size * level.beta_s_per_byte + count * level.alpha_s).argmax(-1)[..., None]
+            busiest[rows, :, at] = np.take_along_axis(size, worst, -1)[..., 0]
+            messages[rows, :, at] = np.take_along_axis(count, worst, -1)[..., 0]
+    return Traffic(busiest, messages, total, received_bytes)
+
+
+def port_seconds(
+    source: TensorSpec,
+    u: Layout,
+    maps: Maps,
+    dims: Sequence[Dim],
+    v: Layout,
+    late: bool,
+    graph: DeviceGraph,
+    watched: tuple[int, ...] | None = None,
+) -> Floats:
+    """(C_u, C_v): `seconds(traffic(...), graph, "port")`, without the rest: what large tables are made of.
+
+    With only some devices `watched` it is a lower bound: the busiest of their ports, by their own share of its load.
+    """
+    slowest = np.zeros((len(u.degrees), len(v.degrees)))
+    seen = tuple(range(graph.count)) if watched is None else watched
+    for rows, *ways in _sweep(source, u, maps, dims, v, late, graph, seen):
+        for at, level in enumerate(graph.levels):
+            for way in ways:
+                times = _times(way, at, graph, source.item_bytes)
+                np.maximum(slowest[rows], _by_port(times, level.devices_per_port, seen).max(-1), out=slowest[rows])
+    return slowest
+
+
+def telling_devices(graph: DeviceGraph) -> tuple[int, ...]:
+    """A few devices that are likely to be the busiest, with those that share their NICs: for quick lower bounds.
+
+    Devices 0 to 2 have cells of nearly every configuration. N/3 and 2N/3 are interior in every dimension when the
+    degrees are powers of two: the binary digits of 1/3 alternate, so no dimension's index is all zeros or all ones.
+    """
+    return with_ports((0, 1, 2, graph.count // 3, 2 * graph.count // 3), graph)
+
+
+def with_ports(devices: Iterable[int], graph: DeviceGraph) -> tuple[int, ...]:
+    """These devices and all that share a NIC with them, in order."""
+    share = graph.levels[min(1, len(graph.levels) - 1)].devices_per_port
+    ports = {device // share for device in devices if device < graph.count}
+    return tuple(d for port in sorted(ports) for d in range(port * share, min((port + 1) * share, graph.count)))
+
+
+def busiest_device(
+    source: TensorSpec, u: Layout, maps: Maps, dims: Sequence[Dim], v: Layout, late: bool, graph: DeviceGraph
+) -> int:
+    """A device behind the slowest port, for one pair of configurations."""
+    everyone = tuple(range(graph.count))
+    ((_, *ways),) = _sweep(source, u, maps, dims, v, late, graph, everyone)
+    worst = np.zeros(graph.count)
+    for at, level in enumerate(graph.levels):
+        for way in ways:
+            ports = _by_port(_times(way, at, graph, source.item_bytes), level.devices_per_port, everyone)[0, 0]
+            worst = np.maximum(worst, ports[graph.port(at)])
+    return int(worst.argmax())
+
+
+def _times(way: Sequence[Floats], at: int, graph: DeviceGraph, item_bytes: int) -> Floats:
+    """(rows, C_v, W) seconds that each device's share of the traffic through its port at a level takes."""
+    beta = graph.levels[at].beta_s_per_byte
+    return sum_of([way[m] @ np.array([item_bytes * beta, graph.levels[m].alpha_s]) for m in _passing(at, graph)])
+
+
+def _passing(at: int, graph: DeviceGraph) -> list[int]:
+    """Levels whose messages pass the ports of level `at`: a NIC carries those of every level beyond the node."""
+    return [m for m in range(len(graph.levels)) if at in graph.ports_passed(m)]
+
+
+def sum_of(arrays: Sequence[Floats]) -> Floats:
+    """Their sum, without the zero that `sum` starts from."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def _sweep(
+    source: TensorSpec,
+    u: Layout,
+    maps: Maps,
+    dims: Sequence[Dim],
+    v: Layout,
+    late: bool,
+    graph: DeviceGraph,
+    watched: tuple[int, ...],
+) -> Iterator[tuple[slice, list[Floats], list[Floats]]]:
+    """Rows of configurations of `u`, and what each watched device receives and sends at each level.
+
+    Arrays of shape (rows, C_v, W, 2): elements and messages.
+    """
     shape, units = source.shape or (1,), source.units or (1,)
     maps = maps or (whole(1),)
-    owned, needing = cells(u, True, graph), cells(v, late, graph)
+    owned, needing = cells(u, True, graph, watched), cells(v, late, graph, watched)
     sources = [m.source for m in maps if m.source is not None]
     assert len(set(sources)) == len(sources), "a dimension may drive only one dimension of an input"
-    tables = [_Dimension(s, unit, m, dims, owned, needing, j) for j, (s, unit, m) in enumerate(zip(shape, units, maps, strict=True))]
+    tables = [
+        _Dimension(s, unit, m, dims, owned, needing, j)
+        for j, (s, unit, m) in enumerate(zip(shape, units, maps, strict=True))
+    ]
     spare = [i for i in range(needing.degrees.shape[1]) if i not in sources]  # along these the need is replicated
-    levels, pairs = len(graph.levels), (len(u.degrees), len(v.degrees))
-    result = Traffic(*(np.empty((*pairs, levels)) for _ in range(3)), np.empty(pairs))
-    step = max(1, CHUNK // (pairs[1] * graph.count * 2))
-    for start in range(0, pairs[0], step):
+    step = max(1, CHUNK // (len(v.degrees) * len(watched) * 2))
+    for start in range(0, len(u.degrees), step):
         rows = slice(start, start + step)
         own = _exchanged(tables, owned, needing, 0, 0, rows)
-        inward = [own] + [_exchanged(tables, owned, needing, s + 1, 0, rows) for s in range(levels)]
-        outward = [own] + [_exchanged(tables, owned, needing, 0, s + 1, rows, spare) for s in range(levels)]
-        _reduce(result, rows, inward, outward, graph, source.item_bytes)
-    return result
+        inward, outward = [own], [own]
+        for level in range(len(graph.levels)):
+            inward.append(_exchanged(tables, owned, needing, level + 1, 0, rows))
+            outward.append(_exchanged(tables, owned, needing, 0, level + 1, rows, spare))
+        received, sent = ([b - a for a, b in pairwise(way)] for way in (inward, outward))
+        yield rows, received, sent
 
 
 def _exchanged(
@@ -101,34 +216,12 @@ def _exchanged(
     return total
 
 
-def _reduce(
-    result: Traffic, rows: slice, inward: list[Floats], outward: list[Floats], graph: DeviceGraph, item_bytes: int
-) -> None:
-    """From what each device exchanges with its groups, which contain each other, to the load of the busiest ports."""
-    received, sent = ([b - a for a, b in zip(w, w[1:], strict=False)] for w in (inward, outward))
-    result.received_bytes[rows] = (inward[-1] - inward[0])[..., 0].max(-1) * item_bytes
-    alpha = [level.alpha_s for level in graph.levels]
-    for at, level in enumerate(graph.levels):
-        result.total_bytes[rows, :, at] = received[at][..., 0].sum(-1) * item_bytes
-        # A NIC carries the messages of every level beyond the node, each at the latency of its own level.
-        passing = [m for m in range(len(alpha)) if at in graph.ports_passed(m)]
-        size, count = (
-            np.concatenate(
-                [_by_port(sum(way[m][..., i] * weight[m] for m in passing), level.devices_per_port) for way in (received, sent)],
-                axis=-1,
-            )
-            for i, weight in ((0, [item_bytes] * len(alpha)), (1, [a / alpha[at] for a in alpha]))
-        )
-        worst = (size * level.beta_s_per_byte + count * level.alpha_s).argmax(-1)[..., None]
-        result.bytes[rows, :, at] = np.take_along_axis(size, worst, -1)[..., 0]
-        result.messages[rows, :, at] = np.take_along_axis(count, worst, -1)[..., 0]
-
-
-def _by_port(load: Floats, share: int) -> Floats:
-    """(..., N) -> (..., ports): devices that share a port add up."""
-    pad = -load.shape[-1] % share
-    padded = np.pad(load, (*((0, 0),) * (load.ndim - 1), (0, pad))) if pad else load
-    ports: Floats = padded.reshape(*load.shape[:-1], -1, share).sum(-1)
+def _by_port(load: Floats, share: int, watched: Sequence[int]) -> Floats:
+    """(..., W) -> (..., ports): devices that share a port add up."""
+    if share == 1:
+        return load
+    starts = [i for i, d in enumerate(watched) if i == 0 or d // share != watched[i - 1] // share]
+    ports: Floats = np.add.reduceat(load, starts, axis=-1)
     return ports
 
 
@@ -157,9 +250,16 @@ class _Dimension:
                 flat.append(sums.reshape(-1, 2))
                 at += len(flat[-1])
         self.flat = np.concatenate(flat)
+        self._patterns: dict[tuple[int, int, int, int], tuple[Floats, Ints, Ints]] = {}
 
     def patterns(self, s: int, m: int, t: int, k: int) -> tuple[Floats, Ints, Ints]:
-        """values (patterns_u, patterns_v, N, 2), and which pattern each configuration has: row (C_u,), column (C_v,)."""
+        """values (patterns_u, patterns_v, N, 2), and each configuration's pattern: row (C_u,), column (C_v,)."""
+        key = (s, m, t, k)
+        if key not in self._patterns:
+            self._patterns[key] = self._tabulate(*key)
+        return self._patterns[key]
+
+    def _tabulate(self, s: int, m: int, t: int, k: int) -> tuple[Floats, Ints, Ints]:
         a, ul, uh, row = self.owned.patterns(s, m, self.j)
         b, vl, vh, column = self.needing.patterns(t, k, self.source)
         base = self.offset[a[:, None], b[None, :]][..., None]

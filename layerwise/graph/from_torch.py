@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 
 import torch
 from torch import fx, nn
@@ -58,13 +63,26 @@ def from_torch(
     return graph if first is None else graph.rebatch(first.shape[0])
 
 
-def _export(
-    model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str
-) -> ExportedProgram:
+def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str) -> ExportedProgram:
     try:
-        return torch.export.export(model, examples, kwargs, strict=False)
+        with _quiet():
+            return torch.export.export(model, examples, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log, warnings and the half-traced graph that it prints: the error that is raised says enough."""
+    level, printed = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+    sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
 
 
 def _export_failed(title: str, error: Exception) -> str:

@@ -90,7 +90,9 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
             same_as[layer.name] = made_for[path[last]]
             continue
         inputs = [same_as.get(name, name) for name in layer.inputs]
-        ends = [e for e in range(2, last) if shared[path[e]] > shared[path[e + 1]]]  # another concat ends or branches off
+        ends = [
+            e for e in range(2, last) if shared[path[e]] > shared[path[e + 1]]
+        ]  # another concat ends or branches off
         running, start = "", 0
         for end in [*ends, last]:
             if path[end] not in made_for:
@@ -177,7 +179,7 @@ def _grouped(
     specs = tuple(done[name].out for name in sources)
     op = head.op if not joined and not any(views) else Fused(head.op, views, tuple(joined))
     edges = (*sources, *(renamed.get(name, name) for name in tied_inputs))
-    names = tuple(layer.name for layer, _ in followers)
+    names = (*head.followers, *(layer.name for layer, _ in followers))
     return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names)
 
 

@@ -94,9 +94,7 @@ class LayerGraph:
     def parameter_count(self) -> int:
         """Trainable parameters of the model."""
         tied = sum(layer.out.volume for layer in self.layers if isinstance(layer.op, Tied))
-        sizes = {
-            name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable
-        }
+        sizes = {name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}
         return tied + sum(sizes.values())
 
     def to_networkx(self) -> nx.MultiDiGraph:

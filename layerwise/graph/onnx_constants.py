@@ -61,6 +61,7 @@ class Constant:
     weight: bool = False
     literal: bool = True
     transposed: bool = False
+    ready: bool = False  # the values are at hand: nothing large is read for them
 
     @cached_property
     def value(self) -> Array:
@@ -75,7 +76,7 @@ class Constant:
 
 def constant(name: str, array: Array, *, literal: bool = True) -> Constant:
     """A constant whose values are at hand."""
-    return Constant(name, array.shape, array.dtype, lambda: array, name, literal=literal)
+    return Constant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
 
 
 def learned(c: Constant) -> Constant:
@@ -92,6 +93,11 @@ def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> tupl
     kind = node.op_type
     if kind not in FOLDABLE or _scattered(node, inputs):
         return None
+    if kind == "Expand" and inputs[0] is not None and inputs[0].weight:
+        # A class token: learned once, repeated for every sample.
+        blank = np.broadcast_to(np.zeros((), np.bool_), inputs[0].shape)
+        (expanded,) = _run(node, [blank, *(c.value for c in inputs[1:] if c is not None)], opset)
+        return (inputs[0],) if expanded.shape == inputs[0].shape else None
     given = [c for c in inputs if c is not None]
     literal = all(c.literal for c in given)
     if kind in VIEWS:
@@ -101,7 +107,7 @@ def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> tupl
     for name, array in zip(node.output, outputs, strict=False):
         result = constant(name, array, literal=literal)
         if kind == "ConstantOfShape" and literal:  # stands for an initializer: each element is a value of its own
-            result = learned(replace(result, read=partial(np.array, array)))
+            result = learned(replace(result, read=partial(np.array, array), ready=False))
         elif kind == "Constant":
             result = learned(result)
         elif kind == "Cast" and given[0].weight and "float" in array.dtype.name:
@@ -136,7 +142,8 @@ def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> Con
     shape = _run(node, [blank, *others], opset)[0].shape
     name, root, transposed = x.name, x.root, x.transposed
     if node.op_type == "Identity":
-        name = node.output[0]  # exporters write equal tensors once and name the others so
+        # PyTorch's exporter writes parameters of equal values once, and so gives each of the others its own name.
+        name = root = node.output[0]
     elif node.op_type == "Transpose" and len(x.shape) == 2:
         order = next((tuple(a.ints) for a in node.attribute if a.name == "perm"), (1, 0))
         transposed ^= order == (1, 0)
@@ -146,7 +153,15 @@ def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> Con
         name, root, transposed = node.output[0], node.output[0], False
     literal = all(c.literal for c in inputs if c is not None)
     return Constant(
-        name, shape, x.dtype, lambda: _run(node, [x.value, *others], opset)[0], root, x.weight, literal, transposed
+        name,
+        shape,
+        x.dtype,
+        lambda: _run(node, [x.value, *others], opset)[0],
+        root,
+        x.weight,
+        literal,
+        transposed,
+        x.ready,
     )
 
 

@@ -23,7 +23,6 @@ OLDEST_OPSET = 7  # before it, broadcasting and batch norm are other operators o
 PROTOBUF_BYTES = 2**31 - 1  # https://protobuf.dev/programming-guides/proto-limits/
 MAX_NODES = 1_000_000  # after inlining: functions that call functions can grow exponentially
 MAX_DEPTH = 100  # of functions that call functions
-CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
 
 
 def read_onnx(path: str | Path) -> ModelProto:
@@ -31,15 +30,11 @@ def read_onnx(path: str | Path) -> ModelProto:
     file = Path(path)
     model = _parsed(file)
     opset_of(model, str(file))
-    for node in _nodes(model):
-        if node.op_type in CONTROL_FLOW and standard(node.domain):
-            raise LayerwiseError(
-                f"layer {node.name or node.op_type!r}: control flow ({node.op_type}) depends on data; "
-                "layerwise plans fixed graphs only"
-            )
-    for tensor in tensors(model):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            locate(tensor, file.parent)
+    for message in _messages(model):
+        if not all(isinstance(name, str) for name in _names(message)):  # bytes: protobuf could not decode them
+            raise LayerwiseError(f"{file} is damaged: it has names that are not UTF-8")
+        if isinstance(message, TensorProto) and message.data_location == TensorProto.EXTERNAL:
+            locate(message, file.parent)
     _check(file)
     if model.graph.sparse_initializer:
         raise LayerwiseError(f"{file}: sparse initializers are not supported; convert them to dense ones")
@@ -162,24 +157,12 @@ def _check(file: Path) -> None:
         raise LayerwiseError(f"{file} is no valid ONNX model: {first_line(error)}{where}") from None
 
 
-def _nodes(model: ModelProto) -> Iterator[NodeProto]:
-    """All nodes, also those of functions and subgraphs."""
-    stack: list[Sequence[NodeProto]] = [model.graph.node, *(f.node for f in model.functions)]
-    while stack:
-        for node in stack.pop():
-            yield node
-            for attribute in node.attribute:
-                stack += [g.node for g in (attribute.g, *attribute.graphs) if g.node]
-
-
-def tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """All tensors, wherever they are in the file."""
+def _messages(model: ModelProto) -> Iterator[Message]:
+    """Everything in the file that has a name, wherever it is."""
     stack: list[Message] = [model]
     while stack:
         top = stack.pop()
-        if isinstance(top, TensorProto):
-            yield top
-            continue
+        yield top
         for name in _NESTED.get(type(top).__name__, ()):
             value = getattr(top, name)
             if isinstance(value, Message):
@@ -189,15 +172,22 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
                 stack += list(value)
 
 
-# Where tensors can be; of types and value infos there are none.
 _NESTED = {
     "ModelProto": ("graph", "functions"),
-    "GraphProto": ("initializer", "sparse_initializer", "node"),
+    "GraphProto": ("initializer", "sparse_initializer", "node", "input", "output", "value_info"),
     "FunctionProto": ("node",),
     "NodeProto": ("attribute",),
     "AttributeProto": ("t", "tensors", "sparse_tensor", "sparse_tensors", "g", "graphs"),
     "SparseTensorProto": ("values", "indices"),
 }
+
+
+def _names(message: Message) -> Iterator[object]:
+    for field in ("name", "op_type", "domain"):
+        yield getattr(message, field, "")
+    if isinstance(message, NodeProto):
+        yield from message.input
+        yield from message.output
 
 
 def _inlined_size(model: ModelProto) -> int:

@@ -1,4 +1,4 @@
-"""Rows of the ONNX importer's table: layers with weights, pooling, norms, losses. https://onnx.ai/onnx/operators/"""
+"""Rows of the ONNX importer's table: layers with weights, pooling, reductions, losses. https://onnx.ai/onnx/operators/"""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from layerwise.ops.attention import Attention
 from layerwise.ops.conv import Conv, ConvTranspose, Pads
 from layerwise.ops.linear import Linear, MatMul
 from layerwise.ops.loss import Loss
-from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
-from layerwise.ops.pointwise import Binary, Unary
+from layerwise.ops.pointwise import Unary
 from layerwise.ops.pool import AdaptivePool, Pool
 from layerwise.ops.reduce import Reduce
 from layerwise.ops.softmax import Softmax
@@ -172,67 +171,6 @@ def matmul(call: Call) -> Result:
     return Built(MatMul(), (a, b))
 
 
-def batch_norm(call: Call) -> Result:
-    x = call.operand("X")
-    if call.get("spatial", 1) != 1:
-        raise LayerwiseError("BatchNormalization with spatial=0 is not supported; upgrade the model to opset 9 or newer")
-    names = [name for name in call.arguments if name not in ("X", "input")]
-    stored = tuple(weights(call, name) for name in names if isinstance(call.get(name), Operand))
-    # ONNX keeps `momentum` of the old statistics, PyTorch takes it of the new ones.
-    op = BatchNorm(affine=True, eps=call.number("epsilon"), momentum=1 - call.number("momentum"), track=True)
-    return (Built(op, (x,), stored), None, None)
-
-
-def layer_norm(call: Call) -> Result:
-    x = call.operand("X")
-    shape = x.shape[axis(call, len(x.shape)) :]
-    stored = tuple(recast(w, shape) for w in optional(call, "Scale", "B"))
-    op = LayerNorm(len(shape), weight=True, bias=len(stored) == 2, eps=call.number("epsilon"))
-    return (Built(op, (x,), stored), None, None)
-
-
-def rms_norm(call: Call) -> Result:
-    x = call.operand("X")
-    shape = x.shape[axis(call, len(x.shape)) :]
-    scale = recast(weights(call, "scale"), shape)
-    return Built(RMSNorm(len(shape), weight=True, eps=call.number("epsilon")), (x,), (scale,))
-
-
-def group_norm(call: Call) -> Result:
-    x, groups = call.operand("X"), call.integer("num_groups")
-    scale, bias = optional(call, "scale", "bias")
-    channels, eps = x.shape[1], call.number("epsilon")
-    if scale.shape == bias.shape == (channels,):
-        return Built(GroupNorm(groups, affine=True, eps=eps), (x,), (scale, bias))
-    # Before opset 21 there is one scale a group.
-    normal = Built(GroupNorm(groups, affine=False, eps=eps), (x,))
-    result: Tensor = reshaped(normal, (x.shape[0], groups, channels // groups, *x.shape[2:]))
-    shape = (groups, *(1 for _ in x.shape[1:]))
-    result = both("mul", result, recast(scale, shape))
-    return reshaped(both("add", result, recast(bias, shape)), x.shape)
-
-
-def instance_norm(call: Call) -> Result:
-    op = InstanceNorm(affine=True, eps=call.number("epsilon"))
-    return Built(op, (call.operand("input"),), optional(call, "scale", "B"))
-
-
-def local_response_norm(call: Call) -> Result:
-    size = call.integer("size")
-    alpha, beta, k = (call.number(name) for name in ("alpha", "beta", "bias"))
-    return Built(LocalResponseNorm(size, alpha, beta, k, before=(size - 1) // 2), (call.operand("X"),))
-
-
-def lp_normalization(call: Call) -> Result:
-    x = call.tensors[0]
-    dims = (axis(call, len(x.shape)),)
-    if call.integer("p") == 2:
-        norm = Built(Reduce("norm2", dims, keepdim=True), (x,))
-    else:
-        norm = Built(Reduce("sum", dims, keepdim=True), (Built(Unary("abs"), (x,)),))
-    return Built(Binary("div"), (x, norm))
-
-
 def softmax(log: bool) -> Build:
     return lambda call: Built(Softmax(axis(call, len(call.tensors[0].shape)), log), (call.tensors[0],))
 
@@ -301,22 +239,16 @@ def attention(call: Call) -> Result:
             raise LayerwiseError(f"Attention with {name} is inference only; layerwise plans training")
     if call.get("softcap", 0.0):
         raise LayerwiseError("Attention with softcap is not supported")
-    heads, shared = call.get("q_num_heads"), call.get("kv_num_heads")
-    if len(q.shape) == 3:
-        assert isinstance(heads, int)
-        assert isinstance(shared, int)
-        parts: tuple[Tensor, ...] = (_heads(q, heads), _heads(k, shared), _heads(v, shared))
-    else:
-        parts = (q, k, v)
+    flat = len(q.shape) == 3
+    heads, shared = (call.integer("q_num_heads"), call.integer("kv_num_heads")) if flat else (0, 0)
+    parts: tuple[Tensor, ...] = (_heads(q, heads), _heads(k, shared), _heads(v, shared)) if flat else (q, k, v)
     mask = call.get("attn_mask")
     inputs = parts if mask is None else (*parts, call.operand("attn_mask"))
     scale = call.get("scale")
     op = Attention(call.flag("is_causal"), mask is not None, None if scale is None else call.number("scale"))
     result: Tensor = Built(op, inputs)
-    if len(q.shape) == 3:
-        assert isinstance(heads, int)
-        result = permuted(result, (0, 2, 1, 3))
-        result = reshaped(result, (*q.shape[:2], v.shape[2] // (shared or 1) * heads))
+    if flat:
+        result = reshaped(permuted(result, (0, 2, 1, 3)), (*q.shape[:2], v.shape[2] // shared * heads))
     return (result, None, None, None)
 
 
@@ -335,13 +267,6 @@ LAYERS: dict[str, Callable[[Call], Result]] = {
     "GlobalMaxPool": global_max_pool,
     "Gemm": gemm,
     "MatMul": matmul,
-    "BatchNormalization": batch_norm,
-    "LayerNormalization": layer_norm,
-    "RMSNormalization": rms_norm,
-    "GroupNormalization": group_norm,
-    "InstanceNormalization": instance_norm,
-    "LRN": local_response_norm,
-    "LpNormalization": lp_normalization,
     "Softmax": softmax(log=False),
     "LogSoftmax": softmax(log=True),
     "Softmax-1": flat_softmax(log=False),

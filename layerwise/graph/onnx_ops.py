@@ -1,6 +1,6 @@
 """The ONNX importer's table: one row an operator, "Name-since" for an older form of it that means something else.
 
-https://onnx.ai/onnx/operators/. The rows themselves are with their families: layers, shapes, element-wise operators.
+https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms, shapes, element-wise operators.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from layerwise.graph.onnx_layers import LAYERS
+from layerwise.graph.onnx_norms import NORMS
 from layerwise.graph.onnx_pointwise import POINTWISE
 from layerwise.graph.onnx_shapes import SHAPES
 from layerwise.graph.registry import Build, lookup
 
-TABLE: Mapping[str, Build] = {**LAYERS, **SHAPES, **POINTWISE}
+TABLE: Mapping[str, Build] = {**LAYERS, **NORMS, **SHAPES, **POINTWISE}
 
 
 def row(domain: str, op_type: str, since: int = 0) -> Build | None:

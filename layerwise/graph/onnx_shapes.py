@@ -30,6 +30,7 @@ from layerwise.ops.resample import Interpolate, Pad
 from layerwise.ops.view import Expand, Slice
 from layerwise.tensor import TensorSpec
 
+Floats = NDArray[np.floating]
 MOST_PIECES = 64  # copies of a tensor, joined
 
 
@@ -143,9 +144,10 @@ def split(call: Call) -> Result:
         count = call.integer("num_outputs")
         each = -(-x.shape[at] // count)
         sizes = tuple(min(each, x.shape[at] - i * each) for i in range(count))
-    if sum(sizes) != x.shape[at] or min(sizes) < 1:
+    if sum(sizes) != x.shape[at] or min(sizes) < 0:
         raise LayerwiseError(f"Split: parts of {sizes} do not make up axis {at} of {x.spec.describe()}")
-    return tuple(sliced(x, x.shape, at, a, b) for a, b in pairwise(accumulate(sizes, initial=0)))
+    ends = accumulate(sizes, initial=0)
+    return tuple(sliced(x, x.shape, at, a, b) if a < b else None for a, b in pairwise(ends))
 
 
 def slice_(call: Call) -> Result:
@@ -273,8 +275,9 @@ def _interpolation(
         half = where == "half_pixel" or (where == "pytorch_half_pixel" and min(size) > 1)
         if half or where == "align_corners":
             return Interpolate(size, mode, where == "align_corners", exact if half else ())  # type: ignore[arg-type]
+    rounding = f" and rounding {text(call, 'nearest_mode', 'floor')!r}" if mode == "nearest" else ""
     raise LayerwiseError(
-        f"{call.target} with mode {mode!r} and coordinates {where!r} is not supported; "
+        f"mode {mode!r} with coordinates {where!r}{rounding}, from {extents} to {size}, is not supported; "
         "export with half_pixel or align_corners (opset 11 or newer)"
     )
 
@@ -285,7 +288,7 @@ _OURS = {"nearest": "floor", "nearest_exact": "round_prefer_ceil"}
 def _nearest(extent: int, size: int, scale: float, where: str, rounding: str) -> NDArray[np.int64]:
     """The input position of every output position, by ONNX's definition."""
     x = np.arange(size)
-    at = x / scale
+    at: Floats = x / scale
     if where == "half_pixel" or (where == "pytorch_half_pixel" and size > 1):
         at = (x + 0.5) / scale - 0.5
     elif where == "align_corners":
@@ -294,13 +297,9 @@ def _nearest(extent: int, size: int, scale: float, where: str, rounding: str) ->
         at = x * 0.0
     elif where != "asymmetric":
         raise LayerwiseError(f"Resize with coordinates {where!r} is not supported")
-    rounded = {
-        "floor": np.floor,
-        "ceil": np.ceil,
-        "round_prefer_floor": lambda v: np.ceil(v - 0.5),
-        "round_prefer_ceil": lambda v: np.floor(v + 0.5),
-    }[rounding](at)
-    return np.clip(rounded, 0, extent - 1).astype(np.int64)
+    shift = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
+    rounded: Floats = np.ceil(at + shift) if rounding in ("ceil", "round_prefer_floor") else np.floor(at + shift)
+    return np.asarray(np.clip(rounded, 0, extent - 1), np.int64)
 
 
 SHAPES: dict[str, Callable[[Call], Result]] = {

@@ -7,7 +7,7 @@ nothing by themselves (`torch.no_grad()`, autocast) inlined.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,11 @@ class Node:
     stack: Stack = ()
     overload: torch._ops.OpOverload | None = None
 
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors among its arguments, also those in lists."""
+        return tuple(refs(tuple(self.arguments.values())))
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -71,6 +76,15 @@ class Program:
     sources: tuple[Source, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
+
+
+def refs(value: object) -> Iterator[Ref]:
+    """The tensors among (nested) arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
 
 
 def read_program(exported: ExportedProgram, name: str) -> Program:
@@ -138,11 +152,11 @@ class _Reader:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self.values[node] = self.region(node, str(target.name()))  # type: ignore[no-untyped-call]
         elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
-            self.values[node] = _number(val, node.name)
+            self.values[node] = _number(val, f"layer {(module_path(stack_of(node)) or node.name)!r}")
         elif isinstance(target, torch._ops.OpOverload):
-            path = module_path(stack_of(node))
+            where = f"layer {(module_path(stack_of(node)) or node.name)!r}"
             outputs = tuple(
-                Value(name, _shape(v, path), _dtype(v)) if isinstance(v, torch.Tensor) else None
+                Value(name, _shape(v, where), _dtype(v)) if isinstance(v, torch.Tensor) else None
                 for name, v in _named(self.prefix + node.name, val)
             )
             bound = bind(target, self.argument(node.args), self.argument(dict(node.kwargs)))
@@ -255,7 +269,7 @@ def _number(value: object, where: str) -> int | float | bool:
     """The size that the example inputs gave a symbolic number."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if not value.node.has_hint():
-            raise LayerwiseError(f"{where or 'the model'}: size {value} depends on data; layerwise plans fixed sizes")
+            raise LayerwiseError(f"{where}: size {value} depends on data; layerwise plans fixed sizes")
         value = value.node.hint
     assert isinstance(value, (int, float))
     return value

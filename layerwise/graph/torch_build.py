@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -12,9 +12,9 @@ from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.graph.program import Node, Program, Ref, Value
 from layerwise.graph.registry import Argument, Built, Call, Operand, Result
 from layerwise.graph.torch_constants import Constants, constant_names, is_constant
+from layerwise.graph.torch_memory import Memory, in_place
 from layerwise.graph.torch_names import input_spec, layer_names
-from layerwise.graph.torch_ops import CHECKS, ROWWISE, SHAPED_ONLY, base_name, row
-from layerwise.graph.torch_patterns import refs
+from layerwise.graph.torch_ops import CHECKS, ROWWISE, base_name, row
 from layerwise.graph.torch_pointwise import ELEMENTWISE
 from layerwise.graph.torch_views import SHAPED, UNCHANGED
 from layerwise.ops.ends import Constant
@@ -45,14 +45,12 @@ class _Importer:
         self.builder = GraphBuilder(title)
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
-        self.latest: dict[str, str] = {}  # what was written in place -> the result
         self.sources: dict[str, str] = {}  # parameters and constants -> their node
-        self.made: dict[int, Operand] = {}  # by id of a Built of the current call that several others take
-        self.base: dict[str, str] = {}  # views -> the tensor whose memory they share
+        self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
-        self.last = _last_uses(program)
+        self.memory = Memory(program)
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
@@ -64,7 +62,7 @@ class _Importer:
         self.shapes: dict[str, TensorSpec] = {}
         for source in program.sources:
             value, target = source.value, source.target
-            if source.kind == "input":
+            if source.kind == "input" or 0 in value.shape:
                 continue
             self.shapes[target] = _spec(value)
             if source.kind == "parameter":
@@ -81,7 +79,10 @@ class _Importer:
         for place, node in enumerate(self.program.nodes):
             self.call(place, node)
         outputs = [self.operand(ref) for ref in self.program.outputs]
+        fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
         computed = dict.fromkeys(o.name for o in outputs if o.activation)
+        if computed.keys() <= fed:
+            raise LayerwiseError(f"model {self.builder.name!r} computes nothing from its inputs")
         return self.builder.finish(list(computed))
 
     def call(self, place: int, node: Node) -> None:
@@ -89,28 +90,32 @@ class _Importer:
         if node.target.partition("::")[2].startswith(CHECKS):
             return
         constant = is_constant(node, lambda ref: self.role(ref) == "constant")
-        written = None if constant and base_name(node.target) in SHAPED_ONLY else self.written_in_place(place, node)
+        written = self.memory.written(node)
         if constant:
             self.constant(node)
-        elif not self.merges_rows(node):
-            self.layer(node)
+        else:
+            if written is not None and (view := self.memory.seen_later(place, node, written)):
+                raise LayerwiseError(
+                    f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
+                    f"used again ({view}); write it without the underscore"
+                )
+            if not self.merges_rows(node):
+                self.layer(node)
         if written is not None and node.outputs[0] is not None:
-            self.latest[written] = node.outputs[0].name
+            self.memory.latest[written] = node.outputs[0].name
 
     def layer(self, node: Node) -> None:
         """A call that computes something."""
         by_row = self.works_by_row(node)
         build = row(node.target)
         if build is None:
-            if all(v is None or v.name not in self.last for v in node.outputs):
+            if all(v is None or v.name not in self.memory.last for v in node.outputs):
                 return
             raise LayerwiseError(self.unknown(node))
-        self.made.clear()
         try:
             bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
-            outputs = tuple(_spec(v) for v in node.outputs if v)
-            if by_row:
-                outputs = tuple(replace(o, shape=(*_whole(bound).shape[:-1], o.shape[-1])) for o in outputs)
+            shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
+            outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
             result = build(Call(node.target, self.names[node.name], bound, outputs, self.batch))
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
@@ -119,13 +124,20 @@ class _Importer:
             if value is None or made is None or isinstance(made, tuple):
                 continue
             operand = self.place(made, self.names[node.name])
+            if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
+                where = f"layer {self.names[node.name]!r} ({node.target})"
+                raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
             self.values[value.name] = Rows(operand, value.shape) if by_row else operand
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
-        self.constants.compute(node)
+        if not self.constants.compute(node) and in_place(node):  # what shares its memory has changed, too
+            for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):
+                self.constants.forget(name)
+                if isinstance(known := self.values.get(name), Operand):
+                    self.values[name] = replace(known, value=None)
         for value in node.outputs:
-            if value is not None:
+            if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
                 spec = _spec(value)
                 if self.by_sample(value):
                     spec = replace(spec, dims=("n", *spec.dims[1:]))
@@ -136,28 +148,11 @@ class _Importer:
         rank, shape = len(value.shape), value.shape
         return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
 
-    def written_in_place(self, place: int, node: Node) -> str | None:
-        """The tensor that a call overwrites. Nobody may see the change through another view of its memory."""
-        for name, seen in shared_memory(node):
-            self.base[name] = self.base.get(self.current(seen), self.current(seen))
-        if base_name(node.target) == node.target.partition("::")[2].partition(".")[0]:
-            return None
-        written = self.current(next(iter(refs(tuple(node.arguments.values())))).name)
-        base = self.base.get(written, written)
-        own = {v.name for v in node.outputs if v} | {written}
-        for name in (base, *(view for view, of in self.base.items() if of == base)):
-            if self.current(name) not in own and self.last.get(name, -1) > place:
-                raise LayerwiseError(
-                    f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
-                    "used again; write it without the underscore"
-                )
-        return written
-
     def merges_rows(self, node: Node) -> bool:
         """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
         if base_name(node.target) not in SHAPED or node.outputs[0] is None:
             return False
-        x = self.values[self.current(next(iter(refs(tuple(node.arguments.values())))).name)]
+        x = self.values[self.memory.current(next(iter(node.operands)).name)]
         out = node.outputs[0]
         if isinstance(x, Rows) and out.shape == x.whole.shape:
             self.values[out.name] = x.whole
@@ -165,33 +160,32 @@ class _Importer:
         whole = x.whole if isinstance(x, Rows) else x
         if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
             return False
-        kept = _rows_end(whole.shape, out.shape)
-        if kept < 2:
+        shape = _before_merging(whole.shape, *out.shape)
+        if shape is None:
             return False
-        if kept < len(whole.shape) - 1:
-            shape = (*whole.shape[:kept], out.shape[1])
+        if shape != whole.shape:
             whole = self.place(Built(Reshape(shape), (whole,)), self.names[node.name])
         self.values[out.name] = Rows(whole, out.shape)
         return True
 
     def works_by_row(self, node: Node) -> bool:
         """Whether a call takes merged rows that need not be merged for it."""
-        rows = [r for r in refs(tuple(node.arguments.values())) if isinstance(self.values[self.current(r.name)], Rows)]
+        rows = [r for r in node.operands if isinstance(self.values.get(self.memory.current(r.name)), Rows)]
         if not rows or node.outputs[0] is None:
             return False
         if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
-            others = [r for r in refs(tuple(node.arguments.values())) if r not in rows]
+            others = [r for r in node.operands if r not in rows]
             shape = self.shape(rows[0])
             return len(rows) == 1 and not others and node.outputs[0].shape == shape
         data = ROWWISE.get(node.target)
         if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
             return False
-        parameters = [self.role(r.name) for r in refs(tuple(node.arguments.values())) if r != rows[0]]
+        parameters = [self.role(r.name) for r in node.operands if r != rows[0]]
         return set(parameters) == {"parameter"}
 
     def operand(self, ref: Ref) -> Operand:
         """The value of a tensor, rows merged."""
-        name = self.current(ref.name)
+        name = self.memory.current(ref.name)
         value = self.values[name]
         if isinstance(value, Rows):
             value = self.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
@@ -201,7 +195,9 @@ class _Importer:
     def argument(self, value: object, *, whole: bool = False) -> Argument:
         """An argument as a Call has it."""
         if isinstance(value, Ref):
-            known = self.values[self.current(value.name)]
+            known = self.values.get(self.memory.current(value.name))
+            if known is None:
+                return None  # a tensor without elements
             return known.whole if whole and isinstance(known, Rows) else self.operand(value)
         if isinstance(value, tuple):
             return tuple(self.argument(v, whole=whole) for v in value)
@@ -215,7 +211,7 @@ class _Importer:
             return result
         assert isinstance(result, Built)
         if id(result) in self.made:
-            return self.made[id(result)]
+            return self.made[id(result)][1]
         op, inputs, parameters = result.op, result.inputs, result.parameters
         placed = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in inputs]
         if isinstance(op, Binary) and parameters and self.is_reshaped(parameters[0]):
@@ -226,7 +222,7 @@ class _Importer:
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
         layer = self.builder.add(name, op, [self.source(p) for p in placed], [p.name for p in parameters])
         operand = self.activation(layer)
-        self.made[id(result)] = operand
+        self.made[id(result)] = (result, operand)  # kept alive, or its id would be another's
         return operand
 
     def is_reshaped(self, p: Operand) -> bool:
@@ -255,36 +251,23 @@ class _Importer:
     def activation(self, layer: str) -> Operand:
         return Operand("activation", layer, self.builder.spec(layer))
 
-    def current(self, name: str) -> str:
-        while name in self.latest:
-            name = self.latest[name]
-        return name
-
     def role(self, name: str) -> str:
-        value = self.values[self.current(name)]
-        return "activation" if isinstance(value, Rows) else value.role
+        value = self.values.get(self.memory.current(name))
+        return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        return self.values[self.current(ref.name)].shape
+        return self.values[self.memory.current(ref.name)].shape
 
     def unknown(self, node: Node) -> str:
+        if all(self.role(ref.name) != "activation" for ref in node.operands):
+            return (
+                f"layer {self.names[node.name]!r}: operator {node.target} computes a parameter from others, which is "
+                "not supported (torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
+            )
         return (
             f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
             f"layerwise.register_op({node.target!r}, ...)"
         )
-
-
-def shared_memory(node: Node) -> Iterator[tuple[str, str]]:
-    """Outputs that share memory with an operand, by the operator's schema: (output, operand)."""
-    if node.overload is None:
-        return
-    schema = node.overload._schema
-    for argument in schema.arguments:
-        seen = node.arguments.get(argument.name)
-        if argument.alias_info is None or not isinstance(seen, Ref):
-            continue
-        if any(r.alias_info is not None for r in schema.returns):
-            yield from ((v.name, seen.name) for v in node.outputs if v)
 
 
 def _spec(value: Value) -> TensorSpec:
@@ -298,26 +281,25 @@ def _labelled(spec: TensorSpec) -> TensorSpec:
     return replace(spec, dims=(*spec.dims[:-1], "s"))
 
 
-def _rows_end(shape: tuple[int, ...], merged: tuple[int, ...]) -> int:
-    """How many leading dimensions make up the first of two; 0 if none do."""
-    return max((k for k in range(1, len(shape)) if prod(shape[:k]) == merged[0]), default=0)
+def _before_merging(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...] | None:
+    """Dimensions that merge to (rows, columns): (s, n*heads, e) becomes (s, n, heads*e). None if nothing merges."""
+    kept = max(k for k in range(len(shape)) if rows % prod(shape[:k]) == 0)
+    rest = rows // prod(shape[:kept])
+    lead = shape[:kept] if rest == 1 else (*shape[:kept], rest)
+    if len(lead) < 2 or shape[kept] % rest:
+        return None
+    return (*lead, columns)
 
 
 def _whole(bound: dict[str, Argument]) -> Operand:
     return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)
 
 
-def _last_uses(program: Program) -> dict[str, int]:
-    """When each tensor is used last; those that are returned, after all calls."""
-    last = {r.name: i for i, node in enumerate(program.nodes) for r in refs(tuple(node.arguments.values()))}
-    return last | {ref.name: len(program.nodes) for ref in program.outputs}
-
-
 def _shared_parameters(program: Program) -> set[str]:
     """Parameters that are used more than once, also by way of transposes and other views."""
     users: dict[str, list[Node]] = defaultdict(list)
     for node in program.nodes:
-        for ref in refs(tuple(node.arguments.values())):
+        for ref in node.operands:
             users[ref.name].append(node)
     lazy = (*SHAPED, *UNCHANGED, "t", "transpose", "permute", "numpy_T", "mT")
 

@@ -11,14 +11,13 @@ from torch._subclasses import FakeTensor
 
 from layerwise.graph.program import Node, Program, Ref
 from layerwise.graph.torch_ops import FOLDED, SHAPED_ONLY, base_name
-from layerwise.graph.torch_patterns import refs
 
 MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
 
 
 def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
     """Whether a call gives the same at every step; `known` says so of its operands."""
-    return base_name(node.target) in SHAPED_ONLY or all(known(ref.name) for ref in refs(tuple(node.arguments.values())))
+    return base_name(node.target) in SHAPED_ONLY or all(known(ref.name) for ref in node.operands)
 
 
 def constant_names(program: Program) -> set[str]:
@@ -51,16 +50,18 @@ class Constants:
         array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
 
-    def compute(self, node: Node) -> None:
-        """Evaluates a call of constants, if all of them are known and the result is small."""
+    def compute(self, node: Node) -> bool:
+        """Evaluates a call of constants, if all of them are known and the result is small. Says whether it was."""
         made = self._evaluate(node)
         results = made if isinstance(made, (tuple, list)) else (made,)
         for declared, result in zip(node.outputs, results, strict=False):
             if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
                 self._tensors[declared.name] = result
-        if node.target.partition(".")[0].endswith("_") and made is None:  # what was written in place is not known now
-            for ref in refs(tuple(node.arguments.values())):
-                self._tensors.pop(ref.name, None)
+        return made is not None
+
+    def forget(self, name: str) -> None:
+        """Its value is not known any more."""
+        self._tensors.pop(name, None)
 
     def _evaluate(self, node: Node) -> object:
         small = all(v is None or np.prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
@@ -80,7 +81,7 @@ class Constants:
 
     def _read(self, node: Node) -> list[Ref]:
         """Operands whose values matter."""
-        return [] if base_name(node.target) in SHAPED_ONLY else list(refs(tuple(node.arguments.values())))
+        return [] if base_name(node.target) in SHAPED_ONLY else list(node.operands)
 
     def _call(self, node: Node, device: str) -> object:
         assert node.overload is not None

@@ -179,8 +179,8 @@ def attention(call: Call) -> Result:
     q, k, v = call.operand("query"), call.operand("key"), call.operand("value")
     mask, scale = call.get("attn_mask"), call.get("scale")
     inputs = (q, k, v, mask) if isinstance(mask, Operand) else (q, k, v)
-    op = Attention(call.flag("is_causal"), len(inputs) > 3, float(scale) if isinstance(scale, (int, float)) else None)
-    return Built(op, inputs)
+    factor = float(scale) if isinstance(scale, (int, float)) else None
+    return Built(Attention(call.flag("is_causal"), len(inputs) > 3, factor, call.number("dropout_p")), inputs)
 
 
 REDUCTIONS: dict[int, Literal["none", "mean", "sum", "batchmean"]] = {

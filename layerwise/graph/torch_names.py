@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from layerwise.errors import LayerwiseError
 from layerwise.graph.program import Node, Program, Source
 from layerwise.graph.torch_ops import base_name
-from layerwise.graph.torch_patterns import refs
 from layerwise.tensor import LABELS, TensorSpec
 
 IMAGES: dict[int, tuple[str | None, ...]] = {1: ("n",), 4: ("n", "c", "h", "w"), 5: ("n", "c", "d", "h", "w")}
@@ -32,7 +31,7 @@ def layer_names(program: Program, layers: Sequence[Node]) -> dict[str, str]:
     for node in program.nodes:
         key, path, _ = node.stack[-1] if node.stack else ("", "", "")
         members = inside[key]
-        owners = [m for m in members if any(r.name in weights for r in refs(tuple(m.arguments.values())))]
+        owners = [m for m in members if any(r.name in weights for r in m.operands)]
         main = members if len(members) == 1 else owners
         op = base_name(node.target)
         if not path:
@@ -72,7 +71,7 @@ def _check(name: str, rank: int, labels: tuple[str | None, ...]) -> None:
 def _is_signal(program: Program, name: str) -> bool:
     """Whether the first that is done with a tensor of rank 3 (paddings and the like aside) is 1-D."""
     for node in program.nodes:
-        if any(ref.name == name for ref in refs(tuple(node.arguments.values()))):
+        if any(ref.name == name for ref in node.operands):
             if base_name(node.target) in SIGNALS:
                 return True
             if base_name(node.target) not in ("pad", "dropout", "to", "contiguous", "clone", "detach"):

@@ -108,16 +108,7 @@ def _maker(value: object, made: dict[str, Node]) -> Node | None:
 
 def _used(program: Program) -> Iterator[str]:
     for node in program.nodes:
-        for ref in refs(tuple(node.arguments.values())):
+        for ref in node.operands:
             yield ref.name
     for ref in program.outputs:
         yield ref.name
-
-
-def refs(value: object) -> Iterator[Ref]:
-    """The tensors among (nested) arguments."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from refs(item)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Literal
+
+import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.registry import Argument, Build, Built, Call, Operand, Result
@@ -178,7 +180,7 @@ def masked_fill(call: Call) -> Result:
 def where(call: Call) -> Result:
     condition, x, y = call.operand("condition"), _plain(call["self"]), _plain(call["other"])
     if isinstance(y, (int, float)):
-        inverse = Built(Unary("logical_not"), (condition,))
+        inverse = _inverse(condition)
         if isinstance(x, (int, float)):
             cast = Built(Cast(call.outputs[0].dtype), (condition,))
             return Built(Binary("masked_fill", arguments=(float(y),)), (_filled(cast, condition, x), inverse))
@@ -186,6 +188,13 @@ def where(call: Call) -> Result:
     if isinstance(x, (int, float)):
         return _filled(tensor(y), condition, x)
     return Built(Where(), (condition, tensor(x), tensor(y)))
+
+
+def _inverse(mask: Operand) -> Tensor:
+    """Where the mask is false; of a constant one it is a constant."""
+    if mask.role == "constant":
+        return replace(mask, name=f"{mask.name}.not", value=None if mask.value is None else np.logical_not(mask.value))
+    return Built(Unary("logical_not"), (mask,))
 
 
 def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:

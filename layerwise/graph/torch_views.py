@@ -82,6 +82,22 @@ def expand(call: Call) -> Result:
     return expanded(call.tensors[0], call.outputs[0].shape, call.batch)
 
 
+def broadcast(call: Call) -> Result:
+    """All to one shape."""
+    return tuple(expanded(x, out.shape, call.batch) for x, out in zip(call.tensors, call.outputs, strict=True))
+
+
+def copy(call: Call) -> Result:
+    """x.copy_(source): x is the source now."""
+    source, out = call.operand("src"), call.outputs[0]
+    cast = source if source.spec.dtype == out.dtype else Built(Cast(out.dtype), (source,))
+    if source.shape == out.shape:
+        return cast
+    made = expanded(source, out.shape, call.batch)
+    assert isinstance(made, Built)
+    return Built(made.op, (cast,))
+
+
 def transpose(call: Call) -> Result:
     x = call.operand("self")
     rank = len(x.shape)
@@ -290,6 +306,8 @@ VIEWS: Mapping[str, Build] = (
     | dict.fromkeys(("cat", "concat", "concatenate"), cat)
     | dict.fromkeys(("repeat", "tile"), repeat)
     | {
+        "broadcast_tensors": broadcast,
+        "copy": copy,
         "narrow": narrow,
         "unbind": unbind,
         "stack": stack,

@@ -21,14 +21,16 @@ class Attention(Op):
 
     Inputs q, k, v[, mask]. k and v may have fewer heads (grouped queries): every head then serves a group of query
     heads, and heads are cut between groups. Queries are cut anywhere, k and v are needed whole; a causal mask goes by
-    the position in the whole sequence. FLOPs: 2 a multiply-add of both products; what a causal mask saves is not
-    counted, as the last part of the queries saves little and the others wait for it.
+    the position in the whole sequence. `dropout` is the probability of a zero among the softmax's results. FLOPs: 2 a
+    multiply-add of both products; what a causal mask saves is not counted, as the last part of the queries saves
+    little and the others wait for it.
     """
 
     kind: ClassVar[str] = "attention"
     causal: bool = False
     mask: bool = False
     scale: float | None = None
+    dropout: float = 0.0
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         q, k, v = inputs[:3]
@@ -50,9 +52,7 @@ class Attention(Op):
         if q.dims[-2] in stack.dims:
             dims[-1] = None
         dims.append(None if v.dims[-1] in dims else v.dims[-1])
-        out = TensorSpec(
-            (*q.shape[:-1], v.shape[-1]), tuple(dims), q.dtype, (*units, q.units[-2], v.units[-1])
-        )
+        out = TensorSpec((*q.shape[:-1], v.shape[-1]), tuple(dims), q.dtype, (*units, q.units[-2], v.units[-1]))
         if self.mask:
             _check_mask(inputs[3], (*q.shape[:-1], k.shape[-2]))
         return out

@@ -16,7 +16,7 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """An element-wise operator whose input `slot` is the running result; its `extras` others are inputs of the layer."""
+    """An element-wise operator whose input `slot` is the running result; its `extras` others come from outside."""
 
     op: Op
     slot: int = 0
@@ -71,11 +71,7 @@ class Fused(Op):
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         first, *rest = self._spaces(inputs)
-        late = [
-            replace(p, name=f"{i}.{p.name}", late=True)
-            for i, s in enumerate(rest)
-            for p in s.parameters
-        ]
+        late = [replace(p, name=f"{i}.{p.name}", late=True) for i, s in enumerate(rest) for p in s.parameters]
         return (*first.parameters, *late)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
@@ -83,13 +79,11 @@ class Fused(Op):
         return first.dims[len(first.out.shape) :]
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        barred = (
-            i for s in self._spaces(inputs) for i, d in enumerate(s.dims[: len(out.shape)]) if d.label is None
-        )
+        barred = (i for s in self._spaces(inputs) for i, d in enumerate(s.dims[: len(out.shape)]) if d.label is None)
         return frozenset(barred)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        chains = []
+        chains, before, after = [], [], []
         for chain, old, new in zip(self.views, inputs, new_inputs, strict=True):
             views = []
             for view in chain:
@@ -97,7 +91,15 @@ class Fused(Op):
                 old, new = view.output(old), again.output(new)
                 views.append(again)
             chains.append(tuple(views))
-        return replace(self, views=tuple(chains))
+            before.append(old)
+            after.append(new)
+        count = len(before) - sum(f.extras for f in self.followers)
+        old_inputs, new_inputs = tuple(before[:count]), tuple(after[:count])
+        main = self.main.rebatch(old_inputs, space(self.main, old_inputs).out, new_inputs)
+        return replace(self, main=main, views=tuple(chains))
+
+    def at_batch(self, batch: int) -> Op:
+        return replace(self, main=self.main.at_batch(batch))
 
     def rows(self) -> dict[str, object]:
         return {

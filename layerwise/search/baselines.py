@@ -22,7 +22,9 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     strategy = {}
     for layer in inner:
         by_channel = name == "model" or (name == "owt" and _fully_connected(layer))
-        strategy[layer.name] = _channels(layer, model.devices.count) if by_channel else _samples(layer, model.devices.count)
+        strategy[layer.name] = (
+            _channels(layer, model.devices.count) if by_channel else _samples(layer, model.devices.count)
+        )
     return strategy
 
 
@@ -48,7 +50,7 @@ def _room(layer: Layer, label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DepthFirst:
-    """What the depth-first search found in its time. `finished`: it has seen every strategy, so `cost_s` is the optimum."""
+    """What the depth-first search found in its time. `finished`: no strategy is left, so `cost_s` is the optimum."""
 
     cost_s: float
     strategies: int

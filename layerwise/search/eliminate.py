@@ -14,7 +14,7 @@ from layerwise.cost.tables import CostTables
 from layerwise.search.variables import Factor, eliminate_variables, min_fill_order
 
 Floats = NDArray[np.float64]
-SMALL = 1 << 18  # elements of a three-dimensional min-plus product that is faster in one piece than row by row
+CACHED = 1 << 16  # sums of a min-plus product that are formed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Optimum:
 
 
 def eliminate(tables: CostTables, memory_bytes: float = 2**31, node: Mapping[str, Floats] | None = None) -> Optimum:
-    """The cheapest strategy. `memory_bytes` bounds the tables of variable elimination; beyond it the bound is not tight.
+    """The cheapest strategy. `memory_bytes` bounds each table of variable elimination; beyond it nothing is proven.
 
     `node` replaces the tables' node costs (another weight of t_S).
     """
@@ -56,7 +56,9 @@ def eliminate(tables: CostTables, memory_bytes: float = 2**31, node: Mapping[str
     return Optimum(choice, cost, min(bound, cost), len(rest), (*order, *finish))
 
 
-def total(node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats], choice: Mapping[str, int]) -> float:
+def total(
+    node: Mapping[str, Floats], transfer: Mapping[tuple[str, str, int], Floats], choice: Mapping[str, int]
+) -> float:
     """Equation 1 of a choice of configurations."""
     own = sum(float(cost[choice[name]]) for name, cost in node.items())
     return own + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in transfer.items())
@@ -106,16 +108,13 @@ class _Reduction:
 
 
 def min_plus(a: Floats, b: Floats) -> tuple[Floats, NDArray[np.int64]]:
-    """min over j of a[i, j] + b[j, k], and where (equation 2)."""
-    if a.shape[0] * a.shape[1] * b.shape[1] <= SMALL:
-        sums = a[:, None, :] + b.T[None, :, :]
-        best = sums.argmin(-1)
-        return np.take_along_axis(sums, best[..., None], -1)[..., 0], best
+    """min over j of a[i, j] + b[j, k], and where (equation 2). Some rows at a time, so that the sums stay in cache."""
     value = np.empty((a.shape[0], b.shape[1]))
     best = np.empty(value.shape, np.int64)
-    columns, each = np.ascontiguousarray(b.T), np.arange(b.shape[1])
-    for i, row in enumerate(a):
-        sums = columns + row
-        best[i] = sums.argmin(1)
-        value[i] = sums[each, best[i]]
+    columns = np.ascontiguousarray(b.T)
+    step = max(1, CACHED // columns.size)
+    for i in range(0, len(a), step):
+        sums = a[i : i + step, None, :] + columns
+        best[i : i + step] = sums.argmin(-1)
+        value[i : i + step] = np.take_along_axis(sums, best[i : i + step, :, None], -1)[..., 0]
     return value, best

@@ -10,23 +10,26 @@ from layerwise.cost.tables import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.search.eliminate import Optimum
 
-MOST = 10**7  # strategies: a few seconds
-CHUNK = 1 << 16  # strategies priced together
+LARGEST = 10**7  # strategies: seconds
+CHUNK = 1 << 14  # strategies that are priced together
 
 
 def exhaustive(tables: CostTables) -> Optimum:
     """The cheapest of all strategies by equation 1. LayerwiseError where there are more than ten million."""
-    sizes = {name: len(cost) for name, cost in tables.node.items()}
-    count = prod(sizes.values())
-    if count > MOST:
-        raise LayerwiseError(f"exhaustive search over {count:.2g} strategies; at most {MOST:.0e}: use `eliminate`")
+    sizes = tuple(len(cost) for cost in tables.node.values())
+    count = prod(sizes)
+    if count > LARGEST:
+        raise LayerwiseError(f"{count:.2g} strategies are too many to try: at most {LARGEST:.0e}; use `eliminate`")
     best, best_s = 0, float("inf")
     for start in range(0, count, CHUNK):
-        at = dict(zip(sizes, np.unravel_index(np.arange(start, min(start + CHUNK, count)), tuple(sizes.values())), strict=True))
-        cost = sum((node[at[name]] for name, node in tables.node.items()), np.zeros(1))
+        digits = np.unravel_index(np.arange(start, min(start + CHUNK, count)), sizes)
+        at = dict(zip(tables.node, digits, strict=True))
+        cost = np.zeros(len(digits[0]))
+        for name, own in tables.node.items():
+            cost += own[at[name]]
         for (u, v, _), transfer in tables.transfer.items():
-            cost = cost + transfer[at[u], at[v]]
+            cost += transfer[at[u], at[v]]
         if cost.min() < best_s:
             best, best_s = start + int(cost.argmin()), float(cost.min())
-    choice = dict(zip(sizes, map(int, np.unravel_index(best, tuple(sizes.values()))), strict=True))
+    choice = dict(zip(tables.node, map(int, np.unravel_index(best, sizes)), strict=True))
     return Optimum(choice, best_s, best_s, len(sizes), ())

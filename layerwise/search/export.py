@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +17,15 @@ from numpy.typing import NDArray
 from layerwise.config import Config
 from layerwise.cost.tables import CostTables
 from layerwise.errors import LayerwiseError
+from layerwise.files import write_text
 
-DIGITS = range(12, 8, -1)  # decimals of a second that are written: as many as the solver's integers have room for
-MOST = 2**63 // 162  # toulbar2's largest cost, in units of the last decimal (MAX_COST in its src/core/tb2types.hpp)
+DIGITS = (12, 11, 10, 9)  # decimals of a second, the most that leave room in the solver's integers
+LARGEST = 2**63 // 162  # of these: MAX_COST in toulbar2's src/core/tb2types.hpp (newer releases: nine times as much)
 
 
-def export_costs(tables: CostTables, path: str | Path, name: str = "layerwise") -> None:
-    """Writes the tables to `path` (.cfn), all of it or nothing. `name` is the problem's."""
-    digits = decimals(tables)
-    target = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise LayerwiseError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.writelines(_lines(tables, name, digits))
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+def export_costs(tables: CostTables, path: str | os.PathLike[str], name: str = "layerwise") -> None:
+    """Writes the tables to `path` (.cfn), whole or not at all: LayerwiseError. `name` is the problem's."""
+    write_text(path, _parts(tables, name, decimals(tables)))
 
 
 def variable_names(layers: Iterable[str]) -> dict[str, str]:
@@ -63,38 +50,30 @@ def value_name(config: Config) -> str:
 
 
 def above_s(tables: CostTables) -> float:
-    """More than any strategy costs: the sum of every table's largest entry. Nothing is infeasible."""
-    return sum(float(cost.max()) for cost in (*tables.node.values(), *tables.transfer.values()))
+    """What every strategy stays below, so that none is infeasible: the sum of all tables' largest entries, and 1 s."""
+    return 1 + sum(float(cost.max()) for cost in (*tables.node.values(), *tables.transfer.values()))
 
 
 def decimals(tables: CostTables) -> int:
-    """Decimals of a second such that no sum overflows the solver's integers."""
-    found = next((d for d in DIGITS if (above_s(tables) + 1) * 10**d < MOST), None)
+    """How many decimals of a second are written."""
+    found = next((d for d in DIGITS if above_s(tables) * 10**d < LARGEST), None)
     if found is None:
         raise LayerwiseError(f"strategies of up to {above_s(tables):.3g} s leave no room for {DIGITS[-1]} decimals")
     return found
 
 
-def _lines(tables: CostTables, name: str, digits: int) -> Iterator[str]:
+def _parts(tables: CostTables, name: str, digits: int) -> Iterator[str]:
     variables = variable_names(tables.node)
-    problem = next(iter(variable_names([name]).values()))
-    yield f'{{"problem": {{"name": "{problem}", "mustbe": "<{above_s(tables) + 1:.{digits}f}"}},\n "variables": {{\n'
-    values = (f'  "{variables[layer]}": {json.dumps([value_name(c) for c in configs])}' for layer, configs in tables.configs.items())
-    yield ",\n".join(values) + '\n },\n "functions": {\n'
-    separator = ""
-    for layer, cost in tables.node.items():
-        yield separator + f'  "{variables[layer]}": {{"scope": ["{variables[layer]}"], "costs": [\n'
-        yield from _numbers(cost[None, :], digits)
-        separator = "  ]},\n"
-    for (u, v, slot), cost in tables.transfer.items():
-        scope = f'"scope": ["{variables[u]}", "{variables[v]}"]'
-        yield separator + f'  "{variables[u]}>{variables[v]}>{slot}": {{{scope}, "costs": [\n'
-        yield from _numbers(cost, digits)
-    yield "  ]}\n }\n}\n"
-
-
-def _numbers(cost: NDArray[np.float64], digits: int) -> Iterator[str]:
-    """A line a row."""
-    row = "   " + ", ".join([f"%.{digits}f"] * cost.shape[1])
-    for i, numbers in enumerate(cost.tolist()):
-        yield row % tuple(numbers) + (",\n" if i < len(cost) - 1 else "\n")
+    (problem,) = variable_names([name]).values()
+    yield f'{{"problem": {{"name": "{problem}", "mustbe": "<{above_s(tables):.{digits}f}"}},\n'
+    domains = ((variables[name], [value_name(c) for c in configs]) for name, configs in tables.configs.items())
+    yield ' "variables": {\n' + ",\n".join(f'  "{name}": {json.dumps(values)}' for name, values in domains)
+    yield '\n },\n "functions": {\n'
+    functions: list[tuple[list[str], NDArray[np.float64]]] = []
+    functions += [([variables[layer]], cost[None, :]) for layer, cost in tables.node.items()]
+    functions += [([variables[u], variables[v]], cost) for (u, v, _), cost in tables.transfer.items()]
+    for number, (scope, cost) in enumerate(functions):
+        yield (",\n" if number else "") + f'  "f{number}": {{"scope": {json.dumps(scope)}, "costs": [\n'
+        row = "   " + ", ".join([f"%.{digits}f"] * cost.shape[1])
+        yield ",\n".join(row % tuple(costs) for costs in cost.tolist()) + "]}"
+    yield "\n }\n}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -14,12 +14,16 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.tables import CostModel, CostTables, Progress
 from layerwise.cost.timeline import Timeline, timeline
+from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.bound import Messages
 from layerwise.search.eliminate import Optimum, eliminate
-from layerwise.search.prune import Keep, by_edge_cost, by_node_cost, restrict
+from layerwise.search.prune import SLACK, Keep, by_edge_cost, restrict
 
 Floats = NDArray[np.float64]
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
+SWEEPS = 4  # of message passing: more tighten the bounds little
+ROUNDS = 8  # of looking for the devices that the best strategy waits for
 TIE = 1e-3  # a plan predicted to gain less than this over data parallelism is not worth running
 
 
@@ -68,24 +72,25 @@ def search(
         small = restrict(tables, keep)
         optima.append((small, eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node})))
     seconds = {"tables": built - started, "search": time.perf_counter() - built}
-    strategies = [_decode(small, optimum) for small, optimum in optima]
-    additive = candidate(model, "layerwise", strategies[0])
+    strategies = [_chosen(small.configs, optimum.choice) for small, optimum in optima]
+    distinct = {tuple(s.items()): s for s in strategies}
+    found = [candidate(model, "layerwise", s) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
-    best = additive
-    if objective == "timeline" and not fixed:
-        found = {tuple(s.items()): s for s in strategies[1:]}
-        others = [candidate(model, "layerwise", s) for s in found.values()]
-        best = choose([additive, *others], baselines)
+    additive, optimum = found[0], optima[0][1]
+    if not optimum.proven and not fixed:  # what was found instead may be worse than a baseline
+        additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
+        optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
+    best = choose(found, baselines) if objective == "timeline" and not fixed else additive
     counts = {
         "largest": max(map(len, configs.values())),
         "total": sum(map(len, configs.values())),
         "kept": sum(map(len, tables.configs.values())),
     }
-    return SearchResult(best, additive, baselines, optima[0][1], seconds, counts)
+    return SearchResult(best, additive, baselines, optimum, seconds, counts)
 
 
 def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
-    """The fastest by timeline among those that fit into memory (or among all where none does); ties to data parallelism."""
+    """The fastest by timeline of those that fit into memory (of all, where none does); ties to data parallelism."""
     everyone = [baselines["data"], *found, *(c for name, c in baselines.items() if name != "data")]
     fitting = [c for c in everyone if c.fits] or everyone
     best = min(fitting, key=lambda c: c.timeline.total_s)
@@ -104,7 +109,7 @@ def candidate(model: CostModel, name: str, strategy: Mapping[str, Config]) -> Ca
 def configurations(
     model: CostModel, space: SearchSpace, named: Mapping[str, Mapping[str, Config]], fixed: Mapping[str, Config]
 ) -> dict[str, tuple[Config, ...]]:
-    """The configurations of every layer: the space, and whatever a baseline uses; one for inputs, sink, fixed layers."""
+    """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
     result: dict[str, tuple[Config, ...]] = {}
     for layer in model.graph.layers:
         if layer.op.kind in ("input", "sink"):
@@ -129,24 +134,64 @@ def pruned_tables(
 ) -> tuple[CostTables, list[dict[str, Floats]], list[float]]:
     """Tables without the configurations that no optimum for any weight of t_S contains; node costs and upper bounds.
 
-    The upper bounds come from an exact search over samples and channels only, which is small.
+    A strategy decoded from lower bounds is priced exactly; whatever is bounded to cost more goes, and the exact tables
+    are built for the rest.
     """
-    coarse = SearchSpace(space.devices, ("n", "c"), powers_of_two=True)
-    few = configurations(model, coarse, named, fixed)
-    few = {name: tuple(c for c in few[name] if c in configs[name]) for name in few}
-    small = model.tables(few)
+    rough = rough_tables(model, configs, progress)
+    messages = Messages(rough.transfer, list(configs))
+    known = [{name: s[name] for name in configs} for s in named.values()] if not fixed else []
+    keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
     uppers = []
     for weight in weights:
-        node = weighted(model, few, weight)
-        uppers.append(eliminate(small, node=node).cost_s)
-    keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
-    for weight, upper in zip(weights, uppers, strict=True):
-        for name, kept in by_node_cost(weighted(model, configs, weight), upper).items():
-            keep[name] |= kept
+        bounds = messages.bounds(weighted(model, configs, weight), SWEEPS)
+        known.append(_chosen(configs, bounds.choice))
+        uppers.append(min(exact_cost(model, strategy, weight) for strategy in known))
+        for name, lower in bounds.lower_s.items():
+            keep[name] |= lower <= uppers[-1] * SLACK
     kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}
     tables = model.tables(kept_configs, progress)
     nodes = [{name: cost[keep[name]] for name, cost in weighted(model, configs, w).items()} for w in weights]
     return tables, nodes, uppers
+
+
+def rough_tables(
+    model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None
+) -> CostTables:
+    """Tables whose transfers are lower bounds, but exact where it matters.
+
+    Transfers are priced as a few devices see them. Where the strategy that then looks best is in truth slower, the
+    devices that it waits for are watched too, until it is not.
+    """
+    watched = telling_devices(model.devices)
+    if model.options.link_model != "port" or 2 * len(watched) > model.devices.count:
+        return model.tables(configs, progress)
+    rough = model.tables(configs, progress, watched)
+    for _ in range(ROUNDS):
+        bounds = Messages(rough.transfer, list(configs)).bounds(rough.node, SWEEPS)
+        best = _chosen(configs, bounds.choice)
+        waiting = set()
+        for edge, cost in rough.transfer.items():
+            seen = cost[bounds.choice[edge[0]], bounds.choice[edge[1]]]
+            if model.edge_cost(edge, (best[edge[0]],), (best[edge[1]],))[0, 0] > seen * SLACK:
+                waiting.add(model.busiest_device(edge, best[edge[0]], best[edge[1]]))
+        new = with_ports(waiting, model.devices)
+        if not new:
+            break
+        more = model.tables(configs, progress, new).transfer
+        rough = replace(rough, transfer={edge: np.maximum(cost, more[edge]) for edge, cost in rough.transfer.items()})
+    return rough
+
+
+def exact_cost(model: CostModel, strategy: Mapping[str, Config], weight: float) -> float:
+    """Equation 1 of a strategy with `weight` times t_S."""
+    single = {name: (config,) for name, config in strategy.items()}
+    node = weighted(model, single, weight)
+    transfer = model.tables(single).transfer
+    return sum(float(c[0]) for c in node.values()) + sum(float(t[0, 0]) for t in transfer.values())
+
+
+def _chosen(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:
+    return {name: configs[name][i] for name, i in choice.items()}
 
 
 def weighted(model: CostModel, configs: Mapping[str, tuple[Config, ...]], weight: float) -> dict[str, Floats]:
@@ -156,7 +201,3 @@ def weighted(model: CostModel, configs: Mapping[str, tuple[Config, ...]], weight
         cost = model.node_cost(layer, configs[layer.name])
         result[layer.name] = cost.total - (1 - weight) * cost.sync
     return result
-
-
-def _decode(tables: CostTables, optimum: Optimum) -> dict[str, Config]:
-    return {name: tables.configs[name][i] for name, i in optimum.choice.items()}

@@ -12,42 +12,40 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.tables import CostTables, Edge
+from layerwise.cost.tables import CostTables
 
 Floats = NDArray[np.float64]
 Keep = dict[str, NDArray[np.bool_]]
 SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
-
-
-def by_node_cost(node: Mapping[str, Floats], upper_s: float) -> Keep:
-    """Which configurations (C_l,) may be part of a strategy of at most `upper_s`, transfers counted as nothing."""
-    floor = sum(float(cost.min()) for cost in node.values())
-    return {name: floor - cost.min() + cost <= upper_s * SLACK for name, cost in node.items()}
+PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
 
 
 def by_edge_cost(tables: CostTables, node: Mapping[str, Floats], upper_s: float) -> Keep:
-    """The same with each layer's transfers: to the cheapest partner on its own edges, the cheapest pair elsewhere."""
+    """Which configurations (C_l,) may be part of a strategy of at most `upper_s`.
+
+    A layer's transfers are those to the cheapest partner on its own edges, and elsewhere those of the cheapest pair.
+    Repeated over what is left while it pays, as each configuration that goes may raise the others' bounds.
+    """
     keep: Keep = {name: np.ones(len(cost), bool) for name, cost in node.items()}
-    around: dict[str, list[tuple[Edge, int]]] = {name: [] for name in node}
-    for edge in tables.transfer:
-        around[edge[0]].append((edge, 0))
-        around[edge[1]].append((edge, 1))
-    changed = True
-    while changed:
-        changed = False
-        cheapest = {name: float(cost[keep[name]].min()) for name, cost in node.items()}
-        pair = {e: float(t[np.ix_(keep[e[0]], keep[e[1]])].min()) for e, t in tables.transfer.items()}
-        floor = sum(cheapest.values()) + sum(pair.values())
-        for name, cost in node.items():
-            bound = floor - cheapest[name] + cost
-            for edge, end in around[name]:
-                table = tables.transfer[edge]
-                partner = table[:, keep[edge[1]]].min(1) if end == 0 else table[keep[edge[0]]].min(0)
-                bound = bound - pair[edge] + partner
-            now = keep[name] & (bound <= upper_s * SLACK)
-            if now.sum() < keep[name].sum():
-                keep[name], changed = now, True
-    return keep
+    own, pairs = dict(node), dict(tables.transfer)  # of the configurations that are left
+    count = sum(map(len, own.values()))
+    while True:
+        extra = {name: cost - cost.min() for name, cost in own.items()}  # beyond the cheapest, transfers included
+        floor = sum(float(cost.min()) for cost in own.values())
+        for (u, v, _), cost in pairs.items():
+            to, back = cost.min(1), cost.min(0)
+            least = to.min()
+            floor += float(least)
+            extra[u] += to - least
+            extra[v] += back - least
+        left = {name: floor + cost <= upper_s * SLACK for name, cost in extra.items()}
+        for name, these in left.items():
+            keep[name][keep[name]] = these
+        before, count = count, sum(int(these.sum()) for these in left.values())
+        if count > before * PAYS:
+            return keep
+        own = {name: cost[left[name]] for name, cost in own.items()}
+        pairs = {e: cost[left[e[0]]][:, left[e[1]]] for e, cost in pairs.items()}
 
 
 def restrict(tables: CostTables, keep: Keep) -> CostTables:
@@ -55,5 +53,5 @@ def restrict(tables: CostTables, keep: Keep) -> CostTables:
     return CostTables(
         {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in tables.configs.items()},
         {name: cost[keep[name]] for name, cost in tables.node.items()},
-        {e: cost[np.ix_(keep[e[0]], keep[e[1]])] for e, cost in tables.transfer.items()},
+        {e: cost[keep[e[0]]][:, keep[e[1]]] for e, cost in tables.transfer.items()},
     )

@@ -28,7 +28,7 @@ class Factor:
 
 def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) -> list[str]:
     """Variables in the order in which eliminating them joins the fewest others; ties by the smaller table."""
-    graph = nx.Graph()
+    graph: nx.Graph[str] = nx.Graph()
     graph.add_nodes_from(sizes)
     for scope in scopes:
         graph.add_edges_from(combinations(scope, 2))

@@ -1,8 +1,8 @@
-"""The slow way: every device and every element of a tensor, one by one. Nothing here is shared with `layerwise.cost`."""
+"""The slow way: every device and every element of a tensor, one by one. Shares nothing with `layerwise.cost`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -45,8 +45,8 @@ def machine(sizes: Sequence[int], ports: Sequence[int] = (), slowness: Sequence[
 def machines(draw: st.DrawFn) -> DeviceGraph:
     sizes = draw(st.sampled_from(SIZES))
     within = (sizes[0], *sizes)  # a port belongs to one group of the level inside
-    ports = [draw(st.sampled_from([d for d in range(1, w + 1) if w % d == 0])) for w, _ in zip(within, sizes, strict=False)]
-    return machine(sizes, ports, [draw(st.integers(1, 9)) for _ in sizes])
+    divisors = [[d for d in range(1, w + 1) if w % d == 0] for w in within[:-1]]
+    return machine(sizes, [draw(st.sampled_from(d)) for d in divisors], [draw(st.integers(1, 9)) for _ in sizes])
 
 
 # ---- who holds what --------------------------------------------------------------------------------------------------
@@ -75,13 +75,14 @@ def legal(dims: tuple[Dim, ...], devices: int) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def configs(where: Space, devices: int, most: int = 3) -> st.SearchStrategy[tuple[Config, ...]]:
+def configs(where: Space, devices: int, most: int = 2) -> st.SearchStrategy[tuple[Config, ...]]:
     """A few different legal configurations."""
     choice = st.sampled_from(legal(where.dims, devices))
     return st.lists(choice, min_size=1, max_size=most, unique=True).map(tuple)
 
 
-def holdings(config: Config, where: Space, devices: int) -> Iterator[tuple[int, Box, Box]]:
+@lru_cache(maxsize=1024)
+def holdings(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box, Box], ...]:
     """Each device that takes part, its cell of the iteration space and the box of the output that it owns."""
     dims, rank = where.dims, len(where.out.shape)
     degrees = [config[d.label] if d.label else 1 for d in dims]
@@ -93,14 +94,16 @@ def holdings(config: Config, where: Space, devices: int) -> Iterator[tuple[int, 
     if axis is not None:
         finer[axis] *= config["k"]
     owned = list(Grid(where.out.shape, tuple(finer), where.out.units))
+    held = []
     for number, cell in enumerate(product(*(range(degrees[i]) for i in order))):
-        at = {i: c for i, c in zip(order, cell, strict=True)}
+        at = dict(zip(order, cell, strict=True))
         own = [at[i] for i in range(rank)]
         if axis is not None:
             k = next(i for i, d in enumerate(dims) if d.label == "k")
             own[axis] = own[axis] * config["k"] + at[k]
         device = number * devices // config.total if config.placement == "strided" else number
-        yield device, computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)]
+        held.append((device, computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)]))
+    return tuple(held)
 
 
 def _flat(cell: Sequence[int], degrees: Sequence[int]) -> int:
@@ -120,6 +123,7 @@ def need(maps: Maps, cell: Box) -> Box:
     return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
 
 
+@lru_cache(maxsize=1024)
 def owners(config: Config, where: Space, devices: int) -> Table:
     """The device that owns each element of the output."""
     owner = np.full(where.out.shape, -1, np.int64)
@@ -147,7 +151,7 @@ def by_pieces(source: Space, u: Config, target: Space, maps: Maps, late: bool, v
     """The same from the boxes, as the runtime will send them."""
     table = np.zeros((devices, devices), np.int64)
     senders, owned = zip(*((device, own) for device, _, own in holdings(u, source, devices)), strict=True)
-    held = list(holdings(v, target, devices))
+    held = holdings(v, target, devices)
     piece: Piece
     for piece in pieces([need(maps, own if late else cell) for _, cell, own in held], owned):
         table[held[piece.dst][0], senders[piece.src]] += piece.box.volume
@@ -185,5 +189,4 @@ def input_of(layer: Layer, slot: int) -> tuple[Maps, bool]:
 
 def plain(spec: TensorSpec) -> Space:
     """The space of something that just holds a tensor."""
-    dims = tuple(Dim(label, extent, unit) for label, extent, unit in zip(spec.dims, spec.shape, spec.units, strict=True))
-    return Space(spec, dims, (), (), ())
+    return Space(spec, tuple(map(Dim, spec.dims, spec.shape, spec.units)), (), (), ())

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.program import read_program
+from layerwise.graph.registry import Operand
+from layerwise.graph.torch_build import _Importer
+from layerwise.graph.torch_patterns import rewrite
 from layerwise.ops.attention import Attention
 from layerwise.ops.base import Op
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.embed import Embedding
-from layerwise.ops.ends import Input, Sink
+from layerwise.ops.ends import Constant, Input, Sink
+from layerwise.ops.fused import Fused
 from layerwise.ops.linear import Linear, MatMul
 from layerwise.ops.loss import Loss
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
@@ -59,6 +66,8 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
     """One operator."""
     x = inputs[0]
     match op:
+        case Fused():
+            return _fused(op, inputs, p)
         case Conv():
             pads = [q for pair in reversed(op.padding) for q in pair]
             f = (F.conv1d, F.conv2d, F.conv3d)[len(op.kernel) - 1]
@@ -153,6 +162,22 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
     raise AssertionError(f"no way to run {op}")
 
 
+def _fused(op: Fused, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
+    """The views of every input, the main operator, then the followers, whose parameters are numbered."""
+    viewed = []
+    for x, chain in zip(inputs, op.views, strict=True):
+        for view in chain:
+            x = run(view, [x], {})
+        viewed.append(x)
+    count = len(viewed) - sum(f.extras for f in op.followers)
+    out, extras = run(op.main, viewed[:count], p), viewed[count:]
+    for i, f in enumerate(op.followers):
+        given, extras = extras[: f.extras], extras[f.extras :]
+        own = {name.removeprefix(f"{i}."): value for name, value in p.items() if name.startswith(f"{i}.")}
+        out = run(f.op, [*given[: f.slot], out, *given[f.slot :]], own)
+    return out
+
+
 def _unary(op: Unary, x: Tensor) -> Tensor:
     fn, a = op.fn, op.arguments
     if fn.endswith("_scalar"):
@@ -192,3 +217,34 @@ def _loss(op: Loss, x: Tensor, target: Tensor) -> Tensor:
         return each
     rest = each.flatten(1) if each.dim() > 1 else each[:, None]
     return rest.mean(1) if op.reduction == "mean" else rest.sum(1)
+
+
+def imported(
+    model: torch.nn.Module, inputs: tuple[Tensor, ...], kwargs: Mapping[str, Tensor] | None = None, times: int = 2
+) -> LayerGraph:
+    """The model's graph, after checking that it computes what the model does, also with `times` as many samples."""
+    program = rewrite(read_program(torch.export.export(model, inputs, dict(kwargs or {})), "model"))
+    importer = _Importer(program, "model", None)
+    graph = importer.graph()
+    stored: dict[str, Tensor] = {s.target: t for s in program.sources if (t := s.read()) is not None}
+    for value in importer.values.values():
+        if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
+            stored[value.name] = torch.tensor(value.value)
+            stored[f"{value.name}.not"] = torch.tensor(np.logical_not(value.value))
+    names = [s.target for s in program.sources if s.kind == "input"]
+    given = [*inputs, *(kwargs or {}).values()]
+    for count, samples in ((1, graph), (times, graph.rebatch(times * graph.batch))):
+        fed = [torch.cat([t] * count) for t in given]  # every input has samples, in these tests
+        repeated = {
+            layer.name: torch.cat([stored[layer.name]] * count)
+            for layer in samples.layers
+            if isinstance(layer.op, Constant) and layer.out.index("n") == 0
+        }
+        got = evaluate(samples, dict(zip(names, fed, strict=True)), stored | repeated)
+        torch.manual_seed(0)
+        wanted = tree_leaves(model(*fed[: len(inputs)], **dict(zip(kwargs or {}, fed[len(inputs) :], strict=True))))
+        assert len(got) == len(wanted)
+        for ours, theirs in zip(got, wanted, strict=True):
+            ours = ours.mean() if theirs.dim() == 0 and ours.dim() == 1 else ours  # a loss: one number a sample
+            torch.testing.assert_close(ours, theirs, check_dtype=False)
+    return graph

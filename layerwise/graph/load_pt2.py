@@ -1,0 +1,175 @@
+"""Reading .pt2 files, which may come from anybody, without running what is in them.
+
+`torch.export.load` unpickles: weights and constants that are marked so, custom objects, and the sample inputs, where it
+falls back to full unpickling (torch 2.13: torch/export/pt2_archive/_package.py, torch/_export/serde/serialize.py).
+Nothing of that is called here. Every member that it would unpickle is read with `weights_only=True`, and the file
+refused where that fails; the graph is read by pt2_json.py; of the weights only small buffers are read, from raw bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.program import Program
+from layerwise.graph.pt2_json import DTYPES, Json, MalformedError, integer, mapping, read_json, sequence, text
+from layerwise.graph.torch_constants import MOST_ELEMENTS
+
+OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet
+
+
+def load_pt2(path: str | os.PathLike[str]) -> Program:
+    """The program of a file that `torch.export.save` wrote, for `from_torch`. Runs nothing of it.
+
+    Raises LayerwiseError for a file that is missing, damaged, or that would run code on being loaded by PyTorch.
+    """
+    file = Path(path)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return _Archive(file, archive).program()
+    except LayerwiseError as error:
+        raise LayerwiseError(f"{file}: {error}") from None
+    except FileNotFoundError:
+        raise LayerwiseError(f"{file}: no such file") from None
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise LayerwiseError(f"{file}: not a .pt2 file, or a damaged one ({said[0]})") from None
+
+
+class _Archive:
+    def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
+        self.file, self.archive = file, archive
+        names = archive.namelist()
+        if len(set(names)) < len(names):
+            raise LayerwiseError("refused: it has several members of the same name")
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size > file.stat().st_size:
+                raise LayerwiseError(f"refused: member {member.filename!r} is compressed, which torch never writes")
+        self.root = names[0].partition("/")[0] + "/" if names else ""
+        self.members = {name.removeprefix(self.root): name for name in names if name.startswith(self.root)}
+        if "archive_format" not in self.members or self.bytes("archive_format") != b"pt2":
+            raise LayerwiseError(_other_kind(set(names) | set(self.members)))
+
+    def bytes(self, member: str) -> bytes:
+        """Contents of a member; its checksum is verified."""
+        if member not in self.members:
+            raise LayerwiseError(f"member {member!r} is missing")
+        return self.archive.read(self.members[member])
+
+    def json(self, member: str) -> Json:
+        try:
+            found: Json = json.loads(self.bytes(member))
+        except (ValueError, RecursionError) as error:
+            raise LayerwiseError(f"member {member!r} is damaged ({error})") from None
+        return found
+
+    def program(self) -> Program:
+        models = [m for m in self.members if m.startswith("models/") and m.endswith(".json")]
+        model = next((m for m in models if m == "models/model.json"), models[0] if len(models) == 1 else None)
+        if model is None:
+            raise LayerwiseError(f"it holds {len(models)} exported programs ({', '.join(models)}), not one")
+        name = model.removeprefix("models/").removesuffix(".json")
+        try:
+            weights = self.config(f"data/weights/{name}_weights_config.json")
+            constants = self.config(f"data/constants/{name}_constants_config.json")
+            self.vet(weights, constants)
+            stored = {k: ("data/weights/", v) for k, v in weights.items()}
+            stored |= {k: ("data/constants/", v) for k, v in constants.items()}
+
+            def read(target: str) -> torch.Tensor | None:
+                return self.tensor(*stored[target]) if target in stored else None
+
+            return read_json(self.json(model), self.file.stem, _shared(weights), read)
+        except LayerwiseError:
+            raise
+        except (MalformedError, KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+            said = str(error).splitlines() or [""]
+            raise LayerwiseError(f"member {model!r} is not what torch.export.save writes ({said[0][:120]})") from None
+
+    def config(self, member: str) -> dict[str, Json]:
+        """Where each weight is; empty for files that have all weights in one pickle."""
+        return mapping(mapping(self.json(member))["config"]) if member in self.members else {}
+
+    def vet(self, *configs: Mapping[str, Json]) -> None:
+        """Refuses the file if PyTorch, on loading it, would unpickle something that is not plain data."""
+        for member in self.members:
+            folder, _, base = member.rpartition("/")
+            if base.startswith(OBJECTS):
+                raise LayerwiseError(f"refused: member {member!r} is a pickled object, which may run code")
+            if folder == "data/sample_inputs" or base.endswith((".pt", ".pkl", ".pth")):
+                self.plain_data(member)
+        for folder, config in zip(("data/weights/", "data/constants/"), configs, strict=True):
+            for item in config.values():
+                if mapping(item).get("use_pickle"):
+                    self.plain_data(folder + text(mapping(item)["path_name"]))
+
+    def plain_data(self, member: str) -> None:
+        """Reads a pickle as PyTorch reads weights: tensors and containers, nothing that is called."""
+        content = self.bytes(member)
+        if not content:
+            return
+        try:
+            torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
+        except Exception as error:  # whatever it is, it is no plain data
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            said = next((line for line in lines if "GLOBAL" in line), lines[0])
+            raise LayerwiseError(
+                f"refused: member {member!r} is no plain data and may run code where PyTorch loads it ({said[:120]}); "
+                "export the model again, with plain tensors as example inputs"
+            ) from None
+
+    def tensor(self, folder: str, item: Json) -> torch.Tensor | None:
+        """A small buffer from its raw bytes; None for others."""
+        entry = mapping(item)
+        if entry.get("use_pickle") or entry.get("tensor_meta") is None:
+            return None
+        meta, member = mapping(entry["tensor_meta"]), folder + text(entry["path_name"])
+        sizes, strides = _ints(meta["sizes"]), _ints(meta["strides"])
+        offset = _ints([meta["storage_offset"]])[0]
+        dtype = getattr(torch, DTYPES.get(integer(meta["dtype"]), ""), None)
+        if member not in self.members or not isinstance(dtype, torch.dtype):
+            return None
+        if self.archive.getinfo(self.members[member]).file_size > MOST_ELEMENTS * 8:
+            return None
+        content = bytearray(self.bytes(member))
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if 0 in sizes or min((offset, *strides), default=0) < 0 or last >= flat.numel():
+            return None
+        return flat.as_strided(sizes, strides, offset)
+
+
+def _ints(sizes: Json) -> tuple[int, ...]:
+    return tuple(integer(mapping(size)["as_int"]) for size in sequence(sizes))
+
+
+def _shared(weights: Mapping[str, Json]) -> dict[str, str]:
+    """Parameters that are the same tensor under several names: the first name of each."""
+    first: dict[str, str] = {}
+    result: dict[str, str] = {}
+    for name, item in weights.items():
+        meta = mapping(mapping(item).get("tensor_meta") or {})
+        key = json.dumps([mapping(item).get("path_name"), meta])
+        if mapping(meta.get("device") or {}).get("type") == "meta":
+            key = name  # weights without values are all in one member
+        result[name] = first.setdefault(key, name)
+    return result
+
+
+def _other_kind(names: set[str]) -> str:
+    """What a zip archive that is no .pt2 is."""
+    remedy = "write one with torch.export.save(torch.export.export(model, inputs), file)"
+    if "serialized_exported_program.json" in names:
+        return "it was written by torch 2.7 or earlier; save it again with torch 2.11 or later"
+    if any(name.startswith("code/") for name in names):
+        return f"it is a TorchScript archive; {remedy}"
+    if "data.pkl" in names:
+        return f"it holds weights or a pickled module; {remedy}"
+    return f"it is a zip archive, but no .pt2 file; {remedy}"

@@ -1,0 +1,280 @@
+"""Prices of strategies: sums of the tables, exact bytes, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config
+from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.price import complete, price
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.base import space
+from layerwise.ops.embed import Embedding
+from layerwise.ops.linear import Linear
+from layerwise.ops.norm import BatchNorm
+from layerwise.ops.pointwise import Binary, Cast, Unary
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+
+NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
+
+
+def random_strategy(model: CostModel, data: st.DataObject) -> dict[str, Config]:
+    """Any legal configuration of every layer; the ends as they are."""
+    inner = [layer for layer in model.graph.layers if layer.op.kind not in ("input", "sink")]
+    legal = {layer.name: brute.legal(layer.space.dims, model.devices.count) for layer in inner}
+    return complete(model, {name: data.draw(st.sampled_from(configs)) for name, configs in legal.items()})
+
+
+# ---- bytes, element by element ---------------------------------------------------------------------------------------
+
+
+def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config]) -> int:
+    """Bytes of all inputs, there and (where a gradient flows) back, and of the reduction over k."""
+    count, total = model.devices.count, 0
+    for slot, name in enumerate(layer.inputs):
+        source = model.graph[name]
+        ends = source.space, strategy[name], layer.space, *brute.input_of(layer, slot), strategy[layer.name], count
+        table = brute.exchanged(*ends)
+        back = model.has_gradient[name] and model.has_gradient[layer.name]
+        total += (1 + back) * int(table.sum() - np.trace(table)) * source.out.item_bytes
+    sums = np.zeros(layer.out.shape, np.int64)
+    for _, cell, _ in brute.holdings(strategy[layer.name], layer.space, count):
+        sums[tuple(slice(*ends) for ends in zip(cell.lo, cell.hi, strict=True))[: sums.ndim]] += 1
+    main = space(*layer.op.stages(layer.specs)[0]).out
+    return total + int(2 * (sums - 1).sum()) * main.item_bytes
+
+
+def counted_sync(layer: Layer, config: Config, devices: int) -> int:
+    """Of each element of each parameter that r devices have, 2(r-1) copies."""
+    total = 0
+    for _, p in layer.own_parameters():
+        if p.trainable:
+            copies = np.zeros(p.shape, np.int64)
+            for _, cell, own in brute.holdings(config, layer.space, devices):
+                copies[brute.need(p.maps, own if p.late else cell).slices()] += 1
+            assert copies.min() >= 1
+            total += int(2 * (copies - 1).sum()) * layer.out.item_bytes
+    return total
+
+
+def counted_statistics(layer: Layer, config: Config, devices: int) -> int:
+    """Of each key that r devices have, 2(r-1) copies of its numbers, in either direction."""
+    total = 0
+    for op, specs in layer.op.stages(layer.specs):
+        statistics = op.statistics(specs, space(op, specs).out)
+        if statistics:
+            copies: dict[tuple[int, ...], int] = {}
+            for _, _, own in brute.holdings(config, layer.space, devices):
+                ranges = [range(own.lo[i], own.hi[i]) for i in statistics.keys]
+                if statistics.block > 1 or statistics.keys[-1] == 1:
+                    ranges[-1] = range(own.lo[1] // statistics.block, own.hi[1] // statistics.block)
+                for key in np.ndindex(*map(len, ranges)):
+                    at = tuple(r[i] for r, i in zip(ranges, key, strict=True))
+                    copies[at] = copies.get(at, 0) + 1
+            total += 2 * sum(2 * (r - 1) * statistics.per_key for r in copies.values()) * layer.out.item_bytes
+    return total
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=150)
+def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """Law 7 for the predicted side, also where the cells are of different sizes."""
+    model = CostModel(network, graph)
+    strategy = random_strategy(model, data)
+    found = price(model, strategy)
+    for layer in network.layers:
+        cost, config = found.layers[layer.name], strategy[layer.name]
+        assert cost.transfer_bytes == counted_transfers(model, layer, strategy), layer.name
+        assert cost.sync_bytes == counted_sync(layer, config, graph.count), layer.name
+        assert cost.statistics_bytes == counted_statistics(layer, config, graph.count), layer.name
+    kinds = found.transfer_bytes, found.sync_bytes, found.statistics_bytes
+    assert found.bytes_moved == sum(kinds)
+    rows = [(p.transfer_bytes, p.sync_bytes, p.statistics_bytes) for p in found.layers.values()]
+    assert kinds == tuple(map(sum, zip(*rows, strict=True)))
+
+
+def classifier(batch: int, features: int = 7, classes: int = 5) -> LayerGraph:
+    b = GraphBuilder("classifier")
+    x = b.input("x", TensorSpec((batch, 4, 6), ("n", "c", "l")))
+    x = networks.add(b, "conv", networks.pointwise_conv(features, 1, bias=True), [x])
+    x = networks.add(b, "norm", BatchNorm(), [x])
+    x = networks.add(b, "relu", Unary("relu"), [x])
+    x = networks.add(b, "linear", Linear(classes), [x])
+    return fuse(b.finish([x]))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 5, 8])
+def test_data_parallelism_moves_the_gradients_twice_to_all_but_one(devices: int) -> None:
+    network = classifier(batch=11)
+    model = CostModel(network, brute.machine((devices,)))
+    found = price(model, {layer.name: Config.of({"n": devices}) for layer in network.inner})
+    assert found.sync_bytes == 2 * (devices - 1) * 4 * network.parameter_count()
+    assert found.statistics_bytes == 2 * 2 * (devices - 1) * 4 * 2 * 7
+    assert found.transfer_bytes == 0
+
+
+def test_channels_split_unevenly_are_synchronised_once_each() -> None:
+    network = classifier(batch=2)
+    model = CostModel(network, brute.machine((6,)))
+    found = price(model, {"conv": Config.of({"n": 2, "c": 3}), "linear": Config.of({"n": 2, "c": 3})})
+    assert found.layers["conv"].sync_bytes == 2 * 4 * (7 * 4 + 3 * 7)
+    assert found.layers["linear"].sync_bytes == 2 * 5 * 4 * (5 * 6 + 5)  # its c is dimension 1, not its features
+
+
+def test_gradients_are_of_the_type_of_their_own_operator() -> None:
+    """A float16 cast that follows does not halve the weights; nor do followers widen partial sums."""
+    b = GraphBuilder("mixed")
+    x = networks.add(b, "linear", Linear(3), [b.input("x", TensorSpec((4, 6), ("n", None)))])
+    network = fuse(b.finish([networks.add(b, "cast", Cast("float16"), [x])]))
+    assert network["linear"].out.dtype == "float16"
+    model = CostModel(network, brute.machine((2,)), CostOptions(io="free"))
+    assert price(model, {"linear": Config.of({"n": 2})}).bytes_moved == 2 * 4 * (6 * 3 + 3)
+    assert price(model, {"linear": Config.of({"k": 2})}).transfer_bytes == 2 * 4 * 4 * 3
+
+
+def test_no_gradient_returns_from_a_comparison() -> None:
+    b = GraphBuilder("compared")
+    x = networks.add(b, "linear", Linear(4), [b.input("x", TensorSpec((4, 6), ("n", None)))])
+    y = networks.add(b, "positive", Unary("gt_scalar", (0.0,)), [x])
+    network = b.finish([networks.add(b, "mask", Binary("mul"), [x, y])])
+    model = CostModel(network, brute.machine((2,)))
+    assert [model.directions(edge) for edge in network.edges()] == [1, 1, 2, 1, 2]
+    free = CostModel(network, brute.machine((2,)), CostOptions(io="free"))
+    assert [free.directions(edge) for edge in network.edges()] == [0, 1, 2, 1, 0]
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=60)
+def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """Whatever else is in the tables, and whichever way the links and the gradients are priced."""
+    options = CostOptions(
+        data.draw(st.sampled_from(["port", "sum"])),
+        data.draw(st.sampled_from(["all-reduce", "parameter-server"])),
+        data.draw(st.sampled_from(["sample", "free"])),
+        data.draw(st.sampled_from(list(OPTIMIZERS))),
+    )
+    model = CostModel(network, graph, options)
+    strategy = random_strategy(model, data)
+    others = [random_strategy(model, data) for _ in range(2)]
+    configs = {name: tuple(dict.fromkeys([o[name] for o in others] + [c])) for name, c in strategy.items()}
+    found = price(model, strategy)
+    assert found.step_time_s == pytest.approx(model.tables(configs).price(strategy))
+    assert found.step_time_s == pytest.approx(price(CostModel(network, graph, options), strategy).step_time_s)
+    terms = ("compute_s", "transfer_s", "sync_s", "statistics_s", "reduction_s")
+    assert found.step_time_s == pytest.approx(sum(getattr(p, t) for p in found.layers.values() for t in terms))
+
+
+def test_where_the_samples_come_from_is_part_of_the_price() -> None:
+    """Channels over 4 devices: each of them needs all samples of the input, of which it has a quarter."""
+    network, graph = classifier(batch=4, features=8), brute.machine((4,))
+    strategy = {"conv": Config.of({"c": 4}), "linear": Config.of({"c": 4})}
+    sample, free = (price(CostModel(network, graph, CostOptions(io=io)), strategy) for io in ("sample", "free"))
+    assert free.layers["conv"].transfer_s == free.transfer_bytes == 0
+    inputs, outputs = 3 * 4 * 4 * 6 * 4, 2 * 3 * 4 * 8 * 5 // 4 * 4
+    assert sample.layers["conv"].transfer_bytes == inputs
+    assert sample.layers["outputs"].transfer_bytes == outputs
+    assert sample.transfer_bytes == inputs + outputs
+    level = graph.levels[0]
+    busiest = 3 * (level.alpha_s + 1 * 4 * 6 * 4 * level.beta_s_per_byte)
+    assert sample.layers["conv"].transfer_s == pytest.approx(busiest)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_memory_by_hand(optimizer: str) -> None:
+    """One linear layer and its input, all float32: the busiest device's boxes."""
+    b = GraphBuilder("one")
+    x = b.input("x", TensorSpec((8, 6), ("n", None)))
+    network = b.finish([networks.add(b, "linear", Linear(10), [x])])
+    model = CostModel(network, brute.machine((4,)), CostOptions(optimizer=optimizer))
+    copies = 2 + OPTIMIZERS[optimizer]
+    data = price(model, {"linear": Config.of({"n": 4})})
+    assert data.layers["linear"].memory_bytes == 4 * (copies * (60 + 10) + 2 * 10)
+    assert data.memory_bytes == data.layers["linear"].memory_bytes + 4 * (2 * 6 + 2)  # input, sink
+    split = price(model, {"linear": Config.of({"c": 4})})
+    assert split.layers["linear"].memory_bytes == 4 * (copies * (6 * 3 + 3) + 8 * 3 + 8 * 6)  # gathers the whole input
+    received = max(6 * 6, 2 * 10 - 2 * 2)  # from three devices; at the sink, all channels of two samples
+    assert split.memory_bytes == split.layers["linear"].memory_bytes + 4 * (2 * 6 + 2 + 2 * 10 + received)
+
+
+def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
+    b = GraphBuilder("tied")
+    ids = b.input("ids", TensorSpec((4, 3), ("n", "s"), "int64"))
+    weight = b.tied("weight", TensorSpec((8, 6), (None, "c")))
+    x = networks.add(b, "embed", Embedding(8, 6), [ids], [weight])
+    network = b.finish([networks.add(b, "decode", Linear(8, bias=False), [x], [weight])])
+    model = CostModel(network, brute.machine((2,)), CostOptions(optimizer="adam"))
+    for degree in (1, 2):
+        found = price(model, {"weight": Config.of({"c": degree}), "embed": Config(), "decode": Config()})
+        assert found.layers["weight"].memory_bytes == (2 + 2) * 4 * 8 * 6 // degree
+        bandwidth = model.devices.processor.memory_bandwidth_bytes_per_s
+        assert found.layers["weight"].compute_s == pytest.approx((3 + 2 * 2) * 4 * 8 * 6 / degree / bandwidth)
+        assert found.sync_bytes == 0
+    assert (model.node_cost(network["decode"], (Config(),)).compute.update == 0).all()
+
+
+@given(NETWORKS, st.data())
+@settings(max_examples=50)
+def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) -> None:
+    """Parameters with their gradients, what the layer makes, and what it gathers from others: of each device."""
+    model = CostModel(network, brute.machine((2, 6)))
+    strategy = random_strategy(model, data)
+    found = price(model, strategy)
+    for layer in network.inner:
+        for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
+            held = own.volume * layer.out.item_bytes
+            for _, p in layer.own_parameters():
+                box = brute.need(p.maps, own if p.late else cell)
+                held += (2 if p.trainable else 1) * box.volume * layer.out.item_bytes
+            for slot, name in enumerate(layer.inputs):
+                source = model.graph[name]
+                maps, late = brute.input_of(layer, slot)
+                config = strategy[layer.name]
+                row = brute.exchanged(source.space, strategy[name], layer.space, maps, late, config, 6)[device]
+                if row.sum() > row[device]:
+                    held += int(row.sum()) * source.out.item_bytes
+            assert held <= found.layers[layer.name].memory_bytes, f"{layer.name}: device {device}"
+
+
+def test_memory_grows_with_the_batch_and_shrinks_with_the_degrees() -> None:
+    rows = []
+    for batch in (8, 16, 32):
+        model = CostModel(classifier(batch), brute.machine((8,)), CostOptions(io="free"))
+        configs = [Config.of({"n": degree}) for degree in (1, 2, 4, 8)]
+        rows.append([price(model, {"conv": config, "linear": config}).memory_bytes for config in configs])
+    memory = np.array(rows)
+    assert (np.diff(memory, axis=0) > 0).all()
+    assert (np.diff(memory, axis=1) < 0).all()
+
+
+# ---- what a user may get wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"convolution": Config()}, "unknown layers \\['convolution'\\]"),
+        ({"conv": None}, "no configuration for \\['conv'\\]"),
+        ({"conv": Config.of({"h": 2})}, "'conv'.*'h'"),
+        ({"conv": Config.of({"c": 8})}, "'conv'.*c=8 is more than the 7"),
+        ({"conv": Config.of({"n": 3, "c": 2})}, "'conv'.*needs 6 devices, there are 4"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_the_model(change: dict[str, Config | None], said: str) -> None:
+    model = CostModel(classifier(batch=4), brute.machine((4,)))
+    strategy = {"conv": Config(), "linear": Config()} | change
+    with pytest.raises(LayerwiseError, match=said):
+        price(model, {name: config for name, config in strategy.items() if config is not None})

@@ -1,0 +1,170 @@
+"""The simulated step: by hand for two layers, and between its bounds for any network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config
+from layerwise.cost.price import complete, price
+from layerwise.cost.sync import BUCKET_BYTES, group_of, sync_rate, sync_s
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.timeline import timeline
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.linear import Linear
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+
+NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
+FREE = CostOptions(io="free")
+
+
+def linear(batch: int, *widths: int) -> LayerGraph:
+    b = GraphBuilder("linear")
+    x = b.input("x", TensorSpec((batch, widths[0]), ("n", None)))
+    for i, width in enumerate(widths[1:]):
+        x = networks.add(b, f"linear{i}", Linear(width, bias=False), [x])
+    return b.finish([x])
+
+
+def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
+    """The same links, and devices that take `factor` times as long."""
+    p = graph.processor
+    peaks = {dtype: peak / factor for dtype, peak in p.peak_flops.items()}
+    bandwidth, floor = p.memory_bandwidth_bytes_per_s / factor, p.kernel_floor_s * factor
+    return replace(
+        graph,
+        processor=replace(p, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth, kernel_floor_s=floor),
+    )
+
+
+@given(NETWORKS)
+@settings(max_examples=40)
+def test_on_one_device_a_step_is_its_computation(network: LayerGraph) -> None:
+    model = CostModel(network, brute.machine((1,)))
+    strategy = complete(model, {layer.name: Config() for layer in network.layers if layer.op.kind != "input"})
+    costs = [model.node_cost(layer, (strategy[layer.name],)).compute for layer in network.layers]
+    found = timeline(model, strategy)
+    assert found.total_s == pytest.approx(sum(c.total[0] for c in costs))
+    assert found.total_s == pytest.approx(price(model, strategy).step_time_s)
+    assert found.forward_s == pytest.approx(sum(c.forward[0] for c in costs))
+    assert found.backward_s == pytest.approx(sum(c.backward[0] for c in costs))
+    assert found.exposed_sync_s == 0
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=60)
+def test_a_step_is_no_shorter_than_any_device_computes(
+    network: LayerGraph, graph: DeviceGraph, data: st.DataObject
+) -> None:
+    """And no longer than everything one after the other, with a collective for each kind of box."""
+    model = CostModel(network, graph)
+    inner = [layer for layer in network.layers if layer.op.kind not in ("input", "sink")]
+    legal = {layer.name: brute.legal(layer.space.dims, graph.count) for layer in inner}
+    strategy = complete(model, {name: data.draw(st.sampled_from(configs)) for name, configs in legal.items()})
+    busy, most = np.zeros(graph.count), 0.0
+    for layer in network.layers:
+        cost = model.node_cost(layer, (strategy[layer.name],))
+        lay = model.layout(layer, (strategy[layer.name],))
+        for device, _, _ in brute.holdings(strategy[layer.name], layer.space, graph.count):
+            busy[device] += float(cost.compute.total[0])
+        most += float(cost.compute.total[0] + cost.statistics[0] + cost.reduction[0])
+        if layer in inner:
+            sizes = [(float(c.size_bytes[0]), c.groups[0]) for c in model.gradients_of(layer, lay)]
+            most += sum(sync_s(size, group, graph, "all-reduce") for size, group in sizes)
+    most += sum(p.transfer_s for p in price(model, strategy).layers.values())
+    found = timeline(model, strategy)
+    assert busy.max() <= found.total_s * (1 + 1e-9)
+    assert found.total_s <= most * (1 + 1e-9)
+
+
+@given(st.lists(st.integers(1, 6000), min_size=2, max_size=6), brute.machines(), st.integers(1, 1000))
+@settings(max_examples=100)
+def test_data_parallelism_is_no_slower_than_its_additive_price(
+    widths: list[int], graph: DeviceGraph, slow: int
+) -> None:
+    """But for the last bucket, which is not full and yet pays all of its latency."""
+    network = linear(graph.count * 4, *widths)
+    model = CostModel(network, slower(graph, slow / 100))
+    strategy = {layer.name: Config.of({"n": graph.count}) for layer in network.inner}
+    group = group_of(np.zeros(graph.count, np.int64), graph)
+    rest = 0.0
+    for width, depth in zip(reversed(widths[1:]), reversed(widths[:-1]), strict=True):
+        rest = 0.0 if rest + 4 * width * depth >= BUCKET_BYTES else rest + 4 * width * depth
+    extra = sync_s(rest, group, graph, "all-reduce") - rest * sync_rate(group, graph, "all-reduce")
+    found, additive = timeline(model, strategy), price(model, strategy).step_time_s
+    assert found.total_s <= (additive + extra) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("slow", [0.01, 1, 10_000])
+def test_two_layers_of_data_parallelism_by_hand(slow: float) -> None:
+    """Both gradients fill a bucket each. The first is on the wire while the other layer computes."""
+    network = linear(64, 3000, 4000, 3500)
+    model = CostModel(network, slower(brute.machine((2, 4)), slow))
+    config = Config.of({"n": 4})
+    first, second = (model.node_cost(network[f"linear{i}"], (config,)).compute for i in range(2))
+    group = group_of(np.zeros(4, np.int64), model.devices)
+    sizes = 4 * 3000 * 4000, 4 * 4000 * 3500
+    sync = [sync_s(size, group, model.devices, "all-reduce") for size in sizes]
+    forward = first.forward[0] + second.forward[0]
+    sent = forward + second.backward[0] + sync[1]
+    computed = forward + second.backward[0] + first.backward[0]
+    end = max(sent, computed) + sync[0]
+    found = timeline(model, {"linear0": config, "linear1": config})
+    assert found.total_s == pytest.approx(end + first.update[0] + second.update[0])
+    assert found.backward_s == pytest.approx(second.backward[0] + first.backward[0])
+    assert found.exposed_sync_s == pytest.approx(end - computed)
+    assert (sent < computed) == (slow == 10_000)  # long computation hides all but the last bucket
+
+
+def test_small_gradients_share_a_bucket() -> None:
+    network = linear(64, 30, 40, 35)
+    model = CostModel(network, brute.machine((4,)))
+    strategy = {f"linear{i}": Config.of({"n": 4}) for i in range(2)}
+    group = group_of(np.zeros(4, np.int64), model.devices)
+    together = sync_s(4 * (30 * 40 + 40 * 35), group, model.devices, "all-reduce")
+    assert timeline(model, strategy).exposed_sync_s == pytest.approx(together)
+
+
+def test_layers_that_are_split_otherwise_by_hand() -> None:
+    """Samples, channels, samples: four transfers; the one in the backward pass delays the gradients on the wire."""
+    network = linear(64, 30, 3000, 40, 200_000)
+    model = CostModel(network, slower(brute.machine((2,)), 0.1), FREE)
+    data, split = Config.of({"n": 2}), Config.of({"c": 2})
+    strategy = {"linear0": data, "linear1": split, "linear2": data}
+    costs = [model.node_cost(network[name], (config,)).compute for name, config in strategy.items()]
+    forward, backward = [c.forward[0] for c in costs], [c.backward[0] for c in costs]
+    edges = [("linear0", "linear1", 0), ("linear1", "linear2", 0)]
+    over = [float(model.edge_cost(e, (strategy[e[0]],), (strategy[e[1]],))[0, 0]) / 2 for e in edges]
+    group = group_of(np.zeros(2, np.int64), model.devices)
+    large, small = (sync_s(4 * size, group, model.devices, "all-reduce") for size in (40 * 200_000, 30 * 3000))
+    started = sum(forward) + sum(over) + backward[2] + over[1]  # of the large gradient
+    computed = started + backward[1] + over[0] + backward[0]
+    sent = started + large + over[0]
+    assert over[0] > 0
+    assert sent > computed  # it is still on the wire when all is computed
+    found = timeline(model, strategy)
+    assert found.forward_s == pytest.approx(sum(forward) + sum(over))
+    assert found.total_s == pytest.approx(sent + small + sum(c.update[0] for c in costs))
+
+
+def test_devices_that_take_no_part_do_not_wait() -> None:
+    """Two devices compute, four are there: strided or not, the others neither send nor receive."""
+    network = linear(64, 300, 400, 350)
+    model = CostModel(network, brute.machine((2, 4)), FREE)
+    ends = {}
+    for placement in ("contiguous", "strided"):
+        config = Config((("n", 2),), placement)
+        group = group_of(np.array([0, 0, -1, -1] if placement == "contiguous" else [0, -1, 0, -1]), model.devices)
+        sync = sync_s(4 * (300 * 400 + 400 * 350), group, model.devices, "all-reduce")
+        computed = sum(float(model.node_cost(network[f"linear{i}"], (config,)).compute.total[0]) for i in range(2))
+        # The sink's samples are on all four devices; with --io free nobody sends them there.
+        found = timeline(model, {"linear0": config, "linear1": config})
+        ends[placement] = found.total_s
+        assert found.total_s == pytest.approx(computed + sync)
+    assert ends["contiguous"] < ends["strided"]  # the node's links are the faster ones

@@ -1,0 +1,226 @@
+"""Fusing rewrites a network into fewer layers and leaves alone what it computes."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given, settings
+
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load
+from layerwise.ops.combine import Concat
+from layerwise.ops.ends import Input, Tied
+from layerwise.ops.fused import Fused
+from layerwise.ops.linear import Linear
+from layerwise.ops.pointwise import Binary, Dropout, Unary
+from layerwise.ops.view import Expand, Permute, Reshape
+from layerwise.search.eliminate import eliminate
+from layerwise.tensor import TensorSpec
+from tests.graph.evaluate import evaluate
+from tests.graph.networks import Net, chain, crossing, dense, inception, networks, residual
+
+
+def stored(graph: LayerGraph) -> dict[str, torch.Tensor]:
+    """A value for every parameter that depends on its name only."""
+    shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
+    shapes |= {layer.name: layer.out.shape for layer in graph.layers if isinstance(layer.op, Tied)}
+    return {name: _random(name, shape) for name, shape in shapes.items()}
+
+
+def fed(graph: LayerGraph) -> dict[str, torch.Tensor]:
+    return {layer.name: _random(layer.name, layer.out.shape) for layer in graph.layers if type(layer.op) is Input}
+
+
+def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=seeded, dtype=torch.float64)
+
+
+@settings(max_examples=300)
+@given(networks())
+def test_the_function_and_the_parameters_stay(graph: LayerGraph) -> None:
+    fused = fuse(graph)
+    for before, after in zip(
+        evaluate(graph, fed(graph), stored(graph)), evaluate(fused, fed(graph), stored(fused)), strict=True
+    ):
+        torch.testing.assert_close(after, before)
+    assert Counter(_parameters(fused)) == Counter(_parameters(graph))
+    assert fused.parameter_count() == graph.parameter_count()
+
+
+def _parameters(graph: LayerGraph) -> list[str]:
+    return [name for layer in graph.layers for name, _ in layer.own_parameters()]
+
+
+@settings(max_examples=300)
+@given(networks())
+def test_layers_stay_in_topological_order_and_nothing_can_be_fused_again(graph: LayerGraph) -> None:
+    fused, seen = fuse(graph), set[str]()
+    for layer in fused.layers:
+        assert seen.issuperset(layer.inputs)
+        seen.add(layer.name)
+    assert fuse(fused) == fused
+
+
+@settings(max_examples=300)
+@given(networks())
+def test_the_batch_may_be_changed_before_or_after(graph: LayerGraph) -> None:
+    before, after = fuse(graph.rebatch(6)), fuse(graph).rebatch(6)
+    assert before == after
+    for one, other in zip(before.layers, after.layers, strict=True):
+        assert (one.out, one.space.dims, one.space.needs) == (other.out, other.space.dims, other.space.needs)
+
+
+def kinds(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
+    """Names of the layers that compute, each with those of its followers."""
+    return {layer.name: layer.followers for layer in graph.inner}
+
+
+def test_a_chain_becomes_its_convolutions_and_linear_layers() -> None:
+    fused = fuse(chain(4, depth=2))
+    assert kinds(fused) == {
+        "conv0": ("relu0",), "conv1": ("relu1",), "maxpool": (), "fc1": ("relu", "drop"), "fc2": ()
+    }  # fmt: skip
+    assert [type(v) for v in fused["fc1"].op.views[0]] == [Reshape]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
+def test_an_addition_joins_the_later_of_its_producers(order: tuple[str, str]) -> None:
+    b = Net("add")
+    x = b.image(2)
+    first, second = b.conv("first", x, 3), b.conv("second", x, 3)
+    b.put("relu", Unary("relu"), b.put("add", Binary("add"), *order))
+    fused = fuse(b.finish(["relu"]))
+    assert kinds(fused) == {first: (), second: ("add", "relu")}
+    assert fused[second].inputs == (x, first)
+
+
+def test_an_addition_stands_where_both_its_inputs_are_computed() -> None:
+    fused = fuse(residual(2, blocks=2))
+    assert kinds(fused)["conv0b"] == ("add0", "relu0b")
+    assert kinds(fused)["down1"] == ("add1", "relu1b")  # the later one, though it is the second operand
+    assert kinds(fused)["conv0a"] == ("bn0", "relu0a")
+
+
+def test_a_value_that_is_used_twice_ends_its_layer() -> None:
+    b = Net("twice")
+    conv = b.conv("conv", b.image(2), 4)
+    relu = b.put("relu", Unary("relu"), conv)
+    assert kinds(fuse(b.finish([b.put("tanh", Unary("tanh"), relu), relu]))) == {"conv": ("relu",), "tanh": ()}
+    assert kinds(fuse(b.finish([relu, conv]))) == {"conv": (), "relu": ()}
+
+
+def test_functions_move_in_front_of_views_to_what_computes() -> None:
+    b = Net("hoist")
+    x = b.conv("conv", b.image(2, side=2), 4)
+    x = b.put("turn", Permute((0, 2, 3, 1)), x)
+    x = b.put("relu", Unary("relu"), b.put("flatten", Reshape((2, 16)), x))
+    x = b.put("unflatten", Reshape((2, 4, 4)), b.put("drop", Dropout(0.1), x))
+    x = b.put("tanh", Unary("tanh"), x)
+    fused = fuse(b.finish([b.put("fc", Linear(3), x)]))
+    assert kinds(fused) == {"conv": ("relu", "drop", "tanh"), "fc": ()}
+    assert [type(v) for v in fused["fc"].op.views[0]] == [Permute, Reshape, Reshape]  # type: ignore[attr-defined]
+
+
+def test_what_depends_on_dimensions_or_is_used_elsewhere_stays_behind_the_view() -> None:
+    b = Net("stay")
+    x = b.conv("conv", b.image(2, side=2), 4)
+    flat = b.put("flatten", Reshape((2, 16)), x)
+    channels = b.put("channels", Dropout(0.1, channels=True), flat)
+    assert kinds(fuse(b.finish([channels]))) == {"conv": (), "channels": ()}
+    b.put("relu", Unary("relu"), flat)
+    assert kinds(fuse(b.finish(["relu"]))) == {"conv": ("relu",), "flatten": ()}
+    assert kinds(fuse(b.finish(["relu", x]))) == {"conv": (), "relu": ()}
+    assert kinds(fuse(b.finish(["relu", flat]))) == {"conv": (), "flatten": (), "relu": ()}
+
+
+def test_a_view_of_several_users_is_a_layer_and_shows_what_is_behind_other_views() -> None:
+    b = Net("views")
+    x = b.conv("conv", b.image(2, side=2), 4)
+    flat = b.put("flatten", Reshape((2, 16)), b.put("turn", Permute((0, 2, 3, 1)), x))
+    fused = fuse(b.finish([b.put("one", Linear(3), flat), b.put("two", Linear(3), flat)]))
+    assert kinds(fused) == {"conv": (), "flatten": (), "one": (), "two": ()}
+    assert fused["flatten"].op == Fused(Reshape((2, 16)), ((Permute((0, 2, 3, 1)),),))
+    assert fused.rebatch(6)["flatten"].out.shape == (6, 16)
+
+
+def test_a_parameter_used_twice_stays_an_edge_of_each_use() -> None:
+    b = Net("tied")
+    x = b.input("x", TensorSpec((4, 8), ("n", "c")))
+    weight = b.tied("weight", TensorSpec((8, 8), (None, None)))
+    x = b.put("relu", Unary("relu"), b.put("encode", Linear(8), x, tied=[weight]))
+    x = b.put("decode", Linear(8), b.put("turn", Reshape((4, 8)), x), tied=[weight])
+    graph = b.finish([b.put("tanh", Unary("tanh"), x)])
+    fused = fuse(graph)
+    assert [fused[name].inputs[-1] for name in ("encode", "decode")] == [weight, weight]
+    assert [fused[name].tied for name in ("encode", "decode")] == [(0,), (0,)]
+    assert fused.parameter_count() == graph.parameter_count() == 64 + 8 + 8
+
+
+def test_a_class_token_follows_the_batch() -> None:
+    b = Net("token")
+    x = b.input("x", TensorSpec((2, 3, 4), ("n", "s", "c")))
+    token = b.put("expand", Expand((2, 1, 4), samples=True), b.tied("token", TensorSpec((1, 1, 4), (None, None, "c"))))
+    fused = fuse(b.finish([b.put("fc", Linear(5), b.put("cat", Concat(1), token, x))]))
+    assert fused.rebatch(7)["cat"].out.shape == (7, 4, 4)
+
+
+def arity(graph: LayerGraph) -> dict[str, int]:
+    return {layer.name: len(layer.inputs) for layer in graph.inner if isinstance(layer.op, Concat)}
+
+
+def test_only_the_longest_shared_beginnings_of_concats_are_nested() -> None:
+    b = Net("concats")
+    x = b.image(2)
+    convs = [b.conv(f"conv{i}", x, 1 + i) for i in range(6)]
+    joined = [("abc", "012"), ("abcd", "0123"), ("abcde", "01234"), ("abf", "015"), ("other", "210"), ("again", "012")]
+    outs = [b.put(name, Concat(1), *(convs[int(i)] for i in which)) for name, which in joined]
+    outs.append(b.put("along", Concat(2), convs[0], convs[0]))
+    fused = fuse(b.finish(outs))
+    assert arity(fused) == {"abc.first2": 2, "abc": 2, "abcd": 2, "abcde": 2, "abf": 2, "other": 3, "along": 2}
+    assert fused["abf"].inputs == ("abc.first2", "conv5")
+    assert fused.layers[-1].inputs == ("abc", "abcd", "abcde", "abf", "other", "abc", "along")
+
+
+@pytest.mark.parametrize("network", [chain, residual, inception, dense])
+def test_networks_are_left_with_two_nodes(network: Callable[[int], LayerGraph]) -> None:
+    assert nodes_left(fuse(network(4))) == 2
+
+
+def test_dense_blocks_need_their_concats_nested() -> None:
+    graph = dense(4, layers=7)
+    assert nodes_left(graph) > nodes_left(fuse(graph)) == 2
+    assert set(arity(fuse(graph)).values()) == {2}
+    assert nodes_left(fuse(crossing(4, layers=6))) > 2  # whose concats begin differently
+
+
+def nodes_left(graph: LayerGraph) -> int:
+    model = CostModel(graph, load("p100").device_graph(2))
+    space = SearchSpace(2, ("n", "c"))
+    configs = {layer.name: space.configurations(layer.space.dims) for layer in graph.inner}
+    ends = {layer.name: (model.end_config(layer),) for layer in graph.layers if layer.name not in configs}
+    return eliminate(model.tables(configs | ends)).final_nodes
+
+
+def test_a_long_network_fuses_fast() -> None:
+    b = Net("long")
+    x = b.input("x", TensorSpec((2, 8), ("n", "c")))
+    for i in range(400):  # one long chain of views besides, which every function moves through
+        y = b.put(f"relu{i}", Unary("relu"), b.put(f"view{i}", Reshape((2, 2, 4)), b.put(f"linear{i}", Linear(8), x)))
+        x = b.put(f"flat{i}", Reshape((2, 8)), b.put(f"drop{i}", Dropout(0.5), y))
+    graph = b.finish([x])
+    assert len(graph.layers) == 2002
+    started = time.process_time()
+    fused = fuse(graph)
+    assert time.process_time() - started < 2
+    assert len(fused.layers) == 403
+    assert nx.is_directed_acyclic_graph(fused.to_networkx())

@@ -1,0 +1,57 @@
+"""Random cost tables over random graphs, and every strategy of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from layerwise.config import Config
+from layerwise.cost.tables import CostTables, Edge
+
+CONFIGS = tuple(Config.of({"n": degree}) for degree in range(1, 9))
+
+
+def tables(sizes: dict[str, int], edges: list[Edge], seed: int, ties: bool = False) -> CostTables:
+    """Costs of a few seconds: `ties` of whole ones, so that many strategies cost the same."""
+    rng = np.random.default_rng(seed)
+
+    def costs(*shape: int) -> NDArray[np.float64]:
+        return rng.integers(0, 4, shape).astype(np.float64) if ties else rng.exponential(size=shape)
+
+    configs = {name: CONFIGS[:size] for name, size in sizes.items()}
+    node = {name: costs(size) for name, size in sizes.items()}
+    return CostTables(configs, node, {(u, v, slot): costs(sizes[u], sizes[v]) for u, v, slot in edges})
+
+
+@st.composite
+def random_tables(draw: st.DrawFn, nodes: int = 7, most: int = 4) -> CostTables:
+    """Any acyclic graph in topological order: several sources, parallel edges, isolated layers, layers of one choice."""
+    names = [f"l{i}" for i in range(draw(st.integers(1, nodes)))]
+    pairs = [(u, v) for i, v in enumerate(names) for u in names[:i]]
+    drawn = draw(st.lists(st.sampled_from(pairs), max_size=2 * len(names))) if pairs else []
+    if draw(st.booleans()):
+        drawn += list(zip(names, names[1:], strict=False))  # connected, and longer paths
+    slots = [(u, v, sum(w == v for _, w in drawn[:at])) for at, (u, v) in enumerate(drawn)]
+    sizes = {name: draw(st.integers(1, most)) for name in names}
+    return tables(sizes, slots, draw(st.integers(0, 2**32 - 1)), draw(st.booleans()))
+
+
+def complete_tables(count: int, size: int, seed: int = 0) -> CostTables:
+    """Every layer feeds all after it: nothing can be eliminated but by larger tables (but for count < 4)."""
+    names = [f"l{i}" for i in range(count)]
+    edges = [(u, v, i) for j, v in enumerate(names) for i, u in enumerate(names[:j])]
+    return tables(dict.fromkeys(names, size), edges, seed)
+
+
+def every_strategy(t: CostTables) -> dict[tuple[int, ...], float]:
+    """Equation 1 of every strategy, one at a time: indices in the order of the layers."""
+    names = list(t.node)
+    found = {}
+    for choice in product(*(range(len(cost)) for cost in t.node.values())):
+        at = dict(zip(names, choice, strict=True))
+        cost = sum(float(t.node[name][at[name]]) for name in names)
+        found[choice] = cost + sum(float(x[at[u], at[v]]) for (u, v, _), x in t.transfer.items())
+    return found

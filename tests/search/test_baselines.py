@@ -1,0 +1,75 @@
+"""The named strategies, and the depth-first search."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+
+from layerwise.config import Config
+from layerwise.cost.tables import CostModel, CostTables
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load
+from layerwise.ops.linear import Linear
+from layerwise.ops.softmax import Softmax
+from layerwise.search.baselines import baseline, depth_first
+from layerwise.search.exhaustive import exhaustive
+from layerwise.tensor import TensorSpec
+from tests.graph.networks import Net, chain
+from tests.search.tables import complete_tables, random_tables
+
+
+def degrees(graph: LayerGraph, name: str, devices: int) -> dict[str, str]:
+    model = CostModel(graph, load("p100").device_graph(devices, min(devices, 2)))
+    return {layer: str(config) for layer, config in baseline(model, name).items()}
+
+
+def test_data_parallelism_splits_the_samples_over_as_many_devices_as_there_are_samples() -> None:
+    assert set(degrees(fuse(chain(8)), "data", 4).values()) == {"{n=4}"}
+    assert set(degrees(fuse(chain(3)), "data", 4).values()) == {"{n=3}"}
+    assert set(degrees(fuse(chain(1)), "data", 4).values()) == {"{}"}
+
+
+def test_model_parallelism_splits_the_channels_by_the_largest_divisor_that_fits() -> None:
+    assert degrees(fuse(chain(8, depth=1, width=4)), "model", 6) == {
+        "conv0": "{c=3}", "maxpool": "{c=3}", "fc1": "{c=6}", "fc2": "{c=6}"
+    }  # fmt: skip
+
+
+def test_owt_splits_channels_of_the_linear_layers_only() -> None:
+    expected = {"conv0": "{n=4}", "maxpool": "{n=4}", "fc1": "{c=4}", "fc2": "{c=4}"}
+    assert degrees(fuse(chain(8, depth=1)), "owt", 4) == expected  # fc1 is fused with a view and two followers
+    unfused = {"relu0": "{n=4}", "flatten": "{n=4}", "relu": "{n=4}", "drop": "{n=4}"}
+    assert degrees(chain(8, depth=1), "owt", 4) == expected | unfused
+
+
+def test_a_softmax_has_no_channels_to_split_and_a_shared_parameter_no_samples() -> None:
+    b = Net("ends")
+    x = b.input("x", TensorSpec((8, 6), ("n", "c")))
+    weight = b.tied("weight", TensorSpec((6, 6), ("c", None)))
+    for name in "ab":
+        x = b.put(name, Linear(6), x, tied=[weight])
+    graph = b.finish([b.put("softmax", Softmax(), x)])
+    assert degrees(graph, "data", 4)["weight"] == "{}"
+    assert degrees(graph, "model", 4) == {"weight": "{c=4}", "a": "{c=4}", "b": "{c=4}", "softmax": "{}"}
+
+
+@settings(max_examples=200)
+@given(random_tables(nodes=6))
+def test_depth_first_search_finds_the_optimum(t: CostTables) -> None:
+    found = depth_first(t, limit_s=60)
+    assert found.finished
+    assert found.cost_s == pytest.approx(exhaustive(t).cost_s)
+    assert found.strategies >= 1
+
+
+def test_depth_first_search_gives_up_in_time() -> None:
+    t = complete_tables(12, 8)
+    started = time.perf_counter()
+    found = depth_first(t, limit_s=0.1)
+    assert 0.1 <= found.seconds <= time.perf_counter() - started < 2
+    assert not found.finished
+    assert 0 < found.cost_s < sum(cost.max() for cost in (*t.node.values(), *t.transfer.values()))
+    assert Config.of({"n": 8}) in t.configs["l0"]

@@ -1,0 +1,116 @@
+"""Pruning and its bounds: whatever a strategy within the bound contains is kept, so no optimum is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.price import complete
+from layerwise.cost.tables import CostModel, CostOptions, CostTables
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.bound import Messages
+from layerwise.search.eliminate import eliminate
+from layerwise.search.find import SYNC_WEIGHTS, configurations, pruned_tables, weighted
+from layerwise.search.prune import Keep, by_edge_cost, restrict
+from tests.graph.networks import chain, crossing, dense, inception, residual
+from tests.search.tables import complete_tables, every_strategy, random_tables, tables
+
+
+def contained(t: CostTables, upper_s: float) -> Keep:
+    """The configurations of all strategies that cost no more than `upper_s`."""
+    keep = {name: np.zeros(len(cost), bool) for name, cost in t.node.items()}
+    for choice, cost in every_strategy(t).items():
+        if cost <= upper_s:
+            for name, i in zip(keep, choice, strict=True):
+                keep[name][i] = True
+    return keep
+
+
+@settings(max_examples=300)
+@given(random_tables(nodes=5, most=4), st.floats(0, 0.5))
+def test_whatever_is_part_of_a_strategy_within_the_bound_is_kept(t: CostTables, above: float) -> None:
+    upper = eliminate(t).cost_s * (1 + above)
+    keep = by_edge_cost(t, t.node, upper)
+    for name, needed in contained(t, upper).items():
+        assert keep[name][needed].all()
+    small = restrict(t, keep)
+    assert eliminate(small).cost_s == pytest.approx(eliminate(t).cost_s)
+    assert all(small.configs[name] == tuple(np.array(t.configs[name], object)[keep[name]]) for name in keep)
+
+
+def test_what_has_lost_its_cheap_partner_goes_too() -> None:
+    t = tables({"a": 3, "b": 3}, [("a", "b", 0)], seed=0)
+    t.node["a"][:], t.node["b"][:] = [0, 1, 10], 0
+    t.transfer["a", "b", 0][:] = [[0, 0, 5], [0, 0, 5], [0, 0, 0]]
+    keep = by_edge_cost(t, t.node, 1.5)
+    assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, True, False], "b": [True, True, False]}
+    keep = by_edge_cost(t, t.node, 0)  # a bound that only the optima reach: they stay, whatever the rounding
+    assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, False, False], "b": [True, True, False]}
+
+
+@settings(max_examples=300)
+@given(random_tables(nodes=5, most=4), st.integers(0, 4))
+def test_messages_bound_every_strategy_by_each_of_its_configurations(t: CostTables, sweeps: int) -> None:
+    bounds = Messages(t.transfer, list(t.node)).bounds(t.node, sweeps)
+    for choice, cost in every_strategy(t).items():
+        for name, i in zip(t.node, choice, strict=True):
+            assert bounds.lower_s[name][i] <= cost * (1 + 1e-12) + 1e-12
+    assert tuple(bounds.choice.values()) in every_strategy(t)
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_messages_along_a_chain_are_exact(length: int, seed: int) -> None:
+    names = [f"l{i}" for i in range(length)]
+    t = tables(dict.fromkeys(names, 4), [(u, v, 0) for u, v in zip(names, names[1:], strict=False)], seed)
+    costs = every_strategy(t)
+    bounds = Messages(t.transfer, names).bounds(t.node, 1)
+    for at, name in enumerate(names):
+        best = [min(cost for choice, cost in costs.items() if choice[at] == i) for i in range(4)]
+        assert bounds.lower_s[name] == pytest.approx(best)
+    assert costs[tuple(bounds.choice.values())] == pytest.approx(min(costs.values()))
+
+
+def test_messages_tighten_the_bound_where_it_is_not_exact() -> None:
+    t = complete_tables(6, 4)
+    best = eliminate(t).cost_s
+    lower = [max(b.min() for b in Messages(t.transfer, list(t.node)).bounds(t.node, n).lower_s.values()) for n in (0, 4)]
+    assert lower[0] < 0.6 * best < 0.75 * best < lower[1] <= best
+
+
+@pytest.mark.parametrize("network", [chain, residual, inception, dense, crossing])
+@pytest.mark.parametrize(("devices", "batch"), [(4, 8), (6, 4), (8, 1), (1, 2)])
+def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
+    network: Callable[[int], LayerGraph], devices: int, batch: int
+) -> None:
+    options = CostOptions(io="sample" if batch >= devices else "free")
+    node = 2 if devices > 1 else 1
+    model = CostModel(fuse(network(batch)), load("p100").device_graph(devices, node), options)
+    space = SearchSpace(devices, spread=devices > 2)
+    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    configs = configurations(model, space, named, {})
+    small, nodes, uppers = pruned_tables(model, space, configs, named, {}, SYNC_WEIGHTS)
+    full = model.tables(configs)
+    for weight, costs, upper in zip(SYNC_WEIGHTS, nodes, uppers, strict=True):
+        best = eliminate(full, node=weighted(model, configs, weight)).cost_s
+        assert eliminate(small, node=costs).cost_s == pytest.approx(best, rel=1e-12)
+        keep = by_edge_cost(small, costs, upper)
+        last = restrict(small, keep)
+        assert eliminate(last, node={name: costs[name][keep[name]] for name in costs}).cost_s == pytest.approx(best)
+        assert best <= upper * (1 + 1e-12)
+
+
+def test_a_weight_of_t_s_changes_nothing_but_t_s() -> None:
+    model = CostModel(fuse(chain(8)), load("p100").device_graph(4))
+    configs = {layer.name: (Config(), Config.of({"n": 4})) for layer in model.graph.layers}
+    for layer in model.graph.layers:
+        cost = model.node_cost(layer, configs[layer.name])
+        half = weighted(model, configs, 0.5)[layer.name]
+        assert half == pytest.approx(cost.compute.total + cost.statistics + cost.reduction + cost.sync / 2)

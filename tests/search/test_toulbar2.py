@@ -1,0 +1,69 @@
+"""An outside solver, toulbar2, proves the same optimum from the exported tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from layerwise.config import SearchSpace
+from layerwise.cost.price import complete
+from layerwise.cost.tables import CostModel, CostTables
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.eliminate import eliminate
+from layerwise.search.exhaustive import exhaustive
+from layerwise.search.export import export_costs
+from layerwise.search.find import configurations, search
+from tests.graph.networks import chain, crossing, residual
+from tests.search.tables import random_tables
+
+pytoulbar2 = pytest.importorskip("pytoulbar2")
+
+
+def solved(t: CostTables, path: Path) -> float:
+    """toulbar2's optimum, after checking that its strategy costs that much by our tables."""
+    export_costs(t, path)
+    problem = pytoulbar2.CFN()
+    problem.Read(str(path))
+    choice, cost_s, _ = problem.Solve()
+    strategy = {name: configs[i] for (name, configs), i in zip(t.configs.items(), choice, strict=True)}
+    assert t.price(strategy) == pytest.approx(cost_s, **rounding(t))
+    return float(cost_s)
+
+
+def rounding(t: CostTables) -> dict[str, float]:
+    """Of every entry that adds up to a strategy's cost."""
+    return {"rel": 1e-12, "abs": 0.5e-12 * (len(t.node) + len(t.transfer))}
+
+
+@given(random_tables(nodes=6))
+def test_it_agrees_on_random_tables(tmp_path_factory: pytest.TempPathFactory, t: CostTables) -> None:
+    assert solved(t, tmp_path_factory.getbasetemp() / "random.cfn") == pytest.approx(exhaustive(t).cost_s, **rounding(t))
+
+
+@pytest.mark.parametrize("graph", [chain(8), residual(8), crossing(8)], ids=lambda g: g.name)
+def test_it_agrees_on_small_networks(tmp_path: Path, graph: object) -> None:
+    model = CostModel(fuse(graph), load("p100").device_graph(6, 2))  # type: ignore[arg-type]
+    agree(model, SearchSpace(6, spread=True), tmp_path)
+
+
+@pytest.mark.parametrize("gpus", [4, 16])
+@pytest.mark.parametrize("network", ["vgg16", "inception_v3"])
+def test_it_agrees_on_the_papers_networks(tmp_path: Path, network: str, gpus: int) -> None:
+    model = CostModel(fuse(load_model(network, 32 * gpus)), load("p100").device_graph(gpus))
+    agree(model, SearchSpace(gpus, spread=gpus > 4), tmp_path)
+
+
+def agree(model: CostModel, space: SearchSpace, folder: Path) -> None:
+    """toulbar2 on the unpruned tables, elimination on the same, and the search with all its pruning."""
+    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    t = model.tables(configurations(model, space, named, {}))
+    proven_s = solved(t, folder / "costs.cfn")
+    assert eliminate(t).cost_s == pytest.approx(proven_s, **rounding(t))
+    found = search(model, space, objective="additive")
+    assert found.best.price.step_time_s == pytest.approx(proven_s, **rounding(t))
+    assert found.optimum.proven
