@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,16 +19,24 @@ from layerwise.cost.compute import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DEFAULT, DTYPES, names
 
+PIPED_WIDTH = 160  # columns of output that goes to a file or a pipe
+MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
+
 
 def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs a command; a LayerwiseError is one line on stderr and exit code 2, Ctrl-C is 130."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the encoding and the names of layers
     try:
-        return main(argv) or 0
+        code = main(argv) or 0
+        sys.stdout.flush()
+        return code
     except LayerwiseError as error:
-        print(f"layerwise: error: {error}", file=sys.stderr)
+        print(f"layerwise: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
+    except BrokenPipeError:  # `| head`: what is still buffered must not raise once more at exit
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("layerwise: interrupted", file=sys.stderr)
@@ -33,8 +46,20 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors in layerwise's form."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise LayerwiseError(f"{message} (see {self.prog} --help)")
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError  # for run_main
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal or $COLUMNS, else (in a pipe, in a file) wide. Names in text are never markup."""
+    piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    width = PIPED_WIDTH if piped else None
+    return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
 def machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +101,19 @@ def shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise LayerwiseError(f"--input-shape {text!r} is not sizes joined by x, such as 3x224x224")
+        raise argparse.ArgumentTypeError(f"{text!r} is not sizes joined by x, such as 3x224x224")
     return sizes
+
+
+def positive(text: str) -> float:
+    """A finite number above 0: seconds, or GiB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
@@ -85,18 +121,20 @@ def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
     total = whole if whole is not None else (32 if batch is None else batch) * gpus
     if total < 1:
         raise LayerwiseError(f"the global batch is {total} samples; give --batch or --global-batch of at least 1")
+    if total > MAX_BATCH:
+        raise LayerwiseError(f"the global batch is {total} samples; at most {MAX_BATCH:,} can be planned for")
     return total
 
 
 @contextmanager
 def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on stderr while something long is under way; only on a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    where = console(stderr=True)
+    if quiet or not where.is_terminal:
         yield None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=where, transient=True) as bar:
         task = bar.add_task(title, total=None)
 
         def advance(done: int, total: int) -> None:

@@ -162,7 +162,7 @@ def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devic
     own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
     order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
     for row, config in enumerate(configs):
-        cells = np.indices(degrees[row, order]).reshape(len(dims), -1).T
+        cells = np.indices(tuple(degrees[row, order].tolist())).reshape(len(dims), -1).T
         at = np.arange(len(cells))
         if config.placement == "strided":
             at = at * devices // len(cells)

@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from layerwise.cli import Parser, run_main
+from layerwise.cli import Parser, console, run_main
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
 from layerwise.search.report import units
@@ -51,16 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("", args.a, args.b):
         table.add_column(name)
     for setting, x, y in settings:
-        table.add_row(setting, str(x), str(y))
+        table.add_row(setting, *(str(v)[:12] if setting == "digest" else str(v) for v in (x, y)))
     for name in changed:
-        table.add_row(name, *(str(p.strategy[name]) if name in p.strategy else "-" for p in (a, b)))
+        table.add_row(name, *(_written(p.strategy.get(name)) for p in (a, b)))
     for key in shared:
         unit = "s" if key.endswith("_s") else "B"
         table.add_row(key, units(a.predicted[key], unit), units(b.predicted[key], unit))
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    console.print(table)
-    console.print(f"\n{len(changed)} of {len(layers)} layers differ")
+    out = console()
+    out.print(table)
+    out.print(f"\n{len(changed)} of {len(layers)} layers differ")
     return 0
+
+
+def _written(config: Config | None) -> str:
+    if config is None:
+        return "-"
+    return str(config) if config.total > 1 else "one device"
 
 
 if __name__ == "__main__":

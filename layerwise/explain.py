@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from layerwise.cli import Parser, run_main
+from layerwise.cli import Parser, console, positive, run_main
 from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
     p.add_argument("--all", action="store_true", help="every alternative, not only the 12 best")
-    p.add_argument("--search-memory", type=float, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
+    p.add_argument("--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
     p.add_argument("--json", action="store_true", help="for programs")
     return p
 
@@ -43,16 +43,17 @@ def parser() -> argparse.ArgumentParser:
 def rebuild(plan: Plan) -> tuple[CostModel, SearchSpace]:
     """The cost model and the space under which a plan was found."""
     p = plan.provenance
-    raw = load_model(plan.model, plan.batch)
-    graph = fuse(raw) if plan.fused else raw
-    plan.check(graph)
-    devices = load(str(p.get("profile"))).device_graph(plan.gpus, plan.gpus_per_node)
     try:
+        shape = cast(list[int] | None, p["input_shape"])
+        devices = load(cast(str, p["profile"])).device_graph(plan.gpus, plan.gpus_per_node)
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
+    raw = load_model(plan.model, plan.batch, tuple(shape) if shape else None)
+    graph = fuse(raw) if plan.fused else raw
+    plan.check(graph)
     return CostModel(graph, devices, options), space
 
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise LayerwiseError(f"the plan has no layer {args.layer!r}{nearest(args.layer, plan.strategy)}")
     model, space = rebuild(plan)
     named = {name: baseline(model, name) for name in NAMES}
-    tables = model.tables(configurations(model, space, named, {}))
+    tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     found = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = found[0].step_time_s, plan.strategy[args.layer]
     if args.json:
@@ -96,13 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ratio,
                 ", ".join(notes),
             )
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    console.print(f"[bold]{args.layer}[/] {layer.out.describe()}: {len(found)} configurations\n")
-    console.print(table)
-    if found[0].config != chosen:
-        console.print(
-            "\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row."
-        )
+    out = console()
+    out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(found)} configurations\n"))
+    out.print(table)
+    if best < next(a.step_time_s for a in found if a.config == chosen):
+        out.print("\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row.")
     return 0
 
 

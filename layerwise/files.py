@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from layerwise.errors import LayerwiseError
 
@@ -14,19 +16,54 @@ from layerwise.errors import LayerwiseError
 def write_text(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
     """Write to a temporary file beside `path`, then rename. Raises LayerwiseError where that is impossible.
 
-    Long texts may come in parts.
+    Long texts may come in parts. Links are followed; a pipe or a device is written to as it is.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines([text] if isinstance(text, str) else text)
-        temporary.replace(target)
-    except OSError as error:
-        raise LayerwiseError(f"{target} cannot be written: {error.strerror or error}") from None
-    finally:
+        target, temporary = _places(path)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines([text] if isinstance(text, str) else text)
+            if temporary != target:
+                temporary.replace(target)
+        finally:
+            _remove(target, temporary)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
+        raise _unwritable(path, error) from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """LayerwiseError where `write_text` would fail: before the work whose result is to be written."""
+    try:
+        target, temporary = _places(path)
+        if temporary != target:
+            try:
+                temporary.touch()
+            finally:
+                _remove(target, temporary)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
+        raise _unwritable(path, error) from None
+
+
+def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Where the text shall be, and where it is written first: a file beside it, to rename."""
+    given = Path(path)
+    if given.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if given.exists() and not given.is_file():
+        return given, given
+    target = Path(os.path.realpath(given))
+    return target, target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def _remove(target: Path, temporary: Path) -> None:
+    if temporary != target:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _unwritable(path: str | os.PathLike[str], error: Exception) -> LayerwiseError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return LayerwiseError(f"{os.fspath(path)!r} cannot be written: {reason or error}")
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> object:
@@ -37,7 +74,20 @@ def read_json(path: str | os.PathLike[str], what: str) -> object:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise LayerwiseError(f"{what} {os.fspath(path)!r} cannot be read: {reason or error}") from None
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise LayerwiseError(f"{what} {os.fspath(path)!r} is not JSON: {error}") from None
     return value
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An `object_pairs_hook` that refuses a member named twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
+    return members
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")

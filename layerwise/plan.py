@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -45,9 +46,12 @@ class Plan:
 
     def dumps(self) -> str:
         """The file's text: stable, readable, one line a layer."""
-        body = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
-        head = json.dumps({"format": FORMAT, "version": VERSION, **body}, indent=1, default=list)
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(as_json(c))}" for name, c in self.strategy.items())
+        body: dict[str, object] = {"format": FORMAT, "version": VERSION}
+        body |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        strategy = {name: as_json(config) for name, config in self.strategy.items()}
+        body["checksum"] = checksum({**body, "strategy": strategy})
+        head = json.dumps(body, indent=1, default=list, allow_nan=False)
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(config)}" for name, config in strategy.items())
         return head.removesuffix("\n}") + ',\n "strategy": {\n' + rows + "\n }\n}\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -60,14 +64,19 @@ class Plan:
             raise LayerwiseError(
                 f"the plan is for {self.gpus} ranks, there are {world_size}: start as many, or search again"
             )
-        names = {layer.name for layer in graph.layers if layer.op.kind not in ("input", "sink")}
+        names = {layer.name for layer in graph.inner}
         if names != set(self.strategy):
             odd = sorted(names ^ set(self.strategy))[0]
             raise LayerwiseError(f"the plan is for another model: layer {odd!r} is only in one of them")
+        if graph.batch != self.batch:
+            raise LayerwiseError(
+                f"the plan is for a global batch of {self.batch}, here it is {graph.batch}: give the model that batch, "
+                "or search again"
+            )
         if graph.digest != self.digest:
             raise LayerwiseError(
                 f"the plan is for another model: {self.model!r} had digest {self.digest[:12]}, this one has "
-                f"{graph.digest[:12]} (same layer names, other operators, shapes or batch): search again"
+                f"{graph.digest[:12]} (same layer names, other operators or shapes): search again"
             )
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
@@ -90,20 +99,32 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     if raw["io"] not in ("sample", "free"):
         raise LayerwiseError(f"{where}: 'io' must be 'sample' or 'free', not {raw['io']!r}")
     order = raw.get("device_order")
-    if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(raw["gpus"]))):
+    sound = isinstance(order, list) and len(order) == raw["gpus"] and all(type(rank) is int for rank in order)
+    if not isinstance(order, list) or not sound or sorted(order) != list(range(raw["gpus"])):
         raise LayerwiseError(f"{where}: 'device_order' must name each of the {raw['gpus']} ranks once")
     predicted = _object(raw.get("predicted"), f"{where}: 'predicted'")
     for key, value in predicted.items():
-        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise LayerwiseError(f"{where}: predicted {key!r} must be a finite number of at least 0, not {value!r}")
     strategy = {
         name: parse(degrees, _anything(degrees), raw["gpus"], name)
         for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
     }
+    provenance = _object(raw.get("provenance"), f"{where}: 'provenance'")
+    if raw.pop("checksum", None) != checksum(raw):
+        raise LayerwiseError(
+            f"{where} was altered since it was written: search again (a strategy of your own can be priced with "
+            "layerwise search --price)"
+        )
     return Plan(
         raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(int(o) for o in order), predicted, _object(raw.get("provenance"), f"{where}: 'provenance'"),
+        strategy, tuple(order), predicted, provenance,
     )  # fmt: skip
+
+
+def checksum(body: Mapping[str, object]) -> str:
+    """SHA-256 of a plan's other members, as they stand in the file."""
+    return hashlib.sha256(json.dumps(body, default=list).encode()).hexdigest()
 
 
 def as_json(config: Config) -> dict[str, Any]:
@@ -118,8 +139,8 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
     placements = _object(raw.get("placements", {}), "'placements'")
     if isinstance(raw.get("strategy"), dict):
         raw = raw["strategy"]
-    by_name = {layer.name: layer for layer in graph.layers if layer.op.kind not in ("input", "sink")}
-    for name in raw:
+    by_name = {layer.name: layer for layer in graph.inner}
+    for name in (*raw, *placements):
         if name not in by_name:
             raise LayerwiseError(
                 f"the strategy names layer {name!r}, which the model does not have{nearest(name, by_name)}"

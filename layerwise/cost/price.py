@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.config import Config, check
 from layerwise.cost.compute import OPTIMIZERS, held, largest_box, largest_extents
 from layerwise.cost.sync import wire_bytes
-from layerwise.cost.tables import CostModel, Strategy, input_maps, is_end
+from layerwise.cost.tables import CostModel, Strategy, input_maps
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import space
@@ -103,7 +103,7 @@ def price(model: CostModel, strategy: Strategy) -> Price:
 
 def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
     """The strategy with the configurations of inputs and sink added."""
-    inner = {layer.name: layer for layer in model.graph.layers if not is_end(layer)}
+    inner = {layer.name: layer for layer in model.graph.layers if not layer.end}
     unknown = sorted(set(strategy) - {layer.name for layer in model.graph.layers})
     missing = sorted(set(inner) - set(strategy))
     if unknown or missing:
@@ -120,7 +120,7 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
 def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[str, float]:
     """Bytes that the layer's own collectives hand to the network, summed over devices."""
     result = {"sync": 0.0, "statistics": 0.0, "reduction": 0.0}
-    if is_end(layer):
+    if layer.end:
         return result
     lay = model.layout(layer, (config,))
     for kind, found, times in (

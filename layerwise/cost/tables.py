@@ -17,7 +17,7 @@ from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, secon
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Dim, Maps, space
-from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.ops.ends import Constant, Tied
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.float64]
@@ -115,14 +115,14 @@ class CostModel:
         """Costs of a layer by itself under each configuration."""
         wanted = tuple(self.has_gradient[name] for name in layer.inputs)
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
-        key = (layer.op, layer.specs, wanted, owned, configs)
+        key = (layer.space, wanted, owned, configs)
         if key not in self._nodes:
             self._nodes[key] = self._node_cost(layer, configs, wanted)
         return self._nodes[key]
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         zeros = np.zeros(len(configs))
-        if is_end(layer):
+        if layer.end:
             return NodeCost(ComputeTime(zeros, zeros, zeros), zeros, zeros, zeros)
         lay, options = self.layout(layer, configs), self.options
         compute = compute_time(layer, lay, wanted, self.devices.processor, options.dtype, options.optimizer)
@@ -194,7 +194,7 @@ class CostModel:
     def directions(self, edge: Edge) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2."""
         source, target = self.graph[edge[0]], self.graph[edge[1]]
-        if self.options.io == "free" and (is_end(source) or is_end(target)):
+        if isinstance(source.op, Constant) or (self.options.io == "free" and (source.end or target.end)):
             return 0
         return 2 if self.has_gradient[edge[0]] and self.has_gradient[edge[1]] else 1
 
@@ -256,11 +256,6 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return where.needs[slot], where.late_inputs[slot]
     parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.late
-
-
-def is_end(layer: Layer) -> bool:
-    """Whether it is an input or the sink, whose configuration is given. A tied parameter is neither."""
-    return isinstance(layer.op, Input | Sink) and not isinstance(layer.op, Tied)
 
 
 def gradients(graph: LayerGraph) -> dict[str, bool]:

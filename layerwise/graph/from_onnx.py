@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx.inliner
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto
+from onnx import AttributeProto, ModelProto, NodeProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -101,10 +101,15 @@ def _composites_inlined(model: ModelProto) -> ModelProto:
             continue
         if schema.has_function or schema.has_context_dependent_function:  # type: ignore[attr-defined]
             unknown.add(node.op_type)
+    for node in model.graph.node:
+        if node.op_type in unknown and (schema := schema_of(node, opset)):
+            given = {a.name for a in node.attribute}  # the inliner does not know the defaults
+            defaults = [a.default_value for name, a in schema.attributes.items() if name not in given]
+            node.attribute.extend(a for a in defaults if a.type != AttributeProto.UNDEFINED)
     for op_type in sorted(unknown):
         try:
             model = onnx.inliner.inline_selected_functions(model, [("", op_type)], inline_schema_functions=True)
-        except RuntimeError:  # types that it does not know: then the operator is one that we do not support
+        except (RuntimeError, TypeError):  # of types that it cannot tell, or onnx is too old: not supported
             continue
     return model
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from layerwise.graph.layer import Layer, LayerGraph, made
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Op
 from layerwise.ops.combine import Concat
 from layerwise.ops.ends import Input, Sink
@@ -35,11 +35,11 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
         views = _views_before(layer, layers, uses)
         if views:
             first = views[-1]
-            moved = made(Layer(layer.name, layer.op, first.inputs, first.specs))
+            moved = Layer(layer.name, layer.op, first.inputs, first.specs)
             layers[moved.name] = moved
             for view in reversed(views):  # after f, each in its order: what reads them comes later still
                 del layers[view.name]
-                moved = made(Layer(view.name, view.op, (moved.name,), (moved.out,)))
+                moved = Layer(view.name, view.op, (moved.name,), (moved.out,))
                 layers[moved.name] = moved
             last[layer.name] = moved.name
             uses[layer.name], uses[moved.name] = 1, uses[layer.name]
@@ -99,7 +99,7 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
                 name = layer.name if end == last else f"{layer.name}.first{end}"
                 parts = ([running] if running else []) + inputs[start:end]
                 op = Concat(layer.op.dim)
-                layers[name] = made(Layer(name, op, tuple(parts), tuple(layers[p].out for p in parts)))
+                layers[name] = Layer(name, op, tuple(parts), tuple(layers[p].out for p in parts))
                 made_for[path[end]] = name
             running, start = made_for[path[end]], end
     return LayerGraph(tuple(layers.values()), graph.name)
@@ -134,7 +134,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
     for head in sorted(tail, key=lambda name: order[tail[name]]):
         if head in chains:
             continue
-        result[head] = made(_grouped(graph[head], members.get(head, []), chains, origin, renamed, result))
+        result[head] = _grouped(graph[head], members.get(head, []), chains, origin, renamed, result)
     return LayerGraph(tuple(result.values()), graph.name)
 
 

@@ -33,15 +33,24 @@ class Layer:
     parameters: tuple[str, ...] = ()
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
     followers: tuple[str, ...] = ()  # names of the fused followers, in order
+    space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
 
-    @property
-    def space(self) -> Space:
-        """Its iteration space (shared with every layer of the same operator and shapes)."""
-        return space(self.op, self.specs)
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "space", space(self.op, self.specs))
+        except LayerwiseError as error:
+            raise LayerwiseError(f"layer {self.name!r} ({self.op.kind}): {error}") from None
+        expected = [p.name for p in self.space.parameters]
+        assert len(expected) == len(self.parameters), f"{self.name}: parameters {self.parameters} for {expected}"
 
     @property
     def out(self) -> TensorSpec:
         return self.space.out
+
+    @property
+    def end(self) -> bool:
+        """Whether nothing is chosen here: data comes in, a constant is made, or outputs go."""
+        return isinstance(self.op, Input | Sink) and not isinstance(self.op, Tied)
 
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Model's name and description of the parameters that live in this layer."""
@@ -75,8 +84,8 @@ class LayerGraph:
 
     @property
     def inner(self) -> tuple[Layer, ...]:
-        """The layers that compute: neither inputs nor sink."""
-        return tuple(layer for layer in self.layers if not isinstance(layer.op, (Input, Sink)))
+        """The layers whose configuration is chosen: all but what is fed, constant, or the sink."""
+        return tuple(layer for layer in self.layers if not layer.end)
 
     def edges(self) -> Iterator[tuple[str, str, int]]:
         """(producer, consumer, slot), in topological order of the consumers."""
@@ -97,9 +106,9 @@ class LayerGraph:
         sizes = {name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}
         return tied + sum(sizes.values())
 
-    def to_networkx(self) -> nx.MultiDiGraph:
+    def to_networkx(self) -> nx.MultiDiGraph[str]:
         """Nodes carry `layer`, edges are keyed by slot."""
-        graph = nx.MultiDiGraph(name=self.name)
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for layer in self.layers:
             graph.add_node(layer.name, layer=layer)
         for source, target, slot in self.edges():
@@ -140,7 +149,7 @@ class LayerGraph:
                 op = Sink(batch)
             else:
                 op = op.rebatch(layer.specs, layer.out, specs).at_batch(batch)
-            done[layer.name] = made(replace(layer, op=op, specs=specs))
+            done[layer.name] = replace(layer, op=op, specs=specs)
         return LayerGraph(tuple(done.values()), self.name)
 
 
@@ -172,7 +181,7 @@ class GraphBuilder:
         while unique in self._layers or unique == SINK:
             count += 1
             unique = f"{name}:{count}"
-        self._layers[unique] = made(Layer(unique, op, edges, specs, tuple(parameters), tied))
+        self._layers[unique] = Layer(unique, op, edges, specs, tuple(parameters), tied)
         return unique
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
@@ -188,17 +197,7 @@ class GraphBuilder:
         if not batches:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
-        return LayerGraph((*kept, made(sink)), self.name)
-
-
-def made(layer: Layer) -> Layer:
-    """Infers the layer's shapes now, so that an error names it."""
-    try:
-        expected = [p.name for p in layer.space.parameters]
-    except LayerwiseError as error:
-        raise LayerwiseError(f"layer {layer.name!r} ({layer.op.kind}): {error}") from None
-    assert len(expected) == len(layer.parameters), f"{layer.name}: parameters {layer.parameters} for {expected}"
-    return layer
+        return LayerGraph((*kept, sink), self.name)
 
 
 def _rebatched(spec: TensorSpec, old: int, new: int) -> TensorSpec:

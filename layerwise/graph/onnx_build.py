@@ -294,7 +294,8 @@ class _Importer:
         ):
             shape = tuple("?" if extent is None else extent for extent in theirs)
             raise LayerwiseError(
-                f"layer {name!r}: layerwise computes the shape {ours.describe()}, ONNX {shape}; please report this"
+                f"layer {name!r}: layerwise computes the shape {ours.describe()}, ONNX {shape}: the file contradicts "
+                "itself, or please report this"
             )
 
     def name(self, node: NodeProto) -> str:

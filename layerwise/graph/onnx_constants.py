@@ -102,12 +102,17 @@ def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> tupl
     literal = all(c.literal for c in given)
     if kind in VIEWS:
         return (_view(node, inputs, opset),)
+    for c in given:
+        if not c.ready and prod(c.shape) * c.dtype.itemsize > FOLD_BYTES:
+            raise LayerwiseError(too_large(node, prod(c.shape)))
     outputs = _run(node, [None if c is None else c.value for c in inputs], opset)
     results = []
     for name, array in zip(node.output, outputs, strict=False):
         result = constant(name, array, literal=literal)
-        if kind == "ConstantOfShape" and literal:  # stands for an initializer: each element is a value of its own
-            result = learned(replace(result, read=partial(np.array, array), ready=False))
+        if kind == "ConstantOfShape" and literal:
+            result = learned(result)
+            if result.weight:  # stands for an initializer: each element is a value of its own
+                result = replace(result, read=partial(np.array, array), ready=False)
         elif kind == "Constant":
             result = learned(result)
         elif kind == "Cast" and given[0].weight and "float" in array.dtype.name:
@@ -287,7 +292,13 @@ def _within(node: NodeProto, inputs: Sequence[Array | None]) -> None:
     else:
         count = max(a.size for a in arrays)
     if count * itemsize > FOLD_BYTES:
-        raise LayerwiseError(
-            f"layer {node.name or node.output[0]!r} ({node.op_type}) computes a constant of {count:,} elements, more "
-            f"than {FOLD_BYTES >> 20} MiB; make it an initializer"
-        )
+        raise LayerwiseError(too_large(node, count))
+
+
+def too_large(node: NodeProto, count: int) -> str:
+    """What is said of a constant that would not fit."""
+    name = node.name or node.output[0]
+    return (
+        f"layer {name!r} ({node.op_type}) computes with a constant of {count:,} elements, more than "
+        f"{FOLD_BYTES >> 20} MiB; make the result an initializer"
+    )

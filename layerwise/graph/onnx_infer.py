@@ -44,7 +44,8 @@ def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[
     foreign = {name for node in graph.node if not standard(node.domain) for name in node.output}
     bare.graph.value_info.extend(info for info in graph.value_info if info.name in foreign)
     try:
-        result = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
+        # Without data_prop, which would compute constants of whatever size the file asks for.
+        result = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise LayerwiseError(f"the shapes or types of the model do not fit: {first_line(error)}") from None
     return {info.name: info for info in (*result.graph.value_info, *result.graph.output)}

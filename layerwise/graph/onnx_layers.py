@@ -39,6 +39,8 @@ def _window(call: Call, x: Operand, kernel: Ints) -> tuple[Ints, Ints, Pads]:
     ones = (1,) * len(kernel)
     stride, dilation = integers(call, "strides") or ones, integers(call, "dilations") or ones
     flat = integers(call, "pads") or (0,) * (2 * len(kernel))
+    if (named := integers(call, "kernel_shape")) and named != kernel:
+        raise LayerwiseError(f"a kernel of {named} is not that of the weight, {kernel}")
     if not len(kernel) == len(stride) == len(dilation) == len(flat) // 2 == len(x.shape) - 2:
         raise LayerwiseError(f"kernel {kernel}, strides {stride}, dilations {dilation} and pads {flat} of {x.shape}")
     if min((*kernel, *stride, *dilation)) < 1 or min(flat) < 0:
@@ -226,7 +228,8 @@ def _loss(call: Call, fn: str, prediction: Operand, target: Operand) -> Built:
     if call.get("weights") is not None or call.get("weight") is not None:
         raise LayerwiseError(f"{call.target}: weights of the classes are not supported")
     ignored = call.get("ignore_index")
-    arguments = () if ignored is None else (("ignore_index", float(call.integer("ignore_index"))),)
+    plain = ignored in (None, -100)  # which is also the default of ours
+    arguments = () if plain else (("ignore_index", call.integer("ignore_index")),)
     reduction = text(call, "reduction", "mean")
     return Built(Loss(fn, reduction, arguments), (prediction, target))  # type: ignore[arg-type]
 
@@ -237,8 +240,8 @@ def attention(call: Call) -> Result:
     for name in ("past_key", "past_value", "nonpad_kv_seqlen"):
         if call.get(name) is not None:
             raise LayerwiseError(f"Attention with {name} is inference only; layerwise plans training")
-    if call.get("softcap", 0.0):
-        raise LayerwiseError("Attention with softcap is not supported")
+    if call.get("softcap", 0.0) or {call.get("left_window_size", -1), call.get("right_window_size", -1)} != {-1}:
+        raise LayerwiseError("Attention with softcap or a window is not supported")
     flat = len(q.shape) == 3
     heads, shared = (call.integer("q_num_heads"), call.integer("kv_num_heads")) if flat else (0, 0)
     parts: tuple[Tensor, ...] = (_heads(q, heads), _heads(k, shared), _heads(v, shared)) if flat else (q, k, v)

@@ -33,7 +33,9 @@ class Held:
     def read(self) -> Array:
         """The values."""
         value = self.constant.value.T if self.transposed else self.constant.value
-        return (value if value.size == prod(self.shape) else thin(value)).reshape(self.shape)
+        if value.size != prod(self.shape):  # repeated, which the layer does itself
+            value = value[tuple(slice(0, 1) if extent == 1 else slice(None) for extent in self.shape)]
+        return value.reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

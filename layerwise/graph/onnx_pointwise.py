@@ -73,7 +73,22 @@ def clip(call: Call) -> Result:
                 assert isinstance(bound, Operand)
                 result = Built(Binary(fn), (result, bound))
         return result
-    return Built(Unary("clamp", (number(call, "min", -inf), number(call, "max", inf))), (result,))
+    low, high = number(call, "min", -inf), number(call, "max", inf)
+    if low == -inf and "int" in call.tensors[0].spec.dtype:  # which has no infinity
+        return Built(Unary("minimum_scalar", (high,)), (result,)) if high != inf else result
+    if high == inf and "int" in call.tensors[0].spec.dtype:
+        return Built(Unary("maximum_scalar", (low,)), (result,))
+    return Built(Unary("clamp", (low, high)), (result,))
+
+
+def is_inf(call: Call) -> Result:
+    x = call.tensors[0]
+    sides = call.flag("detect_negative"), call.flag("detect_positive")
+    if all(sides):
+        return Built(Unary("isinf"), (x,))
+    if not any(sides):
+        raise LayerwiseError("IsInf that detects nothing")
+    return Built(Unary("eq_scalar", (inf if sides[1] else -inf,)), (x,))
 
 
 def prelu(call: Call) -> Result:
@@ -200,7 +215,7 @@ _SAME_NAME: dict[str, str] = {
     "HardSwish": "hardswish", "Log": "log", "Mish": "mish", "Neg": "neg", "Not": "logical_not",
     "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin",
     "Sinh": "sinh", "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Tan": "tan", "Tanh": "tanh",
-    "IsNaN": "isnan", "IsInf": "isinf", "BitwiseNot": "bitwise_not",
+    "IsNaN": "isnan", "BitwiseNot": "bitwise_not",
 }  # fmt: skip
 
 POINTWISE: dict[str, Callable[[Call], Result]] = {
@@ -215,6 +230,7 @@ POINTWISE: dict[str, Callable[[Call], Result]] = {
     "Swish": swish,
     "Gelu": gelu,
     "Clip": clip,
+    "IsInf": is_inf,
     "PRelu": prelu,
     "Dropout": dropout,
     "Cast": cast,

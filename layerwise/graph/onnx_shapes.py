@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import floor, prod
+from math import floor, isfinite, prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ from layerwise.ops.view import Expand, Slice
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.floating]
+PADDINGS: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
+    "constant": "constant", "edge": "replicate", "reflect": "reflect", "wrap": "circular",
+}  # fmt: skip
+LONGEST = 1 << 20  # extent after resampling
 MOST_PIECES = 64  # copies of a tensor, joined
 
 
@@ -210,7 +215,8 @@ def space_to_depth(call: Call) -> Result:
     n, c, h, w = _image(x)
     if b < 1 or h % b or w % b:
         raise LayerwiseError(f"SpaceToDepth: {h} x {w} does not divide into blocks of {b} x {b}")
-    parts = permuted(reshaped(x, (n, c, h // b, b, w // b, b)), (0, 3, 5, 1, 2, 4))
+    order = (0, 1, 3, 5, 2, 4) if text(call, "mode", "DCR") == "CRD" else (0, 3, 5, 1, 2, 4)
+    parts = permuted(reshaped(x, (n, c, h // b, b, w // b, b)), order)
     return reshaped(parts, (n, c * b**2, h // b, w // b))
 
 
@@ -233,8 +239,9 @@ def pad(call: Call) -> Result:
         pairs[dim] = (low, high)
     value = number(call, "value" if "value" in call.arguments else "constant_value", 0.0)
     mode = text(call, "mode", "constant")
-    named = {"edge": "replicate", "wrap": "circular"}.get(mode, mode)
-    return Built(Pad(tuple(pairs), named, value), (x,)) if any(flat) else x  # type: ignore[arg-type]
+    if mode not in PADDINGS:
+        raise LayerwiseError(f"Pad: there is no mode {mode!r}")
+    return Built(Pad(tuple(pairs), PADDINGS[mode], value), (x,)) if any(flat) else x
 
 
 def resize(call: Call) -> Result:
@@ -247,10 +254,12 @@ def resize(call: Call) -> Result:
     if not (len(scales) == len(dims) or len(sizes) == len(dims)):
         raise LayerwiseError(f"Resize: {len(scales)} scales, {len(sizes)} sizes for {len(dims)} axes")
     shape, factors = list(x.shape), [1.0] * rank
+    if not all(isfinite(s) and 0 < s < LONGEST for s in (*scales, *sizes)):
+        raise LayerwiseError(f"Resize by scales {scales} or to sizes {sizes}: out of range")
     for i, dim in enumerate(dims):
         factors[dim] = scales[i] if scales else sizes[i] / x.shape[dim]
         shape[dim] = floor(np.float32(x.shape[dim]) * np.float32(scales[i])) if scales else sizes[i]
-    if tuple(shape[:2]) != x.shape[:2]:
+    if tuple(shape[:2]) != x.shape[:2] or not 0 < min(shape) <= max(shape) < LONGEST:
         raise LayerwiseError(f"Resize of {x.spec.describe()} to {tuple(shape)}: only space can be resampled")
     if tuple(shape) == x.shape:
         return x
@@ -271,15 +280,20 @@ def _interpolation(
             found = [_nearest(*dim, name, _OURS[ours]) for dim in zip(extents, size, scales, strict=True)]
             if all((a == b).all() for a, b in zip(wanted, found, strict=True)):
                 return Interpolate(size, ours, scales=exact)  # type: ignore[arg-type]
-    elif mode in ("linear", "cubic"):
+    elif mode == "linear" or (mode == "cubic" and _is_torch_cubic(call)):
         half = where == "half_pixel" or (where == "pytorch_half_pixel" and min(size) > 1)
-        if half or where == "align_corners":
-            return Interpolate(size, mode, where == "align_corners", exact if half else ())  # type: ignore[arg-type]
+        if half or (where == "align_corners" and not exact):  # ONNX aligns with the size before it is rounded
+            return Interpolate(size, mode, where == "align_corners", exact)  # type: ignore[arg-type]
     rounding = f" and rounding {text(call, 'nearest_mode', 'floor')!r}" if mode == "nearest" else ""
     raise LayerwiseError(
         f"mode {mode!r} with coordinates {where!r}{rounding}, from {extents} to {size}, is not supported; "
         "export with half_pixel or align_corners (opset 11 or newer)"
     )
+
+
+def _is_torch_cubic(call: Call) -> bool:
+    """Whether the weights of a cubic are PyTorch's, and its border."""
+    return number(call, "cubic_coeff_a", -0.75) == -0.75 and not call.get("exclude_outside", 0)
 
 
 _OURS = {"nearest": "floor", "nearest_exact": "round_prefer_ceil"}

@@ -45,6 +45,7 @@ class _Importer:
         self.builder = GraphBuilder(title)
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
+        self.nothing: set[str] = set()  # tensors without elements
         self.sources: dict[str, str] = {}  # parameters and constants -> their node
         self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
         constant = constant_names(program)
@@ -62,6 +63,8 @@ class _Importer:
         self.shapes: dict[str, TensorSpec] = {}
         for source in program.sources:
             value, target = source.value, source.target
+            if 0 in value.shape:
+                self.nothing.add(value.name)
             if source.kind == "input" or 0 in value.shape:
                 continue
             self.shapes[target] = _spec(value)
@@ -78,7 +81,7 @@ class _Importer:
     def graph(self) -> LayerGraph:
         for place, node in enumerate(self.program.nodes):
             self.call(place, node)
-        outputs = [self.operand(ref) for ref in self.program.outputs]
+        outputs = [self.operand(ref) for ref in self.program.outputs if self.known(ref) is not None]
         fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
         computed = dict.fromkeys(o.name for o in outputs if o.activation)
         if computed.keys() <= fed:
@@ -142,6 +145,8 @@ class _Importer:
                 if self.by_sample(value):
                     spec = replace(spec, dims=("n", *spec.dims[1:]))
                 self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
+            elif value is not None:
+                self.nothing.add(value.name)
 
     def by_sample(self, value: Value) -> bool:
         """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
@@ -170,7 +175,7 @@ class _Importer:
 
     def works_by_row(self, node: Node) -> bool:
         """Whether a call takes merged rows that need not be merged for it."""
-        rows = [r for r in node.operands if isinstance(self.values.get(self.memory.current(r.name)), Rows)]
+        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
         if not rows or node.outputs[0] is None:
             return False
         if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
@@ -195,9 +200,9 @@ class _Importer:
     def argument(self, value: object, *, whole: bool = False) -> Argument:
         """An argument as a Call has it."""
         if isinstance(value, Ref):
-            known = self.values.get(self.memory.current(value.name))
+            known = self.known(value)
             if known is None:
-                return None  # a tensor without elements
+                return None
             return known.whole if whole and isinstance(known, Rows) else self.operand(value)
         if isinstance(value, tuple):
             return tuple(self.argument(v, whole=whole) for v in value)
@@ -251,8 +256,17 @@ class _Importer:
     def activation(self, layer: str) -> Operand:
         return Operand("activation", layer, self.builder.spec(layer))
 
+    def known(self, ref: Ref) -> Operand | Rows | None:
+        """A tensor; None for one without elements."""
+        name = self.memory.current(ref.name)
+        if name not in self.values and name not in self.nothing:
+            raise LayerwiseError(
+                f"the model uses {name!r}, an output that layerwise does not make (positions of maxima?)"
+            )
+        return self.values.get(name)
+
     def role(self, name: str) -> str:
-        value = self.values.get(self.memory.current(name))
+        value = self.known(Ref(name))
         return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
 
     def shape(self, ref: Ref) -> tuple[int, ...]:

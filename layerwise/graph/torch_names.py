@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.program import Node, Program, Source
+from layerwise.graph.program import Node, Program, Source, module_path
 from layerwise.graph.torch_ops import base_name
 from layerwise.tensor import LABELS, TensorSpec
 
@@ -23,14 +23,12 @@ def layer_names(program: Program, layers: Sequence[Node]) -> dict[str, str]:
     """
     containers = {path for node in program.nodes for _, path, _ in node.stack[:-1]}
     weights = {s.value.name for s in program.sources if s.kind == "parameter"}
-    inside: dict[str, list[Node]] = defaultdict(list)
-    for node in layers:
-        if node.stack:
-            inside[node.stack[-1][0]].append(node)
+    runs = groupby(layers, lambda node: node.stack[-1:])  # what a module without modules inside calls is together
+    inside = {node.name: run for run in (list(nodes) for _, nodes in runs) for node in run}
     names = {}
     for node in program.nodes:
-        key, path, _ = node.stack[-1] if node.stack else ("", "", "")
-        members = inside[key]
+        path = module_path(node.stack)
+        members = inside.get(node.name, [])
         owners = [m for m in members if any(r.name in weights for r in m.operands)]
         main = members if len(members) == 1 else owners
         op = base_name(node.target)

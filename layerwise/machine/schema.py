@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from layerwise.errors import LayerwiseError
+from layerwise.files import without_repeats
 from layerwise.machine.devices import DTYPES, Processor, Tile
 from layerwise.machine.fields import Field
 from layerwise.machine.profile import Link, LinkLevel, Profile
@@ -21,7 +22,7 @@ LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 def parse(text: str, file: str) -> Profile:
     """The profile that a file's text describes. `file` is how errors (LayerwiseError, always) call it."""
     try:
-        document = json.loads(text, object_pairs_hook=_without_repeats)
+        document = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise LayerwiseError(f"profile {file}: not valid JSON: {error}") from error
     root = Field(file, "", document)
@@ -133,11 +134,3 @@ def _finite(section: Field) -> object:
     except ValueError as error:
         raise section.error("holds a number that is not finite") from error
     return section.value
-
-
-def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
-    return members

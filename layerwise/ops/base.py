@@ -82,9 +82,9 @@ class Statistics:
     block: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """The iteration space of an operator at given shapes, and all that its cells need."""
+    """The iteration space of an operator at given shapes, and all that its cells need. `space` makes one of each."""
 
     out: TensorSpec
     dims: tuple[Dim, ...]

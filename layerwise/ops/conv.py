@@ -19,7 +19,7 @@ Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
 
 @dataclass(frozen=True, slots=True)
 class Conv(Op):
-    """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel). FLOPs 2·N·Cout·out·Cin/groups·kernel."""
+    """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
     out_channels: int
@@ -72,7 +72,7 @@ class Conv(Op):
 
 @dataclass(frozen=True, slots=True)
 class ConvTranspose(Op):
-    """The adjoint of a convolution: (n, c, *spatial) with (c, out_channels/groups, *kernel), PyTorch's weight layout."""
+    """The adjoint of a convolution: (n, c, *spatial) with (c, out_channels/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv_transpose"
     out_channels: int
@@ -93,11 +93,14 @@ class ConvTranspose(Op):
                 x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, self.output_padding, strict=True
             )
         )
-        return TensorSpec((x.shape[0], self.out_channels, *spatial), _labels(x), x.dtype, _units(x, spatial))
+        # weight[:, j] serves channel j of every group: groups stay whole, or devices would share parts of weights.
+        unit = 1 if self.groups == 1 else self.out_channels // self.groups
+        return TensorSpec((x.shape[0], self.out_channels, *spatial), _labels(x), x.dtype, _units(x, spatial, unit))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
-        # Output y is reached from x with y = x*stride - low + tap*dilation: ceil((y + low - reach)/stride) .. (y + low)//stride.
+        # Output y is reached from x where y = x*stride - low + tap*dilation:
+        # ceil((y + low - reach)/stride) .. (y + low)//stride.
         spatial = tuple(
             window(out.shape[i], x.shape[i], i, first=low - (k - 1) * d + s - 1, last=low, over=s)
             for i, (k, s, d, (low, _)) in enumerate(
@@ -145,8 +148,8 @@ def _labels(x: TensorSpec) -> tuple[str | None, ...]:
     return (x.dims[0], None if "c" in (x.dims[0], *spatial) else "c", *spatial)
 
 
-def _units(x: TensorSpec, spatial: tuple[int, ...]) -> tuple[int, ...]:
-    return (x.units[0], 1, *(1 for _ in spatial))
+def _units(x: TensorSpec, spatial: tuple[int, ...], channel: int = 1) -> tuple[int, ...]:
+    return (x.units[0], channel, *(1 for _ in spatial))
 
 
 def _channels(op: Conv | ConvTranspose, x: TensorSpec, out: TensorSpec) -> AxisMap:

@@ -80,6 +80,8 @@ class Reshape(View):
         grown = [i for i, (old, new) in enumerate(zip(x.shape, y.shape, strict=True)) if old != new]
         if not grown:
             return self
+        if len(grown) > 1:
+            raise LayerwiseError(f"a reshape of {x.describe()} to {self.shape} cannot follow it to {y.describe()}")
         (i,) = grown
         j = _samples(x, y, i, out)
         extent, rest = divmod(self.shape[j] * y.shape[i], x.shape[i])

@@ -10,40 +10,56 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
+from rich.text import Text
 
-from layerwise.cli import Parser, global_batch, machine_arguments, progress_bar, run_main, training_arguments
-from layerwise.config import Config, SearchSpace
+from layerwise.cli import (
+    Parser,
+    console,
+    global_batch,
+    machine_arguments,
+    positive,
+    progress_bar,
+    run_main,
+    training_arguments,
+)
+from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.files import read_json
+from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import HELP, load_model
 from layerwise.machine import load
 from layerwise.plan import parse_strategy
 from layerwise.search import report
-from layerwise.search.baselines import NAMES, baseline, depth_first
+from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.export import export_costs
-from layerwise.search.find import SearchResult, candidate, configurations, search
+from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
 from layerwise.tensor import LABELS
 
 EPILOG = """examples:
-  python -m layerwise.search vgg16 --gpus 16                            the best strategy on two H100 nodes
-  python -m layerwise.search unet3d --gpus 8 --global-batch 2           fewer samples than GPUs: split space
+  python -m layerwise.search vgg16 --gpus 16
+      the best strategy on two H100 nodes
+  python -m layerwise.search unet3d --gpus 8 --global-batch 2
+      fewer samples than GPUs: split space
   python -m layerwise.search net.onnx --gpus 16 --profile p100 --out plan.json
-  python -m layerwise.search vgg16 --gpus 4 --profile p100 --link-model sum --sync parameter-server --io free \\
-      --objective additive                                              the ICML 2018 paper's own choices (its table 5)
+      a model and a machine of your own, and a plan to run
+  python -m layerwise.search vgg16 --gpus 4 --profile p100 --link-model sum \\
+      --sync parameter-server --io free --objective additive
+      the ICML 2018 paper's own choices (its table 5)
 
-Two times are given. The step time is equation 1, t_C + t_X + t_S summed over layers: it is what is minimised and
-proven. The time with overlap is a simulation of the devices in which gradients travel beside the backward pass, as
-DistributedDataParallel has it: by it the plan is chosen among the optima and the baselines."""
+Two times are given. The step time is equation 1, t_C + t_X + t_S summed over
+layers: it is what is minimised and proven. The time with overlap is a
+simulation of the devices in which gradients travel beside the backward pass,
+as DistributedDataParallel has it: by it the plan is chosen among the optima
+and the baselines."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     p = Parser(
         prog="layerwise search",
-        description="Finds the cheapest way to split every layer of a network over N devices, and proves it.",
+        description="Finds the cheapest way to split every layer of a network over N\ndevices, and proves it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
-        "--search-memory", type=float, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
+        "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
     )
     g = p.add_argument_group("cost model")
     g.add_argument(
@@ -97,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--export-costs", metavar="FILE.cfn", help="write the whole cost tables as a toulbar2 problem")
     g.add_argument(
-        "--depth-first", type=float, metavar="SECONDS", help="also run the paper's depth-first search for so long"
+        "--depth-first", type=positive, metavar="SECONDS", help="also run the paper's depth-first search for so long"
     )
     return p
 
@@ -109,8 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
     space = search_space(args.dims, args.gpus, args.degrees == "powers-of-two", devices.nodes > 1)
-    if not args.search_memory > 0:
-        raise LayerwiseError(f"--search-memory must be more than 0 GiB, not {args.search_memory}")
+    writes = [path for path in (args.out, args.export_costs) if path is not None]
+    if args.price is not None and (writes or args.depth_first):
+        raise LayerwiseError("--price does not search: leave out --out, --export-costs and --depth-first")
+    for path in writes:
+        check_writable(path)
     started = time.perf_counter()
     raw = load_model(args.model, batch, args.input_shape)
     graph = raw if args.no_fuse else fuse(raw)
@@ -118,28 +137,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     io: Literal["sample", "free"] = args.io or ("sample" if batch >= args.gpus else "free")
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm)
     model = CostModel(graph, devices, options)
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    if args.price:
-        return _price(model, args, console)
+    if args.price is not None:
+        return _price(model, args, console())
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
             model, space, objective=args.objective, memory_bytes=args.search_memory * 2**30, progress=progress
         )
     seconds |= result.seconds
-    if args.export_costs:
+    enumerated: DepthFirst | None = None
+    if args.export_costs is not None or args.depth_first is not None:
         named = {name: baseline(model, name) for name in NAMES}
-        export_costs(model.tables(configurations(model, space, named, {})), args.export_costs, args.model)
-    if args.out:
-        make_plan(args.model, args.profile, model, space, result, fused=not args.no_fuse).save(args.out)
+        tables = model.tables(configurations(model, space, named, {}))
+        if args.export_costs is not None:
+            export_costs(tables, args.export_costs, args.model)
+        if args.depth_first is not None:
+            enumerated = depth_first(tables, args.depth_first)
+    if args.out is not None:
+        plan = make_plan(
+            args.model, args.profile, model, space, result, fused=not args.no_fuse, input_shape=args.input_shape
+        )
+        plan.save(args.out)
     if args.json:
-        print(json.dumps(report.as_dict(model, result, args.model, seconds), indent=1))
+        print(json.dumps(report.as_dict(model, result, args.model, seconds, enumerated), indent=1))
         return 0
-    console.print(f"[bold]{args.model}[/] on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n")
-    console.print(report.show(model, result, seconds, every_layer=args.layers))
-    if args.depth_first is not None:
-        _depth_first(model, space, result, args.depth_first, console)
-    if args.out:
-        console.print(f"plan written to {args.out}")
+    out = console()
+    title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
+    out.print(Text.assemble((args.model, "bold"), title))
+    out.print(report.show(model, result, seconds, every_layer=args.layers))
+    if enumerated is not None:
+        out.print(report.depth_first_line(enumerated, result))
+    for what, path in (("plan", args.out), ("cost tables", args.export_costs)):
+        if path is not None:
+            out.print(f"{what} written to {path}", soft_wrap=True)
     return 0
 
 
@@ -154,26 +183,17 @@ def search_space(dims: str | None, gpus: int, powers_of_two: bool, spread: bool)
     return SearchSpace(gpus, chosen, powers_of_two, spread)
 
 
-def _price(model: CostModel, args: argparse.Namespace, console: Console) -> int:
+def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
     """--price: one strategy beside the baselines."""
     strategy = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count)
-    found = candidate(model, args.price, strategy)
+    found = candidate(model, "yours", strategy)
     baselines = {name: candidate(model, name, baseline(model, name)) for name in NAMES}
     if args.json:
         print(json.dumps(report.price_dict(model, found, baselines, args.model), indent=1))
         return 0
-    console.print(report.strategy_table(model, found, every_layer=args.layers))
-    console.print("", report.candidates_table(model, [found, *baselines.values()], found))
+    out.print(report.strategy_table(model, found, every_layer=args.layers))
+    out.print("", report.candidates_table(model, [found, *baselines.values()], found), sep="\n")
     return 0
-
-
-def _depth_first(model: CostModel, space: SearchSpace, result: SearchResult, limit_s: float, console: Console) -> None:
-    named: dict[str, dict[str, Config]] = {name: baseline(model, name) for name in NAMES}
-    tables = model.tables(configurations(model, space, named, {}))
-    found = depth_first(tables, limit_s)
-    ended = "finished" if found.finished else f"gave up (best so far {report.units(found.cost_s, 's')})"
-    times = (report.units(t, "s") for t in (found.seconds, result.seconds["search"]))
-    console.print("depth-first search {} after {}; elimination took {}".format(ended, *times))
 
 
 if __name__ == "__main__":

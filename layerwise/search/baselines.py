@@ -18,7 +18,7 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
     Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only."""
     assert name in NAMES
-    inner = [layer for layer in model.graph.layers if layer.op.kind not in ("input", "sink")]
+    inner = model.graph.inner
     strategy = {}
     for layer in inner:
         by_channel = name == "model" or (name == "owt" and _fully_connected(layer))

@@ -17,7 +17,7 @@ from layerwise.cost.timeline import Timeline, timeline
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.bound import Messages
-from layerwise.search.eliminate import Optimum, eliminate
+from layerwise.search.eliminate import Optimum, eliminate, total
 from layerwise.search.prune import SLACK, Keep, by_edge_cost, restrict
 
 Floats = NDArray[np.float64]
@@ -112,7 +112,7 @@ def configurations(
     """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
     result: dict[str, tuple[Config, ...]] = {}
     for layer in model.graph.layers:
-        if layer.op.kind in ("input", "sink"):
+        if layer.end:
             result[layer.name] = (model.end_config(layer),)
         elif layer.name in fixed:
             result[layer.name] = (fixed[layer.name],)
@@ -139,13 +139,13 @@ def pruned_tables(
     """
     rough = rough_tables(model, configs, progress)
     messages = Messages(rough.transfer, list(configs))
-    known = [{name: s[name] for name in configs} for s in named.values()] if not fixed else []
+    known = [exact_cost(model, {name: s[name] for name in configs}) for s in named.values()] if not fixed else []
     keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
     uppers = []
     for weight in weights:
         bounds = messages.bounds(weighted(model, configs, weight), SWEEPS)
-        known.append(_chosen(configs, bounds.choice))
-        uppers.append(min(exact_cost(model, strategy, weight) for strategy in known))
+        known.append(exact_cost(model, _chosen(configs, bounds.choice)))
+        uppers.append(min(rest + weight * sync for rest, sync in known))
         for name, lower in bounds.lower_s.items():
             keep[name] |= lower <= uppers[-1] * SLACK
     kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}
@@ -182,12 +182,12 @@ def rough_tables(
     return rough
 
 
-def exact_cost(model: CostModel, strategy: Mapping[str, Config], weight: float) -> float:
-    """Equation 1 of a strategy with `weight` times t_S."""
-    single = {name: (config,) for name, config in strategy.items()}
-    node = weighted(model, single, weight)
-    transfer = model.tables(single).transfer
-    return sum(float(c[0]) for c in node.values()) + sum(float(t[0, 0]) for t in transfer.values())
+def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
+    """Equation 1 of a strategy without t_S, and t_S."""
+    tables = model.tables({name: (config,) for name, config in strategy.items()})
+    choice = dict.fromkeys(strategy, 0)
+    sync = sum(float(model.node_cost(model.graph[name], (config,)).sync[0]) for name, config in strategy.items())
+    return total(tables.node, tables.transfer, choice) - sync, sync
 
 
 def _chosen(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:

@@ -6,6 +6,7 @@ import platform
 from dataclasses import asdict
 from importlib.metadata import version
 
+from layerwise import __version__
 from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostModel
 from layerwise.plan import Plan
@@ -13,14 +14,21 @@ from layerwise.search.find import SearchResult
 
 
 def make_plan(
-    name: str, profile: str, model: CostModel, space: SearchSpace, result: SearchResult, *, fused: bool
+    name: str,
+    profile: str,
+    model: CostModel,
+    space: SearchSpace,
+    result: SearchResult,
+    *,
+    fused: bool,
+    input_shape: tuple[int, ...] | None = None,
 ) -> Plan:
     """The chosen strategy as a plan, with what was predicted and what it rests on.
 
-    `name` and `profile` as on the command line, so that the search can be repeated.
+    `name`, `profile` and `input_shape` as on the command line, so that the search can be repeated.
     """
     best, options = result.best, model.options
-    inner = {layer.name for layer in model.graph.layers if layer.op.kind not in ("input", "sink")}
+    inner = [layer.name for layer in model.graph.inner]
     return Plan(
         model=name,
         digest=model.graph.digest,
@@ -29,7 +37,7 @@ def make_plan(
         gpus_per_node=model.devices.devices_per_node,
         io=options.io,
         fused=fused,
-        strategy={layer: config for layer, config in best.strategy.items() if layer in inner},
+        strategy={layer: best.strategy[layer] for layer in inner},
         predicted={
             "step_time_s": best.price.step_time_s,
             "timeline_s": best.timeline.total_s,
@@ -42,13 +50,15 @@ def make_plan(
         },
         provenance={
             "chosen": best.name,
+            "fits": best.fits,
             "additive_optimum_proven": result.optimum.proven,
             "profile": profile,
             "compute_time": "analytic roofline",
             "cost_options": asdict(options),
-            "dims": space.dims,
+            "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
-            "layerwise": version("layerwise"),
+            "input_shape": None if input_shape is None else list(input_shape),
+            "layerwise": __version__,
             "torch": version("torch"),
             "python": platform.python_version(),
         },

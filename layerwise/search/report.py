@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,20 +17,38 @@ from layerwise.config import Config
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.tables import CostModel
 from layerwise.graph.layer import Layer
+from layerwise.ops.ends import Sink
+from layerwise.search.baselines import DepthFirst
 from layerwise.search.find import TIE, Candidate, SearchResult
+
+NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
+
+
+class Fitting:
+    """The first of several tables that the console is wide enough for, else the last."""
+
+    def __init__(self, *tables: Table) -> None:
+        self.tables = tables
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(max_width=10_000)
+        widths = (Measurement.get(console, unbounded, table).maximum for table in self.tables)
+        fitting = (t for t, width in zip(self.tables, widths, strict=True) if width <= options.max_width)
+        yield next(fitting, self.tables[-1])
 
 
 def units(value: float, unit: str) -> str:
     """`12.3 ms`, `4.56 GB`: three digits."""
     scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
     for scale, prefix in scales:
-        if value >= scale * 0.9995 and not (unit == "s" and scale > 1):
-            return (
-                f"{value / scale:.3g} {prefix}{unit}"
-                if value / scale < 999.5
-                else f"{value / scale:.0f} {prefix}{unit}"
-            )
+        scaled = value / scale
+        if scaled >= 0.9995 and not (unit == "s" and scale > 1):
+            return f"{scaled:.0f} {prefix}{unit}" if scaled >= 999.5 else f"{_three(scaled)} {prefix}{unit}"
     return f"0 {unit}" if value == 0 else f"{value / 1e-6:.2g} µ{unit}"
+
+
+def _three(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
 
 
 def written(layer: Layer, config: Config) -> str:
@@ -45,14 +66,64 @@ def kind(layer: Layer) -> str:
     return "+".join(names)
 
 
-def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = False) -> Table:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Neighbouring layers of one configuration."""
+
+    first: str
+    last: str
+    kinds: str
+    config: str  # as the paper writes it
+    short: str  # without degrees of 1
+    numbers: tuple[str, ...]
+
+
+def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = False) -> Fitting:
     """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
-    table = Table(title=None, header_style="bold", box=None, pad_edge=False)
-    for name in ("layers", "", "configuration"):
-        table.add_column(name, overflow="fold")
+    rows = list(_rows(model, found, every_layer=every_layer))
+    whole = [r.first if r.first == r.last else f"{r.first} … {r.last}" for r in rows]
+    stacked = [broken(r.first) if r.first == r.last else f"{broken(r.first)} …\n{broken(r.last)}" for r in rows]
+    kinds, configs, short = ([getattr(r, key) for r in rows] for key in ("kinds", "config", "short"))
+    return Fitting(
+        _table(rows, whole, configs, kinds),
+        _table(rows, whole, configs, kinds, max([NARROW_KINDS, *(len(word) for k in kinds for word in k.split())])),
+        _table(rows, whole, configs),
+        _table(rows, whole, short),
+        _table(rows, stacked, short),
+    )
+
+
+def broken(name: str) -> str:
+    """A long name on several lines, broken after its dots, slashes and underscores."""
+    lines = [""]
+    for part in re.findall(r"[^./_]*[./_]|[^./_]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > NARROW_NAME:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _table(
+    rows: list[Row], names: list[str], configs: list[str], kinds: list[str] | None = None, width: int | None = None
+) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("layers", overflow="fold")
+    if kinds:
+        table.add_column("", max_width=width)
+    table.add_column("configuration", overflow="fold")
     for name in ("devices", "t_C", "t_X in", "t_S", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(layer, found.price.layers[layer.name]) for layer in model.graph.layers if layer.op.kind != "input"]
+    for i, row in enumerate(rows):
+        table.add_row(names[i], *([kinds[i]] if kinds else []), configs[i], *row.numbers)
+    return table
+
+
+def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[Row]:
+    rows = [
+        (layer, found.price.layers[layer.name])
+        for layer in model.graph.layers
+        if layer in model.graph.inner or isinstance(layer.op, Sink)
+    ]
 
     def same(row: tuple[Layer, LayerPrice]) -> object:
         layer, price = row
@@ -60,23 +131,25 @@ def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = Fa
 
     for _, run in groupby(rows, key=same):
         group = list(run)
-        first, last = group[0][0], group[-1][0]
-        prices = [price for _, price in group]
-        if first.op.kind == "sink" and sum(p.total_s for p in prices) == 0:
+        layers, prices = [layer for layer, _ in group], [price for _, price in group]
+        sink, config = layers[0].op.kind == "sink", prices[0].config
+        if sink and sum(p.total_s for p in prices) == 0:
             continue
-        name = first.name if first is last else f"{first.name} … {last.name}"
         inside = sum(p.statistics_s + p.reduction_s for p in prices)
-        table.add_row(
-            name,
-            _summary([layer for layer, _ in group]),
-            "samples back to their devices" if first.op.kind == "sink" else written(first, prices[0].config),
-            str(prices[0].config.total),
-            units(sum(p.compute_s for p in prices) + inside, "s"),
-            units(sum(p.transfer_s for p in prices), "s"),
-            units(sum(p.sync_s for p in prices), "s"),
-            units(sum(p.memory_bytes for p in prices), "B"),
+        yield Row(
+            layers[0].name,
+            layers[-1].name,
+            _summary(layers),
+            "samples return" if sink else written(layers[0], config),
+            "samples return" if sink else str(config) if config.total > 1 else "one device",
+            (
+                str(config.total),
+                units(sum(p.compute_s for p in prices) + inside, "s"),
+                units(sum(p.transfer_s for p in prices), "s"),
+                units(sum(p.sync_s for p in prices), "s"),
+                units(sum(p.memory_bytes for p in prices), "B"),
+            ),
         )
-    return table
 
 
 def _summary(layers: list[Layer]) -> str:
@@ -88,31 +161,46 @@ def _summary(layers: list[Layer]) -> str:
     return ", ".join(shown if len(shown) <= 4 else [*shown[:2], f"… {len(shown) - 3} more …", shown[-1]])
 
 
-def comparison_table(model: CostModel, result: SearchResult) -> Table:
+def comparison_table(model: CostModel, result: SearchResult) -> Fitting:
     """The plan against the baselines."""
     others = list(result.baselines.values())
     return candidates_table(model, others if result.best in others else [result.best, *others], result.best)
 
 
-def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidate) -> Table:
+HEADINGS = ("step time", "with overlap", "samples/s", "against data", "bytes moved", "memory a device")
+
+
+def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidate) -> Fitting:
     """A row a strategy; `best` is marked."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("strategy")
-    for name in ("step time", "with overlap", "samples/s", "against data", "bytes moved", "memory a device"):
-        table.add_column(name, justify="right", no_wrap=True)
+    tables = []
+    for headings in (HEADINGS, [heading.replace(" ", "\n", 1) for heading in HEADINGS]):
+        table = Table(header_style="bold", box=None, pad_edge=False)
+        table.add_column("strategy", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        tables.append(table)
     data = next(c.timeline.total_s for c in rows if c.name == "data")
     for c in rows:
-        time = c.timeline.total_s
-        table.add_row(
+        time, memory = c.timeline.total_s, units(c.price.memory_bytes, "B")
+        cells = (
             Text(c.name, style="bold green" if c is best else ""),
             units(c.price.step_time_s, "s"),
             units(time, "s"),
             f"{model.graph.batch / time:,.0f}",
             f"{data / time:.2f}×",
             units(c.price.bytes_moved, "B"),
-            Text(units(c.price.memory_bytes, "B") + ("" if c.fits else " (too much)"), style="" if c.fits else "red"),
+            Text(memory if c.fits else f"{memory} (too much)", style="" if c.fits else "red"),
         )
-    return table
+        for table in tables:
+            table.add_row(*cells)
+    return Fitting(*tables)
+
+
+def depth_first_line(found: DepthFirst, result: SearchResult) -> str:
+    """The paper's baseline beside ours."""
+    ended = "finished" if found.finished else f"gave up (best so far {units(found.cost_s, 's')})"
+    times = [units(t, "s") for t in (found.seconds, result.seconds["search"])]
+    return f"depth-first search {ended} after {times[0]}; elimination took {times[1]}"
 
 
 def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
@@ -127,7 +215,11 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             f"NOT proven optimal: found {cost}, lower bound {units(optimum.lower_bound_s, 's')}, gap {gap:.1%} "
             f"(K = {optimum.final_nodes}; more --search-memory may close it)."
         )
-    if best.name == "data":
+    data = result.baselines["data"]
+    slower = best.timeline.total_s / data.timeline.total_s
+    if slower > 1:  # --objective additive, or data parallelism needs too much memory
+        yield f"With overlap, data parallelism is predicted {slower:.2f}× faster."
+    elif best.strategy == data.strategy:
         yield (
             "Data parallelism is best here: with communication overlapped, nothing found is predicted more than "
             f"{TIE:.1%} faster."
@@ -162,7 +254,13 @@ def show(model: CostModel, result: SearchResult, seconds: Mapping[str, float], *
     return Group(found, "", comparison_table(model, result), "", *footer)
 
 
-def as_dict(model: CostModel, result: SearchResult, name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
+def as_dict(
+    model: CostModel,
+    result: SearchResult,
+    name: str,
+    seconds: Mapping[str, float],
+    enumerated: DepthFirst | None = None,
+) -> dict[str, Any]:
     """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
     best, optimum = result.best, result.optimum
     return {
@@ -191,6 +289,7 @@ def as_dict(model: CostModel, result: SearchResult, name: str, seconds: Mapping[
         "seconds": dict(seconds),
         "configurations": result.configurations,
         "compute_time": "analytic roofline",
+        **({"depth_first": asdict(enumerated)} if enumerated else {}),
     }
 
 
@@ -221,7 +320,7 @@ def strategy_json(model: CostModel, found: Candidate) -> dict[str, Any]:
     """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
     strategy, placements = {}, {}
     for layer in model.graph.layers:
-        if layer.op.kind in ("input", "sink"):
+        if layer.end:
             continue
         config = found.strategy[layer.name]
         labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]

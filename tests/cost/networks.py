@@ -61,8 +61,7 @@ def window_op(draw: st.DrawFn, x: TensorSpec) -> Op:
     if kind <= 1:
         return Conv(out, kernel, stride, pads, dilation, groups, bias=draw(st.booleans()))
     if kind == 2:
-        depthwise = groups if out == groups else 1
-        return ConvTranspose(out, kernel, stride, ((0, 0),) * rank, (0,) * rank, ones, depthwise)
+        return ConvTranspose(out, kernel, stride, ((0, 0),) * rank, (0,) * rank, ones, groups)
     if kind == 3:
         return Pool("max", kernel, stride, pads, dilation, ceil_mode=draw(st.booleans()))
     if kind == 4:

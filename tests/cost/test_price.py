@@ -17,6 +17,7 @@ from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import space
 from layerwise.ops.embed import Embedding
+from layerwise.ops.ends import Constant
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Cast, Unary
@@ -149,6 +150,16 @@ def test_no_gradient_returns_from_a_comparison() -> None:
     assert [model.directions(edge) for edge in network.edges()] == [1, 1, 2, 1, 2]
     free = CostModel(network, brute.machine((2,)), CostOptions(io="free"))
     assert [free.directions(edge) for edge in network.edges()] == [0, 1, 2, 1, 0]
+
+
+def test_every_device_makes_its_own_constants() -> None:
+    b = GraphBuilder("masked")
+    x, mask = b.input("x", TensorSpec((4, 6), ("n", None))), b.add("mask", Constant(TensorSpec((4, 6), ("n", None))), [])
+    network = b.finish([networks.add(b, "masked", Binary("mul"), [x, mask])])
+    model = CostModel(network, brute.machine((2,)))
+    assert [model.directions(edge) for edge in network.edges()] == [1, 0, 1]
+    cost = price(model, {"masked": Config()}).layers["masked"]
+    assert (cost.transfer_bytes, cost.total_s > 0) == (2 * 6 * 4, True)  # the other device's half of x
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
                     assert box == other or (box & other).volume == 0
 
 
-@pytest.mark.xfail(reason="channels may be cut amid a group, whose weights are then needed by both", strict=True)
 def test_weights_of_a_grouped_transposed_convolution_are_cut_between_groups() -> None:
     b = GraphBuilder("transposed")
     x = b.input("x", TensorSpec((2, 2, 3), ("n", "c", "l")))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layerwise.config import Config, layout
 from layerwise.cost import transfer
 from layerwise.cost.tables import CostModel
-from layerwise.cost.transfer import Traffic, port_seconds, seconds, traffic
+from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
@@ -54,7 +54,8 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
         found = model.traffic(edge, chosen[edge[0]], chosen[edge[1]])
         exact = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]])
         np.testing.assert_allclose(exact, model.directions(edge) * seconds(found, graph, "port"))
-        assert (model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], quick=True) <= exact * (1 + 1e-9)).all()
+        quick = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], telling_devices(graph))
+        assert (quick <= exact * (1 + 1e-9)).all()
         for i, u in enumerate(chosen[edge[0]]):
             for j, v in enumerate(chosen[edge[1]]):
                 ends = (source.space, u, target.space, *brute.input_of(target, edge[2]), v, graph.count)
@@ -132,15 +133,22 @@ def test_any_maps(
     late = reduced and data.draw(st.booleans())
     maps = data.draw(axis_maps(source.shape, over, len(out) if late or not out else len(over)))
     target = Space(result, over, (maps,), (), (late,))
-    us, vs = (data.draw(brute.configs(where, graph.count)) for where in (brute.plain(source), target))
-    u, v = layout(us, brute.plain(source), graph.count), layout(vs, target, graph.count)
+    held_by = brute.plain(source)
+    us, vs = (data.draw(brute.configs(where, graph.count)) for where in (held_by, target))
+    u, v = layout(us, held_by, graph.count), layout(vs, target, graph.count)
     found = traffic(source, u, maps, over, v, late, graph)
     exact = port_seconds(source, u, maps, over, v, late, graph)
     np.testing.assert_allclose(exact, seconds(found, graph, "port"))
     few = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
     assert (port_seconds(source, u, maps, over, v, late, graph, few) <= exact * (1 + 1e-9)).all()
     for i, j in np.ndindex(len(us), len(vs)):
-        table = brute.exchanged(brute.plain(source), us[i], target, maps, late, vs[j], graph.count)
+        table = brute.exchanged(held_by, us[i], target, maps, late, vs[j], graph.count)
+        one, other = (layout((config,), where, graph.count) for config, where in ((us[i], held_by), (vs[j], target)))
+        device = busiest_device(source, one, maps, over, other, late, graph)
+        loads = brute.ports(table, source.item_bytes, graph)
+        doors = [list(graph.port(at)) for at in range(len(loads))]
+        behind = [loads[at][way + ports[device]][2] for at, ports in enumerate(doors) for way in (0, max(ports) + 1)]
+        assert isclose(max(behind), exact[i, j])
         check(_pair(found, i, j), table, source.item_bytes, graph)
 
 

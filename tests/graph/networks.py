@@ -13,7 +13,7 @@ from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Unary
+from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.pool import AdaptivePool, Pool
 from layerwise.ops.view import Permute, Reshape, Slice
 from layerwise.tensor import TensorSpec
@@ -55,7 +55,7 @@ def chain(batch: int, depth: int = 4, width: int = 8) -> LayerGraph:
 
 
 def residual(batch: int, blocks: int = 3, width: int = 8) -> LayerGraph:
-    """ResNet in small: each block adds its input to two convolutions of it; one block has a convolution on both ways."""
+    """ResNet in small: each block adds two convolutions to its input, which one block convolves as well."""
     b = Net("residual")
     x = b.conv("stem", b.image(batch), width)
     for i in range(blocks):
@@ -124,10 +124,14 @@ def networks(draw: st.DrawFn, batch: int = 2, size: int = 9) -> LayerGraph:
         elif kind == "concat":
             joined = draw(st.lists(st.sampled_from(alike), min_size=1, max_size=4))
             values.append(b.put(f"concat{i}", Concat(draw(st.integers(1, len(spec.shape) - 1))), *joined))
-        else:
+        elif draw(st.booleans()):
             weight = b.tied(f"weight{i}", TensorSpec((2, spec.shape[-1]), (None, None)))
+            values += [b.put(f"linear{i}{use}", Linear(2), x, tied=[weight]) for use in "ab"]
+        else:
+            slope = b.tied(f"slope{i}", TensorSpec((1,), (None,)))
             for use in "ab":
-                values.append(b.put(f"linear{i}{use}", Linear(2), x, tied=[weight]))
+                x = b.put(f"prelu{i}{use}", Prelu(), b.put(f"linear{i}{use}", Linear(2), x), tied=[slope])
+                values.append(x)
     return b.finish(draw(st.lists(st.sampled_from(values[-3:]), min_size=1, max_size=2)))
 
 

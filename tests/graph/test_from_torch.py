@@ -99,6 +99,13 @@ def test_convolutional_network_and_its_names() -> None:
     assert graph["layers.0.bn1"].parameters[2:] == ("layers.0.bn1.running_mean", "layers.0.bn1.running_var")
 
 
+def test_strict_export_gives_the_same_layers() -> None:
+    x = torch.randn(4, 3, 16, 16)
+    graph = from_torch(torch.export.export(zoo.ConvNet(), (x,), strict=True))
+    wanted = from_torch(zoo.ConvNet(), x)
+    assert [(layer.name, layer.op) for layer in graph.layers] == [(layer.name, layer.op) for layer in wanted.layers]
+
+
 def test_hugging_face_bert() -> None:
     graph = from_torch(zoo.Bert(), (ids(4, 7),), kwargs={"attention_mask": torch.ones(4, 7, dtype=torch.long)})
     assert [layer.out.dims for layer in graph.layers[:2]] == [("n", "s"), ("n", "s")]

@@ -56,3 +56,12 @@ def test_unknown_operators_say_what_to_do() -> None:
     computed = Function(lambda x, w: F.conv2d(x, w))
     with pytest.raises(LayerwiseError, match="its weight is computed in the forward pass"):
         from_torch(computed, (torch.randn(4, 3, 8, 8), torch.randn(4, 3, 3, 3)))
+
+
+def test_outputs_that_are_not_made() -> None:
+    """Positions of maxima are no part of a layer; nobody may use them."""
+    x = torch.randn(4, 3, 8, 8)
+    assert from_torch(Function(lambda x: x.max(1)[0]), (x,)).layers[-2].out.shape == (4, 8, 8)
+    for function in (lambda x: x.max(1)[1] + 1, lambda x: x.max(1), lambda x: F.max_pool2d(x, 2, return_indices=True)):
+        with pytest.raises(LayerwiseError, match=r"an output that layerwise does not make"):
+            from_torch(Function(function), (x,))

@@ -48,6 +48,10 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 @settings(max_examples=300)
 @given(networks())
 def test_the_function_and_the_parameters_stay(graph: LayerGraph) -> None:
+    assert_same(graph)
+
+
+def assert_same(graph: LayerGraph) -> None:
     fused = fuse(graph)
     for before, after in zip(
         evaluate(graph, fed(graph), stored(graph)), evaluate(fused, fed(graph), stored(fused)), strict=True
@@ -131,6 +135,23 @@ def test_functions_move_in_front_of_views_to_what_computes() -> None:
     assert [type(v) for v in fused["fc"].op.views[0]] == [Permute, Reshape, Reshape]  # type: ignore[attr-defined]
 
 
+def test_a_function_that_moved_takes_its_users_to_the_view() -> None:
+    b = Net("users")
+    x = b.conv("conv", b.image(2, side=2), 4)
+    x = b.put("relu", Unary("relu"), b.put("flatten", Reshape((2, 16)), b.put("turn", Permute((0, 2, 3, 1)), x)))
+    graph = b.finish([b.put("tanh", Unary("tanh"), x), b.put("exp", Unary("exp"), x)])
+    assert kinds(fuse(graph)) == {"conv": ("relu",), "flatten": (), "tanh": (), "exp": ()}
+    assert_same(graph)
+
+
+def test_functions_of_an_input_stay_behind_its_views() -> None:
+    b = Net("input")
+    x = b.put("relu", Unary("relu"), b.put("flatten", Reshape((2, 16)), b.image(2, side=2)))
+    fused = fuse(b.finish([b.put("fc", Linear(3), x)]))  # no layer that computes could take them
+    assert fused["relu"].op == Fused(Unary("relu"), ((Reshape((2, 16)),),))
+    assert kinds(fused) == {"relu": (), "fc": ()}
+
+
 def test_what_depends_on_dimensions_or_is_used_elsewhere_stays_behind_the_view() -> None:
     b = Net("stay")
     x = b.conv("conv", b.image(2, side=2), 4)
@@ -184,11 +205,20 @@ def test_only_the_longest_shared_beginnings_of_concats_are_nested() -> None:
     convs = [b.conv(f"conv{i}", x, 1 + i) for i in range(6)]
     joined = [("abc", "012"), ("abcd", "0123"), ("abcde", "01234"), ("abf", "015"), ("other", "210"), ("again", "012")]
     outs = [b.put(name, Concat(1), *(convs[int(i)] for i in which)) for name, which in joined]
-    outs.append(b.put("along", Concat(2), convs[0], convs[0]))
     fused = fuse(b.finish(outs))
-    assert arity(fused) == {"abc.first2": 2, "abc": 2, "abcd": 2, "abcde": 2, "abf": 2, "other": 3, "along": 2}
+    assert arity(fused) == {"abc.first2": 2, "abc": 2, "abcd": 2, "abcde": 2, "abf": 2, "other": 3}
     assert fused["abf"].inputs == ("abc.first2", "conv5")
-    assert fused.layers[-1].inputs == ("abc", "abcd", "abcde", "abf", "other", "abc", "along")
+    assert fused.layers[-1].inputs == ("abc", "abcd", "abcde", "abf", "other", "abc")
+
+
+def test_concats_are_shared_up_to_where_they_differ_and_along_one_dimension() -> None:
+    b = Net("concats")
+    x = b.image(2)
+    convs = [b.conv(f"conv{i}", x, 2) for i in range(5)]
+    joined = [("one", 1, "0123"), ("two", 1, "0124"), ("along", 2, "0124")]
+    graph = b.finish([b.put(name, Concat(dim), *(convs[int(i)] for i in which)) for name, dim, which in joined])
+    assert arity(fuse(graph)) == {"one.first3": 3, "one": 2, "two": 2, "along": 4}
+    assert_same(graph)
 
 
 @pytest.mark.parametrize("network", [chain, residual, inception, dense])

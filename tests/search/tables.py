@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -28,12 +28,12 @@ def tables(sizes: dict[str, int], edges: list[Edge], seed: int, ties: bool = Fal
 
 @st.composite
 def random_tables(draw: st.DrawFn, nodes: int = 7, most: int = 4) -> CostTables:
-    """Any acyclic graph in topological order: several sources, parallel edges, isolated layers, layers of one choice."""
+    """Any acyclic graph in topological order: with several sources, parallel edges, isolated layers, single choices."""
     names = [f"l{i}" for i in range(draw(st.integers(1, nodes)))]
     pairs = [(u, v) for i, v in enumerate(names) for u in names[:i]]
     drawn = draw(st.lists(st.sampled_from(pairs), max_size=2 * len(names))) if pairs else []
     if draw(st.booleans()):
-        drawn += list(zip(names, names[1:], strict=False))  # connected, and longer paths
+        drawn += list(pairwise(names))  # connected, and longer paths
     slots = [(u, v, sum(w == v for _, w in drawn[:at])) for at, (u, v) in enumerate(drawn)]
     sizes = {name: draw(st.integers(1, most)) for name in names}
     return tables(sizes, slots, draw(st.integers(0, 2**32 - 1)), draw(st.booleans()))

@@ -45,7 +45,9 @@ def test_values_are_named_after_configurations() -> None:
     assert value_name(Config.of({"n": 4}, "strided")) == "n4_strided"
 
 
-@given(st.lists(st.text() | st.sampled_from(["a/b", "a:b", "a_b", "a b", "_0", "0", "", "é", '"', "a_b_2"]), unique=True))
+@given(
+    st.lists(st.text() | st.sampled_from(["a/b", "a:b", "a_b", "a b", "_0", "0", "", "é", '"', "a_b_2"]), unique=True)
+)
 def test_layers_have_distinct_names_that_the_format_allows(layers: list[str]) -> None:
     names = variable_names(layers)
     assert list(names) == layers

@@ -42,7 +42,9 @@ def rounding(t: CostTables) -> dict[str, float]:
 
 @given(random_tables(nodes=6))
 def test_it_agrees_on_random_tables(tmp_path_factory: pytest.TempPathFactory, t: CostTables) -> None:
-    assert solved(t, tmp_path_factory.getbasetemp() / "random.cfn") == pytest.approx(exhaustive(t).cost_s, **rounding(t))
+    assert solved(t, tmp_path_factory.getbasetemp() / "random.cfn") == pytest.approx(
+        exhaustive(t).cost_s, **rounding(t)
+    )
 
 
 @pytest.mark.parametrize("graph", [chain(8), residual(8), crossing(8)], ids=lambda g: g.name)

@@ -56,6 +56,8 @@ def test_with_too_little_memory_the_optimum_lies_between_bound_and_choice(proble
     best = cheapest(factors, sizes)
     assert bound <= best * (1 + 1e-12)
     assert best <= cost(factors, choice) * (1 + 1e-12)
+    for name, size in sizes.items():  # no change of one variable alone is an improvement
+        assert all(cost(factors, choice | {name: i}) >= cost(factors, choice) * (1 - 1e-11) for i in range(size))
     assert sorted(choice) == sorted(sizes)
 
 
