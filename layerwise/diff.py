@@ -13,7 +13,7 @@ from layerwise.cli import Parser, console, run_main
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
-from layerwise.search.report import units
+from layerwise.search.report import short, units
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _written(config: Config | None) -> str:
-    if config is None:
-        return "-"
-    return str(config) if config.total > 1 else "one device"
+    return "-" if config is None else short(config)
 
 
 if __name__ == "__main__":

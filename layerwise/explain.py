@@ -22,7 +22,7 @@ from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.report import units, written
+from layerwise.search.report import Fitting, short, units, written
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,26 +80,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         print(json.dumps({"layer": args.layer, "alternatives": rows}, indent=1))
         return 0
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("configuration")
-    for name in ("devices", "t_C + t_S here", "step time", "against best", ""):
-        table.add_column(name, justify="right" if name else "left")
     layer = model.graph[args.layer]
-    for rank, a in enumerate(found):
-        notes = ["in the plan"] * (a.config == chosen) + [n for n in NAMES if named[n][args.layer] == a.config]
-        if args.all or rank < 12 or notes:
-            ratio = f"+{a.step_time_s / best - 1:.2%}" if a.step_time_s > best else "best"
-            table.add_row(
-                written(layer, a.config),
-                str(a.config.total),
-                units(a.node_s, "s"),
-                units(a.step_time_s, "s"),
-                ratio,
-                ", ".join(notes),
-            )
+    shown: list[Table] = []
+    for title in (lambda config: written(layer, config), short):
+        table = Table(header_style="bold", box=None, pad_edge=False)
+        table.add_column("configuration")
+        for name in ("devices", "t_C + t_S here", "step time", "against best"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("")
+        for rank, a in enumerate(found):
+            notes = ["in the plan"] * (a.config == chosen) + [n for n in NAMES if named[n][args.layer] == a.config]
+            if args.all or rank < 12 or notes:
+                ratio = f"+{a.step_time_s / best - 1:.2%}" if a.step_time_s > best else "best"
+                numbers = (str(a.config.total), units(a.node_s, "s"), units(a.step_time_s, "s"), ratio)
+                table.add_row(title(a.config), *numbers, ", ".join(notes))
+        shown.append(table)
     out = console()
     out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(found)} configurations\n"))
-    out.print(table)
+    out.print(Fitting(*shown))
     if best < next(a.step_time_s for a in found if a.config == chosen):
         out.print("\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row.")
     return 0

@@ -153,9 +153,7 @@ class CostModel:
                 by_keys[keys, p.late] = size, total
         return [self._collective(*sizes, lay, keys, late) for (keys, late), sizes in by_keys.items()]
 
-    def _collective(
-        self, size: Floats, total: Floats, lay: Layout, keys: Sequence[int], late: bool
-    ) -> Collective:
+    def _collective(self, size: Floats, total: Floats, lay: Layout, keys: Sequence[int], late: bool) -> Collective:
         return Collective(size, total, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
 
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:

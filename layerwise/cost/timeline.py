@@ -81,9 +81,7 @@ def _compute(model: CostModel, layer: Layer, strategy: Strategy, clock: Floats, 
         clock[active] = clock[active].max() + blocking
 
 
-def _receive(
-    model: CostModel, layer: Layer, strategy: Strategy, clock: Floats, port: Floats, *, forward: bool
-) -> None:
+def _receive(model: CostModel, layer: Layer, strategy: Strategy, clock: Floats, port: Floats, *, forward: bool) -> None:
     """Transfers of all inputs of a layer, one after the other as the runtime does them."""
     for slot, source in enumerate(layer.inputs):
         edge: Edge = (source, layer.name, slot)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -225,6 +226,30 @@ def _by_port(load: Floats, share: int, watched: Sequence[int]) -> Floats:
     return ports
 
 
+@lru_cache(maxsize=1024)
+def _overlap_sums(
+    extent: int, unit: int, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
+) -> tuple[Floats, Ints]:
+    """Lengths and numbers of overlaps, cumulated over the cells of both ends, for every pair of degrees.
+
+    The (a + 1, b + 1, 2) arrays laid end to end, shape (all, 2), and where each begins, by [a, b].
+    """
+    offset = np.zeros((a_values[-1] + 1, b_values[-1] + 1), np.int64)
+    flat, at = [], 0
+    for b in b_values:
+        cuts = boundaries(dim.extent, b, dim.unit)
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        for a in a_values:
+            own = boundaries(extent, a, unit)
+            overlap = interval_overlap(own[:-1, None], own[1:, None], lo, hi)
+            sums = np.zeros((a + 1, b + 1, 2))
+            sums[1:, 1:] = np.stack([overlap, overlap > 0], -1).cumsum(0).cumsum(1)
+            offset[a, b] = at
+            flat.append(sums.reshape(-1, 2))
+            at += len(flat[-1])
+    return np.concatenate(flat), offset
+
+
 class _Dimension:
     """One-dimensional sums of one dimension of the tensor: lengths of overlaps, and how many cells overlap."""
 
@@ -232,24 +257,10 @@ class _Dimension:
         self, extent: int, unit: int, axis: AxisMap, dims: Sequence[Dim], owned: Cells, needing: Cells, j: int
     ) -> None:
         self.owned, self.needing, self.j, self.source = owned, needing, j, axis.source
-        a_values = np.unique(owned.degrees[:, j]).tolist()
-        b_values = [1] if axis.source is None else np.unique(needing.degrees[:, axis.source]).tolist()
-        # Cumulative sums over the cells of both ends for every pair of degrees, laid end to end.
-        self.offset = np.zeros((a_values[-1] + 1, b_values[-1] + 1), np.int64)
-        flat, at = [], 0
-        for b in b_values:
-            dim = Dim(None, 1) if axis.source is None else dims[axis.source]
-            cuts = boundaries(dim.extent, b, dim.unit)
-            lo, hi = axis(cuts[:-1], cuts[1:])
-            for a in a_values:
-                own = boundaries(extent, a, unit)
-                overlap = interval_overlap(own[:-1, None], own[1:, None], lo, hi)
-                sums = np.zeros((a + 1, b + 1, 2))
-                sums[1:, 1:] = np.stack([overlap, overlap > 0], -1).cumsum(0).cumsum(1)
-                self.offset[a, b] = at
-                flat.append(sums.reshape(-1, 2))
-                at += len(flat[-1])
-        self.flat = np.concatenate(flat)
+        a_values = tuple(np.unique(owned.degrees[:, j]).tolist())
+        b_values = (1,) if axis.source is None else tuple(np.unique(needing.degrees[:, axis.source]).tolist())
+        dim = Dim(None, 1) if axis.source is None else Dim(None, dims[axis.source].extent, dims[axis.source].unit)
+        self.flat, self.offset = _overlap_sums(extent, unit, a_values, axis, dim, b_values)
         self._patterns: dict[tuple[int, int, int, int], tuple[Floats, Ints, Ints]] = {}
 
     def patterns(self, s: int, m: int, t: int, k: int) -> tuple[Floats, Ints, Ints]:

@@ -209,7 +209,8 @@ class _Importer:
         if isinstance(source, Rows) and (shape := split_again(result, source)):
             whole = source.whole
             return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
-        if isinstance(result, Built) and (kept := merged_rows(result)):
+        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze means what it says
+        if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
             (x,) = result.inputs
             whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
             return Rows(whole, (prod(kept[:-1]), kept[-1]))
@@ -232,14 +233,15 @@ class _Importer:
         return 0 if open_batch else self.inputs.batch
 
     def unbake(self, arguments: dict[str, Argument], shape: Constant | Operand | Rows) -> None:
-        """A leading 1 in a stored shape was the exporter's batch, where the batch is open now."""
+        """A stored shape was written for a batch of 1, where the batch is open now: it has a leading 1, for one."""
         x, batch = arguments["data"], self.inputs.batch
         if self.inputs.fixed or not isinstance(x, Operand) or not isinstance(shape, Constant) or not shape.literal:
             return
         target = [int(extent) for extent in shape.value.ravel().tolist()]
-        sampled = x.spec.index("n") == 0 and x.shape[0] == batch > 1
-        if sampled and target[:1] == [1] and (-1 in target or prod(target) != x.spec.volume):
-            arguments["shape"] = (batch, *target[1:])
+        if not target or x.spec.index("n") != 0 or batch == 1 or x.shape[0] % batch:
+            return
+        if (-1 in target and target[0] == 1) or (min(target) > 0 and prod(target) * batch == x.spec.volume):
+            arguments["shape"] = (batch * target[0], *target[1:])
 
     def row_argument(self, name: str) -> Argument:
         """Rows as they were before they were merged."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 import onnx.shape_inference
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, ModelProto, TensorProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.onnx_file import array_of, first_line, standard
@@ -23,6 +23,11 @@ def inferred(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> dict[
     bare = ModelProto(ir_version=max(model.ir_version, NEWEST_IR_WITHOUT_INPUTS), opset_import=model.opset_import)
     bare.graph.name = graph.name or "graph"
     bare.graph.node.extend(graph.node)
+    for node in bare.graph.node:
+        for branch in (attribute.g for attribute in node.attribute if attribute.type == AttributeProto.GRAPH):
+            outputs = [_unshaped(info) for info in branch.output]
+            del branch.output[:], branch.value_info[:]
+            branch.output.extend(outputs)
     stored = {tensor.name for tensor in graph.initializer}
     bare.graph.input.extend(info for info in graph.input if info.name not in stored)
     for info in bare.graph.input:

@@ -181,9 +181,7 @@ def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
     needs = op.needs(inputs, out)
     assert len(needs) == len(inputs), f"{op} maps {len(needs)} of {len(inputs)} inputs"
     assert all(len(m) == len(i.shape) for m, i in zip(needs, inputs, strict=True)), f"{op} maps wrong ranks"
-    return Space(
-        out, dims + op.reductions(inputs, out), needs, op.parameters(inputs, out), op.late_inputs(inputs)
-    )
+    return Space(out, dims + op.reductions(inputs, out), needs, op.parameters(inputs, out), op.late_inputs(inputs))
 
 
 def same(spec: TensorSpec) -> Maps:

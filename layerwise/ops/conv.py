@@ -156,9 +156,7 @@ def _channels(op: Conv | ConvTranspose, x: TensorSpec, out: TensorSpec) -> AxisM
     """Input channels of a box: those of its groups, or of its part of the reduction."""
     if op.groups == 1:
         return identity(x.shape[1], len(out.shape))
-    return scaled(
-        op.out_channels, x.shape[1], 1, over=op.out_channels // op.groups, scale=x.shape[1] // op.groups
-    )
+    return scaled(op.out_channels, x.shape[1], 1, over=op.out_channels // op.groups, scale=x.shape[1] // op.groups)
 
 
 def _reductions(op: Conv | ConvTranspose, x: TensorSpec) -> tuple[Dim, ...]:

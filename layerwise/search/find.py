@@ -101,9 +101,10 @@ def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Ca
 
 def candidate(model: CostModel, name: str, strategy: Mapping[str, Config]) -> Candidate:
     """Prices a strategy both ways."""
+    strategy = complete(model, strategy)
     cost = price(model, strategy)
     fits = cost.memory_bytes <= model.devices.processor.memory_bytes
-    return Candidate(name, dict(strategy), cost, timeline(model, strategy), fits)
+    return Candidate(name, strategy, cost, timeline(model, strategy), fits)
 
 
 def configurations(
@@ -154,9 +155,7 @@ def pruned_tables(
     return tables, nodes, uppers
 
 
-def rough_tables(
-    model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None
-) -> CostTables:
+def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None) -> CostTables:
     """Tables whose transfers are lower bounds, but exact where it matters.
 
     Transfers are priced as a few devices see them. Where the strategy that then looks best is in truth slower, the

@@ -59,6 +59,11 @@ def written(layer: Layer, config: Config) -> str:
     return "{" + ", ".join(f"{label}={config[label]}" for label in order) + "}" + where
 
 
+def short(config: Config) -> str:
+    """`{n=4}`: without the dimensions that are not split."""
+    return str(config) if config.total > 1 else "one device"
+
+
 def kind(layer: Layer) -> str:
     """`conv+batch_norm+relu`: what a layer is made of."""
     stages = [op for op, _ in layer.op.stages(layer.specs)]
@@ -83,13 +88,13 @@ def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = Fa
     rows = list(_rows(model, found, every_layer=every_layer))
     whole = [r.first if r.first == r.last else f"{r.first} … {r.last}" for r in rows]
     stacked = [broken(r.first) if r.first == r.last else f"{broken(r.first)} …\n{broken(r.last)}" for r in rows]
-    kinds, configs, short = ([getattr(r, key) for r in rows] for key in ("kinds", "config", "short"))
+    kinds, configs, shorts = ([getattr(r, key) for r in rows] for key in ("kinds", "config", "short"))
     return Fitting(
         _table(rows, whole, configs, kinds),
         _table(rows, whole, configs, kinds, max([NARROW_KINDS, *(len(word) for k in kinds for word in k.split())])),
         _table(rows, whole, configs),
-        _table(rows, whole, short),
-        _table(rows, stacked, short),
+        _table(rows, whole, shorts),
+        _table(rows, stacked, shorts),
     )
 
 
@@ -122,7 +127,7 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
     rows = [
         (layer, found.price.layers[layer.name])
         for layer in model.graph.layers
-        if layer in model.graph.inner or isinstance(layer.op, Sink)
+        if not layer.end or isinstance(layer.op, Sink)
     ]
 
     def same(row: tuple[Layer, LayerPrice]) -> object:
@@ -141,7 +146,7 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
             layers[-1].name,
             _summary(layers),
             "samples return" if sink else written(layers[0], config),
-            "samples return" if sink else str(config) if config.total > 1 else "one device",
+            "samples return" if sink else short(config),
             (
                 str(config.total),
                 units(sum(p.compute_s for p in prices) + inside, "s"),

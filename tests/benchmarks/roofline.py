@@ -289,7 +289,7 @@ def main() -> None:
     device, console = torch.device(args.device), Console(width=160)
     watch, processor = Stopwatch(device, args.budget), load(args.profile).processor
     if device.type == "cpu":
-        torch.set_num_threads(processor.processors)
+        torch.set_num_threads(min(processor.processors, torch.get_num_threads()))
     torch.manual_seed(0)
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -31,6 +31,7 @@ from layerwise.search.report import units
 AIMS = [("vgg16", 16), ("inception_v3", 16), ("inception_v3", 64), ("resnet50", 64), ("vgg16", 256)]
 GROWTH = [("vgg16", n) for n in (4, 8, 16, 32, 64, 128, 256)]
 PAPER = ["lenet5", "alexnet", "vgg16", "inception_v3"]
+P100 = [(name, n) for n in (4, 16) for name in ("alexnet", "vgg16", "inception_v3", "resnet50")]
 Row = dict[str, float]
 
 
@@ -75,6 +76,19 @@ def paper(name: str, limit_s: float) -> Row:
     }
 
 
+def strategies(name: str, gpus: int) -> Row:
+    """Predicted step times with overlap on the paper's cluster: what was found, and the baselines."""
+    graph, devices = fuse(load_model(name, 32 * gpus)), load("p100").device_graph(gpus)
+    result = search(CostModel(graph, devices), SearchSpace(gpus, spread=devices.nodes > 1))
+    data = result.baselines["data"].timeline.total_s
+    return {
+        "layerwise": result.best.timeline.total_s,
+        **{n: c.timeline.total_s for n, c in result.baselines.items()},
+        "against data": data / result.best.timeline.total_s,
+        "bytes against data": result.best.price.bytes_moved / result.baselines["data"].price.bytes_moved,
+    }
+
+
 def alone(*arguments: str) -> Row:
     """A row in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.search", "--row", *arguments]
@@ -88,6 +102,9 @@ def rows(kind: str, profile: str, limit_s: float) -> Iterator[tuple[str, Row]]:
     if kind == "paper":
         for name in PAPER:
             yield name, alone("paper", name, str(limit_s))
+    elif kind == "p100":
+        for name, gpus in P100:
+            yield f"{name} at {gpus}", alone("p100", name, str(gpus))
     else:
         for name, gpus in AIMS if kind == "aims" else GROWTH:
             yield f"{name} at {gpus}", alone("search", name, str(gpus), profile)
@@ -100,18 +117,24 @@ def main() -> None:
     parser.add_argument(
         "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
     )
-    parser.add_argument("--only", choices=["aims", "growth", "paper"])
+    parser.add_argument("--only", choices=["aims", "growth", "paper", "p100"])
     parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         kind, name, *rest = args.row
-        print(json.dumps(paper(name, float(rest[0])) if kind == "paper" else measure(name, int(rest[0]), rest[1])))
+        if kind == "paper":
+            print(json.dumps(paper(name, float(rest[0]))))
+        elif kind == "p100":
+            print(json.dumps(strategies(name, int(rest[0]))))
+        else:
+            print(json.dumps(measure(name, int(rest[0]), rest[1])))
         return
-    console = Console()
+    console = Console(width=110)
     titles = {
         "aims": "search",
         "growth": "growth with the number of GPUs (table 2: O(E C^3))",
         "paper": "the paper's table 3",
+        "p100": "the paper's cluster: predicted step times",
     }
     for kind, title in titles.items():
         if args.only not in (None, kind):
@@ -130,6 +153,8 @@ def shown(column: str, value: float, row: Row) -> str:
         return "yes" if value else "no"
     if column == "depth-first" and not row["finished"]:
         return f"> {units(value, 's')}"
+    if column.endswith("data") and column != "data":
+        return f"{value:.2f}×"
     if column in ("layers", "K", "configurations"):
         return f"{value:.0f}"
     return units(value, "B" if column == "peak" else "s")

@@ -154,7 +154,8 @@ def test_no_gradient_returns_from_a_comparison() -> None:
 
 def test_every_device_makes_its_own_constants() -> None:
     b = GraphBuilder("masked")
-    x, mask = b.input("x", TensorSpec((4, 6), ("n", None))), b.add("mask", Constant(TensorSpec((4, 6), ("n", None))), [])
+    spec = TensorSpec((4, 6), ("n", None))
+    x, mask = b.input("x", spec), b.add("mask", Constant(spec), [])
     network = b.finish([networks.add(b, "masked", Binary("mul"), [x, mask])])
     model = CostModel(network, brute.machine((2,)))
     assert [model.directions(edge) for edge in network.edges()] == [1, 0, 1]

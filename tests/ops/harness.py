@@ -8,6 +8,7 @@ Reductions: partial results over the parts of `k` must add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -117,7 +118,9 @@ def check_needs(
         return
     leaves = [t.requires_grad_() for t in (*inputs, *params.values()) if t.is_floating_point()]
     boxes = [b for t, b in zip(inputs, needs, strict=True) if t.is_floating_point()] + list(holds.values())
-    maps = [m for t, m in zip(inputs, where.needs, strict=True) if t.is_floating_point()] + [p.maps for p in where.parameters]
+    maps = [m for t, m in zip(inputs, where.needs, strict=True) if t.is_floating_point()] + [
+        p.maps for p in where.parameters
+    ]
     out = reference(*inputs, **params)
     weight = torch.rand(out[box.slices()].shape, dtype=torch.float64) + 0.5
     grads = torch.autograd.grad((out[box.slices()] * weight).sum(), leaves, allow_unused=True)
@@ -133,7 +136,9 @@ def check_needs(
         for i, axis in enumerate(axes):
             if axis.source is not None:  # a dimension that is always whole (kernel taps) may well not be used up
                 reached, declares = (hull.lo[i], hull.hi[i]), (declared.lo[i], declared.hi[i])
-                assert reached == declares, f"{op} {cell}: dimension {i} declared {declares}, the gradient reaches {reached}"
+                assert reached == declares, (
+                    f"{op} {cell}: dimension {i} declared {declares}, the gradient reaches {reached}"
+                )
 
 
 def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference: Reference) -> None:
@@ -142,14 +147,20 @@ def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference:
     (k,) = where.reductions
     dim = where.dims[k]
     inputs = values(specs)
-    params = {p.name: torch.zeros_like(t) if p.late else t for p, t in zip(where.parameters, parameters(where).values(), strict=True)}
+    params = {
+        p.name: torch.zeros_like(t) if p.late else t
+        for p, t in zip(where.parameters, parameters(where).values(), strict=True)
+    }
     full = reference(*inputs, **params)
     total = torch.zeros_like(full)
     cuts = [dim.unit * (dim.room * i // degree) for i in range(degree + 1)]
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        cell = Box((0,) * k + (a,), tuple(d.extent for d in where.dims[:k]) + (b,))
+    for a, b in pairwise(cuts):
+        cell = Box((*(0,) * k, a), (*(d.extent for d in where.dims[:k]), b))
         total += reference(
-            *(outside(t, needed(m, cell), 0.0) if t.is_floating_point() else t for t, m in zip(inputs, where.needs, strict=True)),
+            *(
+                outside(t, needed(m, cell), 0.0) if t.is_floating_point() else t
+                for t, m in zip(inputs, where.needs, strict=True)
+            ),
             **{p.name: outside(params[p.name], needed(p.maps, cell), 0.0) for p in where.parameters},
         )
     torch.testing.assert_close(total, full, rtol=1e-10, atol=1e-10)

@@ -25,10 +25,16 @@ def convolutions(draw: st.DrawFn) -> tuple[Conv, TensorSpec]:
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     kernel, dilation = _each(draw, rank, 1, 3), _each(draw, rank, 1, 2)
     padding = tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(rank))
-    x = TensorSpec(
-        (draw(st.integers(1, 3)), groups * draw(st.integers(1, 2)), *_each(draw, rank, 5, 8)), LABELS[rank]
+    x = TensorSpec((draw(st.integers(1, 3)), groups * draw(st.integers(1, 2)), *_each(draw, rank, 5, 8)), LABELS[rank])
+    op = Conv(
+        groups * draw(st.integers(1, 3)),
+        kernel,
+        _each(draw, rank, 1, 3),
+        padding,
+        dilation,
+        groups,
+        draw(st.booleans()),
     )
-    op = Conv(groups * draw(st.integers(1, 3)), kernel, _each(draw, rank, 1, 3), padding, dilation, groups, draw(st.booleans()))
     return op, x
 
 
@@ -74,4 +80,10 @@ def test_transposed_convolution_needs(data: st.DataObject) -> None:
     def reference(t: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return f(t, weight, bias, op.stride, low, op.output_padding, op.groups, op.dilation)
 
-    check_needs(op, [x], cell, reference, tight=op.groups == 1 and all(k >= s for k, s in zip(op.kernel, op.stride, strict=True)))
+    check_needs(
+        op,
+        [x],
+        cell,
+        reference,
+        tight=op.groups == 1 and all(k >= s for k, s in zip(op.kernel, op.stride, strict=True)),
+    )

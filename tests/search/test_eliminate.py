@@ -50,7 +50,7 @@ def test_the_order_is_one_of_node_and_edge_eliminations_to_a_fixed_point(t: Cost
     """Replayed on a graph (the paper's algorithm 1): a digraph merges parallel edges by itself."""
     found = eliminate(t)
     assert sorted(found.order) == sorted(t.node)
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(t.node)
     graph.add_edges_from((u, v) for u, v, _ in t.transfer)
     for name in found.order[: len(found.order) - found.final_nodes]:

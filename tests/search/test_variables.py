@@ -102,7 +102,7 @@ def test_min_fill_order_needs_no_larger_tables_than_the_width_of_the_graph() -> 
     assert _largest(nx.complete_graph(6)) == 6
 
 
-def _largest(graph: nx.Graph) -> int:
+def _largest(graph: nx.Graph[str]) -> int:
     """Variables in the largest table of the elimination."""
     sizes = {str(name): 2 for name in graph}
     scopes = [(str(a), str(b)) for a, b in graph.edges]
