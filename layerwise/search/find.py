@@ -12,18 +12,15 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import Price, complete, price
-from layerwise.cost.tables import CostModel, CostTables, Progress
+from layerwise.cost.tables import CostModel, Progress
 from layerwise.cost.timeline import Timeline, timeline
-from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.bound import Messages
-from layerwise.search.eliminate import Optimum, eliminate, total
-from layerwise.search.prune import SLACK, Keep, by_edge_cost, restrict
+from layerwise.search.eliminate import Optimum, eliminate
+from layerwise.search.narrow import chosen, narrow
+from layerwise.search.prune import by_edge_cost, restrict
 
 Floats = NDArray[np.float64]
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
-SWEEPS = 4  # of message passing: more tighten the bounds little
-ROUNDS = 8  # of looking for the devices that the best strategy waits for
 TIE = 1e-3  # a plan predicted to gain less than this over data parallelism is not worth running
 
 
@@ -64,15 +61,16 @@ def search(
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named, fixed or {})
     weights = SYNC_WEIGHTS if objective == "timeline" else SYNC_WEIGHTS[:1]
-    tables, nodes, uppers = pruned_tables(model, space, configs, named, fixed or {}, weights, progress)
+    narrowed = narrow(model, configs, {} if fixed else named, weights, progress)
     built = time.perf_counter()
-    optima = []
-    for node, upper in zip(nodes, uppers, strict=True):
+    tables, optima = narrowed.tables, []
+    for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
         keep = by_edge_cost(tables, node, upper)
         small = restrict(tables, keep)
         optima.append((small, eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node})))
-    seconds = {"tables": built - started, "search": time.perf_counter() - built}
-    strategies = [_chosen(small.configs, optimum.choice) for small, optimum in optima]
+    searching = time.perf_counter() - built + narrowed.bounding_s
+    seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
+    strategies = [chosen(small.configs, optimum.choice) for small, optimum in optima]
     distinct = {tuple(s.items()): s for s in strategies}
     found = [candidate(model, "layerwise", s) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
@@ -121,82 +119,4 @@ def configurations(
             known = space.configurations(layer.space.dims)
             extra = dict.fromkeys(s[layer.name] for s in named.values())
             result[layer.name] = known + tuple(c for c in extra if c not in known)
-    return result
-
-
-def pruned_tables(
-    model: CostModel,
-    space: SearchSpace,
-    configs: Mapping[str, tuple[Config, ...]],
-    named: Mapping[str, Mapping[str, Config]],
-    fixed: Mapping[str, Config],
-    weights: Sequence[float],
-    progress: Progress | None = None,
-) -> tuple[CostTables, list[dict[str, Floats]], list[float]]:
-    """Tables without the configurations that no optimum for any weight of t_S contains; node costs and upper bounds.
-
-    A strategy decoded from lower bounds is priced exactly; whatever is bounded to cost more goes, and the exact tables
-    are built for the rest.
-    """
-    rough = rough_tables(model, configs, progress)
-    messages = Messages(rough.transfer, list(configs))
-    known = [exact_cost(model, {name: s[name] for name in configs}) for s in named.values()] if not fixed else []
-    keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
-    uppers = []
-    for weight in weights:
-        bounds = messages.bounds(weighted(model, configs, weight), SWEEPS)
-        known.append(exact_cost(model, _chosen(configs, bounds.choice)))
-        uppers.append(min(rest + weight * sync for rest, sync in known))
-        for name, lower in bounds.lower_s.items():
-            keep[name] |= lower <= uppers[-1] * SLACK
-    kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}
-    tables = model.tables(kept_configs, progress)
-    nodes = [{name: cost[keep[name]] for name, cost in weighted(model, configs, w).items()} for w in weights]
-    return tables, nodes, uppers
-
-
-def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None) -> CostTables:
-    """Tables whose transfers are lower bounds, but exact where it matters.
-
-    Transfers are priced as a few devices see them. Where the strategy that then looks best is in truth slower, the
-    devices that it waits for are watched too, until it is not.
-    """
-    watched = telling_devices(model.devices)
-    if model.options.link_model != "port" or 2 * len(watched) > model.devices.count:
-        return model.tables(configs, progress)
-    rough = model.tables(configs, progress, watched)
-    for _ in range(ROUNDS):
-        bounds = Messages(rough.transfer, list(configs)).bounds(rough.node, SWEEPS)
-        best = _chosen(configs, bounds.choice)
-        waiting = set()
-        for edge, cost in rough.transfer.items():
-            seen = cost[bounds.choice[edge[0]], bounds.choice[edge[1]]]
-            if model.edge_cost(edge, (best[edge[0]],), (best[edge[1]],))[0, 0] > seen * SLACK:
-                waiting.add(model.busiest_device(edge, best[edge[0]], best[edge[1]]))
-        new = with_ports(waiting, model.devices)
-        if not new:
-            break
-        more = model.tables(configs, progress, new).transfer
-        rough = replace(rough, transfer={edge: np.maximum(cost, more[edge]) for edge, cost in rough.transfer.items()})
-    return rough
-
-
-def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
-    """Equation 1 of a strategy without t_S, and t_S."""
-    tables = model.tables({name: (config,) for name, config in strategy.items()})
-    choice = dict.fromkeys(strategy, 0)
-    sync = sum(float(model.node_cost(model.graph[name], (config,)).sync[0]) for name, config in strategy.items())
-    return total(tables.node, tables.transfer, choice) - sync, sync
-
-
-def _chosen(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:
-    return {name: configs[name][i] for name, i in choice.items()}
-
-
-def weighted(model: CostModel, configs: Mapping[str, tuple[Config, ...]], weight: float) -> dict[str, Floats]:
-    """Node costs (C_l,) with `weight` times t_S."""
-    result = {}
-    for layer in model.graph.layers:
-        cost = model.node_cost(layer, configs[layer.name])
-        result[layer.name] = cost.total - (1 - weight) * cost.sync
     return result

@@ -163,11 +163,12 @@ def write(
     domains: Sequence[str] = (),
     value_info: Sequence[onnx.ValueInfoProto] = (),
     ir: int = 8,
+    dtype: int = onnx.TensorProto.FLOAT,
 ) -> Path:
-    """Writes a model. `inputs`: the shape of the only one, x. `outputs`: those of the last node."""
+    """Writes a model. `inputs`: the shape of the only one, x. `outputs`: by default those of the last node, of `dtype`."""
     given = [i for i in inputs if isinstance(i, onnx.ValueInfoProto)] or [info("x", inputs)]  # type: ignore[arg-type]
     names = outputs or [o for o in nodes[-1].output if o]
-    undecided = [info(name, ["?"]) for name in names]
+    undecided = [info(name, ["?"], dtype) for name in names]
     for out in undecided:
         out.type.tensor_type.shape.Clear()  # a scalar, to the checker; inference of ours ignores it
     graph = helper.make_graph(list(nodes), "g", given, undecided, list(initializers), value_info=list(value_info))

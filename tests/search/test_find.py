@@ -19,6 +19,7 @@ from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.eliminate import Optimum
 from layerwise.search.find import TIE, Candidate, choose, search
+from layerwise.search.narrow import Narrowed
 from tests.graph.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]
@@ -106,11 +107,11 @@ def test_a_plan_beyond_memory_is_not_chosen_while_another_fits() -> None:
 def unpruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruning leaves little of a small network: without it there is something to search."""
 
-    def everything(model: CostModel, space: SearchSpace, configs: Configs, *args: object) -> object:
+    def everything(model: CostModel, configs: Configs, *args: object) -> Narrowed:
         tables = model.tables(configs)
-        return tables, [tables.node], [1e9]
+        return Narrowed(tables, [tables.node], [1e9], 0.0)
 
-    monkeypatch.setattr(find, "pruned_tables", everything)
+    monkeypatch.setattr(find, "narrow", everything)
 
 
 @pytest.mark.usefixtures("unpruned")

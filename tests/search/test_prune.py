@@ -19,7 +19,8 @@ from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.bound import Messages
 from layerwise.search.eliminate import eliminate
-from layerwise.search.find import SYNC_WEIGHTS, configurations, pruned_tables, weighted
+from layerwise.search.find import SYNC_WEIGHTS, configurations
+from layerwise.search.narrow import narrow, weighted
 from layerwise.search.prune import Keep, by_edge_cost, restrict
 from tests.graph.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
@@ -99,9 +100,10 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     space = SearchSpace(devices, spread=devices > 2)
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named, {})
-    small, nodes, uppers = pruned_tables(model, space, configs, named, {}, SYNC_WEIGHTS)
+    narrowed = narrow(model, configs, named, SYNC_WEIGHTS)
+    small = narrowed.tables
     full = model.tables(configs)
-    for weight, costs, upper in zip(SYNC_WEIGHTS, nodes, uppers, strict=True):
+    for weight, costs, upper in zip(SYNC_WEIGHTS, narrowed.nodes, narrowed.uppers, strict=True):
         best = eliminate(full, node=weighted(model, configs, weight)).cost_s
         assert eliminate(small, node=costs).cost_s == pytest.approx(best, rel=1e-12)
         keep = by_edge_cost(small, costs, upper)

@@ -1,0 +1,120 @@
+"""The wheel: everything is inside, it works from where it is installed, and importing it is cheap."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import layerwise
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {"layerwise": "layerwise", "models": "layerwise/models", "profiles": "layerwise/profiles"}
+
+
+def python(*argv: str, cwd: Path, path: str = "") -> str:
+    """Runs Python in a process of its own, with nothing of the repository on its path."""
+    environment = {**os.environ, "PYTHONPATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is left in the repository."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    flags = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(out))
+    python("-m", "pip", "wheel", *flags, str(source), cwd=out)
+    (found,) = out.glob("layerwise-*.whl")
+    return found
+
+
+def test_wheel_is_complete(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    for source, target in SOURCES.items():
+        for path in (ROOT / source).rglob("*"):
+            if path.suffix in (".py", ".json", ".typed", ".md") and "__pycache__" not in path.parts:
+                assert f"{target}/{path.relative_to(ROOT / source).as_posix()}" in inside
+    assert {f"layerwise/profiles/{name}.json" for name in ("cpu", "h100", "p100", "pcie", "v100")} <= inside
+    assert {"layerwise/py.typed", "layerwise/models/vgg.py"} <= inside
+    assert {name.split("/")[0] for name in inside} == {"layerwise", f"layerwise-{layerwise.__version__}.dist-info"}
+
+
+def test_installed_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    flags = ("--no-deps", "--no-index", "-q", "--target", str(target))
+    python("-m", "pip", "install", *flags, str(wheel), cwd=tmp_path)
+    script = (
+        "import json, layerwise.models, layerwise.profiles\n"
+        "from layerwise.machine import load, names\n"
+        "from layerwise.models import find\n"
+        "print(json.dumps([layerwise.__file__, layerwise.models.__file__, layerwise.profiles.__file__]))\n"
+        "print(json.dumps([load(name).name for name in names()]), find('lenet5').name)\n"
+    )
+    files, known = python("-c", script, cwd=tmp_path, path=str(target)).splitlines()
+    assert all(Path(file).is_relative_to(target / "layerwise") for file in json.loads(files))
+    assert known == '["cpu", "h100", "p100", "pcie", "v100"] lenet5'
+    module = ("-m", "layerwise.search", "mlp:8x4", "--gpus", "2", "--json")
+    assert json.loads(python(*module, cwd=tmp_path, path=str(target)))["optimal"]
+
+
+def test_packages_are_all_listed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    rooms = [path.parent for path in (ROOT / "layerwise").rglob("*.py")]
+    assert listed == {".".join(room.relative_to(ROOT).parts) for room in rooms} | {
+        "layerwise.models",
+        "layerwise.profiles",
+    }
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == layerwise.__version__
+
+
+def test_console_script() -> None:
+    (script,) = entry_points(group="console_scripts", name="layerwise")
+    assert script.value == "layerwise.__main__:main"
+    assert callable(script.load())
+
+
+def test_public_names_resolve() -> None:
+    for name in layerwise.__all__:
+        assert getattr(layerwise, name) is not None
+    assert set(dir(layerwise)) == set(layerwise.__all__) == {*layerwise._HOME, "__version__"}
+    with pytest.raises(AttributeError, match="'layerwise' has no attribute 'nothing'"):
+        layerwise.nothing  # noqa: B018
+
+
+def test_imports_are_lazy(tmp_path: Path) -> None:
+    """Neither torch nor onnx for the package, its planning, the flags, and an unknown model."""
+    script = (
+        "import sys, layerwise\n"
+        "assert not {'torch', 'onnx', 'numpy', 'rich'} & set(sys.modules), 'import layerwise'\n"
+        "layerwise.Plan, layerwise.price, layerwise.timeline, layerwise.CostModel, layerwise.load_profile\n"
+        "import layerwise.search.__main__, layerwise.explain, layerwise.diff\n"
+        "from layerwise.cli import run_main\n"
+        "assert run_main(layerwise.search.__main__.main, ['vgg61', '--gpus', '4']) == 2\n"
+        "assert not {'torch', 'onnx'} & set(sys.modules), 'planning'\n"
+    )
+    python("-c", script, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.explain", "layerwise.diff"])
+def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
+    assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
