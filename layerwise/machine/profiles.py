@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 from importlib import resources
 from pathlib import Path
 
 from layerwise.errors import LayerwiseError
+from layerwise.files import write_text
 from layerwise.machine.profile import Profile
 from layerwise.machine.schema import parse, write
 
@@ -52,15 +52,6 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
     Raises LayerwiseError where `load` would refuse the file, and where it cannot be written.
     """
-    target = Path(path)
     text = write(profile)
-    parse(text, str(target))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        raise LayerwiseError(f"profile {target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    parse(text, os.fspath(path))
+    write_text(path, text)

@@ -79,6 +79,7 @@ def search(
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     best = choose(found, baselines) if objective == "timeline" and not fixed else additive
+    best = next((c for c in baselines.values() if c.strategy == best.strategy), best)
     counts = {
         "largest": max(map(len, configs.values())),
         "total": sum(map(len, configs.values())),

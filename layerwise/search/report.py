@@ -187,11 +187,12 @@ def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidat
     data = next(c.timeline.total_s for c in rows if c.name == "data")
     for c in rows:
         time, memory = c.timeline.total_s, units(c.price.memory_bytes, "B")
+        rate = model.graph.batch / time
         cells = (
             Text(c.name, style="bold green" if c is best else ""),
             units(c.price.step_time_s, "s"),
             units(time, "s"),
-            f"{model.graph.batch / time:,.0f}",
+            f"{rate:,.0f}" if rate >= 100 else _three(rate),
             f"{data / time:.2f}×",
             units(c.price.bytes_moved, "B"),
             Text(memory if c.fits else f"{memory} (too much)", style="" if c.fits else "red"),
