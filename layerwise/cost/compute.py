@@ -137,7 +137,7 @@ def compute_time(
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
                 backward += _kernel(_sum(times), moved, processor)
-        elif s.dims and not stage.view and stage.kind not in ("input", "tied", "sink"):
+        elif not stage.view and stage.kind not in ("input", "tied", "sink"):
             arithmetic = stage.flops(inputs, extents) / peak
             forward += _kernel(arithmetic, moved, processor)
             if wanted or trains or any(fed):  # reads the output's gradient and what was saved, writes the input's

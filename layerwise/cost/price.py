@@ -78,7 +78,8 @@ def price(model: CostModel, strategy: Strategy) -> Price:
         for slot, source in enumerate(layer.inputs):
             edge, ends = (source, layer.name, slot), ((strategy[source],), (config,))
             transfer_s += float(model.edge_cost(edge, *ends)[0, 0])
-            times = model.directions(edge)
+            replicated = isinstance(model.graph[source].op, Tied) and strategy[source].total == 1
+            times = 0 if replicated else model.directions(edge)
             load = model.traffic(edge, *ends)
             transfer_bytes += times * float(load.total_bytes.sum())
             if times and load.received_bytes[0, 0] > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config, Layout, layout
 from layerwise.cost.compute import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
-from layerwise.cost.sync import Group, all_reduce_s, groups, reduce_scatter_s, sync_rate
+from layerwise.cost.sync import Group, all_reduce_s, group_of, groups, reduce_scatter_s, sync_rate
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
@@ -151,7 +151,15 @@ class CostModel:
                 size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
                 total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
                 by_keys[keys, p.late] = size, total
-        return [self._collective(*sizes, lay, keys, late) for (keys, late), sizes in by_keys.items()]
+        found = [self._collective(*sizes, lay, keys, late) for (keys, late), sizes in by_keys.items()]
+        return [self._replicated(c) for c in found] if isinstance(layer.op, Tied) else found
+
+    def _replicated(self, c: Collective) -> Collective:
+        """Of a tied parameter: uncut, it is not on one device but on all, and its gradient is summed over them."""
+        uncut, everyone = (c.layout.degrees == 1).all(1), group_of(np.zeros(self.devices.count, np.int64), self.devices)
+        total = np.where(uncut, c.size_bytes * self.devices.count, c.total_bytes)
+        members = tuple(everyone if u else g for u, g in zip(uncut.tolist(), c.groups, strict=True))
+        return replace(c, total_bytes=total, groups=members)
 
     def _collective(self, size: Floats, total: Floats, lay: Layout, keys: Sequence[int], late: bool) -> Collective:
         return Collective(size, total, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
@@ -190,7 +198,10 @@ class CostModel:
         return traffic(*self._ends(edge, sources, targets))
 
     def directions(self, edge: Edge) -> int:
-        """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2."""
+        """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
+
+        A tied parameter that is not cut does not travel either (see `edge_cost`).
+        """
         source, target = self.graph[edge[0]], self.graph[edge[1]]
         if isinstance(source.op, Constant) or (self.options.io == "free" and (source.end or target.end)):
             return 0
@@ -218,7 +229,10 @@ class CostModel:
                 self._seconds[key] = port_seconds(*ends, watched)
             else:
                 self._seconds[key] = seconds(traffic(*ends), self.devices, self.options.link_model)
-        return times * self._seconds[key]
+        cost = times * self._seconds[key]
+        if isinstance(self.graph[edge[0]].op, Tied):  # uncut, it is replicated: see gradients_of
+            cost[[config.total == 1 for config in sources]] = 0.0
+        return cost
 
     def busiest_device(self, edge: Edge, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""

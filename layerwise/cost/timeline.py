@@ -17,6 +17,7 @@ from layerwise.cost.price import complete
 from layerwise.cost.sync import BUCKET_BYTES, Group, replicas, sync_s
 from layerwise.cost.tables import CostModel, Edge, Strategy
 from layerwise.graph.layer import Layer
+from layerwise.ops.ends import Tied
 
 Floats = NDArray[np.float64]
 
@@ -106,6 +107,8 @@ def _collect(
         if c.groups[0].size == 1:
             continue
         row = replicas(lay, c.keys, c.late)[0]
+        if isinstance(layer.op, Tied) and config.total == 1:  # replicated
+            row = np.zeros_like(row)
         bucket = buckets.setdefault(row.tobytes(), _Bucket(c.groups[0], row >= 0))
         bucket.bytes += float(c.size_bytes[0])
         if bucket.bytes >= BUCKET_BYTES:

@@ -16,6 +16,7 @@ from layerwise.graph.onnx_bind import schema_of
 from layerwise.graph.onnx_build import Imported, build_graph
 from layerwise.graph.onnx_constants import FOLDABLE
 from layerwise.graph.onnx_file import opset_of, read_onnx
+from layerwise.graph.onnx_infer import inferred
 from layerwise.graph.onnx_inputs import model_inputs
 from layerwise.graph.onnx_ops import row
 from layerwise.graph.onnx_place import Held
@@ -54,9 +55,7 @@ def from_onnx(
     return graph.rebatch(batch)
 
 
-def load_onnx_weights(
-    path: str | Path, *, sizes: Mapping[str, int] | None = None
-) -> Mapping[str, NDArray[np.generic]]:
+def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Mapping[str, NDArray[np.generic]]:
     """The values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
 
     Each is read when it is asked for, external data from a memory map: copy what is to be written to.
@@ -85,12 +84,12 @@ def _imported(
     wrong = {k: v for k, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
     if wrong:
         raise LayerwiseError(f"sizes must be at least 1, not {wrong}")
-    model = _composites_inlined(read_onnx(file))
+    model = _composites_inlined(read_onnx(file), file.parent, given)
     inputs = model_inputs(model.graph, batch, dims, given)
     return build_graph(model, file.parent, name or file.stem, inputs, given)
 
 
-def _composites_inlined(model: ModelProto) -> ModelProto:
+def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> ModelProto:
     """Operators that we do not know, but that ONNX defines by others (MeanVarianceNormalization), are written out."""
     opset = opset_of(model, "the model")
     unknown: set[str] = set()
@@ -106,12 +105,15 @@ def _composites_inlined(model: ModelProto) -> ModelProto:
             given = {a.name for a in node.attribute}  # the inliner does not know the defaults
             defaults = [a.default_value for name, a in schema.attributes.items() if name not in given]
             node.attribute.extend(a for a in defaults if a.type != AttributeProto.UNDEFINED)
+    if not unknown:
+        return model
+    stored = {tensor.name for tensor in model.graph.initializer} - {info.name for info in model.graph.input}
+    typed = [onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer]
+    model.graph.input.extend(info for info in typed if info.name in stored)  # the inliner asks for types
+    model.graph.value_info.extend(inferred(model, folder, sizes).values())
     for op_type in sorted(unknown):
         try:
             model = onnx.inliner.inline_selected_functions(model, [("", op_type)], inline_schema_functions=True)
         except (RuntimeError, TypeError):  # of types that it cannot tell, or onnx is too old: not supported
             continue
     return model
-
-
-

@@ -172,8 +172,10 @@ def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> Con
 
 def thin(array: Array) -> Array:
     """The array with one element of each dimension along which it is broadcast (all are the same in memory)."""
-    index = tuple(slice(0, 1) if stride == 0 and extent > 1 else slice(None)
-                  for stride, extent in zip(array.strides, array.shape, strict=True))
+    index = tuple(
+        slice(0, 1) if stride == 0 and extent > 1 else slice(None)
+        for stride, extent in zip(array.strides, array.shape, strict=True)
+    )
     return array[index]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.onnx_call import Tensor, axis, optional, recast, weights
-from layerwise.graph.onnx_pointwise import both
+from layerwise.graph.onnx_call import axis, optional, recast, weights
 from layerwise.graph.registry import Built, Call, Operand, Result
-from layerwise.graph.torch_views import reshaped
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.pointwise import Binary, Unary
 from layerwise.ops.reduce import Reduce
@@ -44,14 +42,7 @@ def group_norm(call: Call) -> Result:
     x, groups = call.operand("X"), call.integer("num_groups")
     scale, bias = optional(call, "scale", "bias")
     channels, eps = x.shape[1], call.number("epsilon")
-    if scale.shape == bias.shape == (channels,):
-        return Built(GroupNorm(groups, affine=True, eps=eps), (x,), (scale, bias))
-    # Before opset 21 there is one scale a group.
-    normal = Built(GroupNorm(groups, affine=False, eps=eps), (x,))
-    result: Tensor = reshaped(normal, (x.shape[0], groups, channels // groups, *x.shape[2:]))
-    shape = (groups, *(1 for _ in x.shape[1:]))
-    result = both("mul", result, recast(scale, shape))
-    return reshaped(both("add", result, recast(bias, shape)), x.shape)
+    return Built(GroupNorm(groups, affine=True, eps=eps), (x,), (recast(scale, (channels,)), recast(bias, (channels,))))
 
 
 def instance_norm(call: Call) -> Result:

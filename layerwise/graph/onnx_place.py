@@ -69,10 +69,10 @@ class Placer:
         self.uses: dict[str, list[Use]] = defaultdict(list)  # by root
         self.unsampled = ""  # the first layer that drops the samples
         self._sources: dict[object, str] = {}  # parameters and constants -> their node
-        self._made: dict[int, Operand] = {}  # by id of a Built of the current node
+        self._made: dict[int, tuple[Built, Operand]] = {}  # by id; held, so that no other gets the id
 
     def begin(self) -> None:
-        """Another node: a Built of the last one may have had the same id."""
+        """Another node."""
         self._made.clear()
 
     def root(self, c: Constant) -> Constant | Operand:
@@ -95,7 +95,7 @@ class Placer:
             return self.activation(self._source(result))
         assert isinstance(result, Built)
         if id(result) in self._made:
-            return self._made[id(result)]
+            return self._made[id(result)][1]
         op = result.op
         inputs = [
             self._source(self.place(i, f"{name}.{i.op.kind}") if isinstance(i, Built) else i) for i in result.inputs
@@ -114,7 +114,7 @@ class Placer:
             raise LayerwiseError(f"layer {name!r} ({op.kind}) takes {len(declared)} parameters, not {given}")
         names = [self._parameter(p, d, name) for p, d in zip(result.parameters, declared, strict=True)]
         made = self.activation(self.builder.add(name, op, inputs, names))
-        self._made[id(result)] = made
+        self._made[id(result)] = result, made
         return made
 
     def _parameter(self, p: Operand, declared: Parameter, layer: str) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from layerwise.geometry import identity, whole
+from layerwise.geometry import scaled, whole
 from layerwise.ops.base import Counts, Extents, Maps, Op
 from layerwise.tensor import TensorSpec
 
@@ -57,8 +57,10 @@ class Sink(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return tuple(
             tuple(
-                identity(extent, 0) if label == "n" and extent == self.batch else whole(extent)
-                for label, extent in zip(spec.dims, spec.shape, strict=True)
+                scaled(self.batch, extent, 0, scale=unit)
+                if label == "n" and extent == self.batch * unit
+                else whole(extent)
+                for label, extent, unit in zip(spec.dims, spec.shape, spec.units, strict=True)
             )
             for spec in inputs
         )

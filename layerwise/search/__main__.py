@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("output")
     g.add_argument("--json", action="store_true", help="everything, for programs")
     g.add_argument("--layers", action="store_true", help="a row for every layer")
-    g.add_argument("--out", metavar="PLAN.json", help="write the plan, for layerwise.run")
+    g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument(
         "--price", metavar="STRATEGY.json", help="price this strategy ({layer: {dim: degree}}) instead of searching"
     )

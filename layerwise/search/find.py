@@ -14,6 +14,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.tables import CostModel, Progress
 from layerwise.cost.timeline import Timeline, timeline
+from layerwise.errors import LayerwiseError
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import Optimum, eliminate
 from layerwise.search.narrow import chosen, narrow
@@ -56,7 +57,14 @@ def search(
     fixed: Mapping[str, Config] | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best strategy over `space`. `fixed` layers keep their configuration; `memory_bytes` bounds search tables."""
+    """The best strategy over `space`. `memory_bytes` bounds search tables.
+
+    `fixed` layers keep their configuration; the answer is then the additive optimum, and no baseline.
+    """
+    if space.devices != model.devices.count:
+        raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
+    if unknown := sorted(set(fixed or {}) - {layer.name for layer in model.graph.inner}):
+        raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
     started = time.perf_counter()
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named, fixed or {})

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from layerwise.config import Config
 from layerwise.cost.tables import CostModel, CostTables, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
+from layerwise.errors import LayerwiseError
 from layerwise.search.bound import Messages
 from layerwise.search.eliminate import total
 from layerwise.search.prune import SLACK, Keep
@@ -57,6 +58,8 @@ def narrow(
         bounding_s += time.perf_counter() - started
         known.append(exact_cost(model, chosen(configs, bounds.choice)))
         uppers.append(min(rest + weight * sync for rest, sync in known))
+        if not np.isfinite(uppers[-1]):
+            raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
         for name, lower in bounds.lower_s.items():
             keep[name] |= lower <= uppers[-1] * SLACK
     kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}

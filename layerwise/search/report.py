@@ -224,7 +224,8 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
     data = result.baselines["data"]
     slower = best.timeline.total_s / data.timeline.total_s
     if slower > 1:  # --objective additive, or data parallelism needs too much memory
-        yield f"With overlap, data parallelism is predicted {slower:.2f}× faster."
+        why = "" if data.fits else ", but does not fit into memory"
+        yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
     elif best.strategy == data.strategy:
         yield (
             "Data parallelism is best here: with communication overlapped, nothing found is predicted more than "
@@ -240,10 +241,18 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
         f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
         f"(profile {model.devices.name})."
     )
+    statistics = sum(p.statistics_s for p in data.price.layers.values()) / data.price.step_time_s
+    if statistics > 0.05:
+        yield (
+            f"{statistics:.0%} of data parallelism's step time are batch norm statistics of the whole batch, which all "
+            "strategies here pay; DistributedDataParallel does not: --local-batch-norm prices it so."
+        )
     if not best.fits:
+        others = any(c.fits for c in result.baselines.values())
         yield (
             f"WARNING: {units(best.price.memory_bytes, 'B')} a device is over the {units(processor.memory_bytes, 'B')} "
-            "that a device has; nothing found fits. Use more GPUs or a smaller batch."
+            f"that a device has; {'a baseline above fits' if others else 'nothing that was simulated fits'}. Use more "
+            "GPUs or a smaller batch."
         )
 
 

@@ -17,10 +17,12 @@ from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import space
 from layerwise.ops.embed import Embedding
-from layerwise.ops.ends import Constant
+from layerwise.ops.ends import Constant, Tied
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Cast, Unary
+from layerwise.ops.view import Reshape
+from layerwise.search.baselines import baseline
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -42,6 +44,8 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
     count, total = model.devices.count, 0
     for slot, name in enumerate(layer.inputs):
         source = model.graph[name]
+        if isinstance(source.op, Tied) and strategy[name].total == 1:  # replicated
+            continue
         ends = source.space, strategy[name], layer.space, *brute.input_of(layer, slot), strategy[layer.name], count
         table = brute.exchanged(*ends)
         back = model.has_gradient[name] and model.has_gradient[layer.name]
@@ -56,6 +60,8 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
 def counted_sync(layer: Layer, config: Config, devices: int) -> int:
     """Of each element of each parameter that r devices have, 2(r-1) copies."""
     total = 0
+    if isinstance(layer.op, Tied) and config.total == 1:  # replicated
+        total += 2 * (devices - 1) * layer.out.volume * layer.out.item_bytes
     for _, p in layer.own_parameters():
         if p.trainable:
             copies = np.zeros(p.shape, np.int64)
@@ -120,6 +126,20 @@ def test_data_parallelism_moves_the_gradients_twice_to_all_but_one(devices: int)
     assert found.sync_bytes == 2 * (devices - 1) * 4 * network.parameter_count()
     assert found.statistics_bytes == 2 * 2 * (devices - 1) * 4 * 2 * 7
     assert found.transfer_bytes == 0
+
+
+def test_a_tied_parameter_is_replicated_and_flattened_outputs_stay_with_data_parallelism() -> None:
+    """As DistributedDataParallel: the weight is summed once, and rows of (n*s, c) return to the devices of their n."""
+    b = GraphBuilder("language")
+    ids = b.input("ids", TensorSpec((8, 6), ("n", "s"), "int64"))
+    table = b.tied("table", TensorSpec((20, 4), ("c", None)))
+    x = b.add("embed", Embedding(20, 4), [ids], [table])
+    x = b.add("head", Linear(20, False), [x], [table])
+    x = b.add("flat", Reshape((48, 20)), [x])
+    model = CostModel(fuse(b.finish([x])), brute.machine((4,)))
+    found = price(model, baseline(model, "data"))
+    assert found.transfer_bytes == 0
+    assert found.sync_bytes == 2 * 3 * 80 * 4
 
 
 def test_channels_split_unevenly_are_synchronised_once_each() -> None:
@@ -234,7 +254,7 @@ def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
         assert found.layers["weight"].memory_bytes == (2 + 2) * 4 * 8 * 6 // degree
         bandwidth = model.devices.processor.memory_bandwidth_bytes_per_s
         assert found.layers["weight"].compute_s == pytest.approx((3 + 2 * 2) * 4 * 8 * 6 / degree / bandwidth)
-        assert found.sync_bytes == 0
+        assert found.sync_bytes == (2 * 4 * 8 * 6 if degree == 1 else 0)  # uncut, both devices have it
     assert (model.node_cost(network["decode"], (Config(),)).compute.update == 0).all()
 
 
@@ -253,6 +273,8 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
                 held += (2 if p.trainable else 1) * box.volume * layer.out.item_bytes
             for slot, name in enumerate(layer.inputs):
                 source = model.graph[name]
+                if isinstance(source.op, Tied) and strategy[name].total == 1:  # replicated: counted there
+                    continue
                 maps, late = brute.input_of(layer, slot)
                 config = strategy[layer.name]
                 row = brute.exchanged(source.space, strategy[name], layer.space, maps, late, config, 6)[device]

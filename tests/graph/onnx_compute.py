@@ -148,7 +148,9 @@ def random(name: str, *shape: int, seed: int = 0) -> onnx.TensorProto:
     return tensor(name, generator.standard_normal(shape).astype(np.float32))
 
 
-def info(name: str, shape: Sequence[int | str | None] | None, dtype: int = onnx.TensorProto.FLOAT) -> onnx.ValueInfoProto:
+def info(
+    name: str, shape: Sequence[int | str | None] | None, dtype: int = onnx.TensorProto.FLOAT
+) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
@@ -165,7 +167,7 @@ def write(
     ir: int = 8,
     dtype: int = onnx.TensorProto.FLOAT,
 ) -> Path:
-    """Writes a model. `inputs`: the shape of the only one, x. `outputs`: by default those of the last node, of `dtype`."""
+    """Writes a model. `inputs`: the shape of the only one, x. `outputs`: the last node's, by default, of `dtype`."""
     given = [i for i in inputs if isinstance(i, onnx.ValueInfoProto)] or [info("x", inputs)]  # type: ignore[arg-type]
     names = outputs or [o for o in nodes[-1].output if o]
     undecided = [info(name, ["?"], dtype) for name in names]
