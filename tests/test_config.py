@@ -151,7 +151,7 @@ def test_a_hand_written_configuration(written: dict[str, object], config: Config
         ({"placement": ["strided"]}, "placement is"),
         ({"h": 2}, "cannot be split along 'h' .its dimensions: n, c, k"),
         ({"c": 5}, "c=5 is more than the 4 parts"),
-        ({"n": 8, "c": 2}, "needs 16 devices, there are 8"),
+        ({"n": 3, "c": 3}, "needs 9 devices, there are 8"),
         ({"n": 8, "c": 4, "k": 2}, "k=2 leaves no dimension with room"),
     ],
 )

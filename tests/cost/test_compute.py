@@ -19,7 +19,7 @@ from layerwise.ops.base import Op
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear, MatMul
 from layerwise.ops.norm import GroupNorm
-from layerwise.ops.pointwise import Prelu, Unary
+from layerwise.ops.pointwise import Binary, Prelu, Unary
 from layerwise.ops.pool import Pool
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
@@ -129,6 +129,17 @@ def test_a_product_of_activations_has_the_gradients_that_are_wanted() -> None:
     x, y = (b.input(name, TensorSpec((4, 8, 8), ("n", "s", None))) for name in "xy")
     layer = b.finish([networks.add(b, "product", MatMul(), [x, y])])["product"]
     for wanted, kernels in (((False, False), 0), ((True, False), 1), ((False, True), 1), ((True, True), 2)):
+        assert times(layer, LAUNCHES, wanted=wanted).backward == kernels
+
+
+def test_a_follower_passes_on_the_gradient_of_its_own_input() -> None:
+    """pool(x) + y: where only y learns, the pooling is not run backward."""
+    b = GraphBuilder("added")
+    x, y = (b.input(name, TensorSpec((2, 3, 4), ("n", "c", "l"))) for name in "xy")
+    pooled = networks.add(b, "pool", Pool("max", (1,), (1,), ((0, 0),), (1,)), [x])
+    layer = fuse(b.finish([networks.add(b, "add", Binary("add"), [pooled, y])]))["pool"]
+    assert (layer.inputs, layer.followers) == (("x", "y"), ("add",))
+    for wanted, kernels in (((False, False), 0), ((False, True), 1), ((True, False), 2), ((True, True), 2)):
         assert times(layer, LAUNCHES, wanted=wanted).backward == kernels
 
 

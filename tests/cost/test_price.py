@@ -242,6 +242,17 @@ def test_memory_by_hand(optimizer: str) -> None:
     assert split.memory_bytes == split.layers["linear"].memory_bytes + 4 * (2 * 6 + 2 + 2 * 10 + received)
 
 
+def test_after_a_reduction_a_device_gathers_only_what_it_owns() -> None:
+    """k over two devices, its sums scattered over 3 channels as 1 and 2: bias, addend and sum follow these."""
+    b = GraphBuilder("added")
+    x, y = b.input("x", TensorSpec((4, 6), ("n", None))), b.input("y", TensorSpec((4, 3), ("n", "c")))
+    x = networks.add(b, "linear", Linear(3), [x])
+    network = fuse(b.finish([networks.add(b, "add", Binary("add"), [x, y])]))
+    found = price(CostModel(network, brute.machine((2,))), {"linear": Config.of({"k": 2})}).layers["linear"]
+    gathered, parameters, made = 4 * 3 + 4 * 2, 3 * 3 + 2, 4 * 3 + 4 * 2
+    assert found.memory_bytes == 4 * (gathered + 2 * parameters + made)
+
+
 def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
     b = GraphBuilder("tied")
     ids = b.input("ids", TensorSpec((4, 3), ("n", "s"), "int64"))

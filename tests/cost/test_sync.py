@@ -150,6 +150,16 @@ def test_a_hierarchical_all_reduce_by_hand() -> None:
     assert one_way < 7 * m / 8 * outer.beta_s_per_byte  # than the ring
 
 
+def test_between_racks_a_slow_nic_counts_as_well_as_the_uplink() -> None:
+    """Four pairs across two racks: both of a node's GPUs share its NIC, which is slower than the rack's uplink."""
+    graph = brute.machine((2, 4, 8), ports=(1, 2, 4), slowness=(1, 20, 1))
+    group = group_of(np.arange(8) % 4, graph)
+    nic, uplink = (level.beta_s_per_byte for level in graph.levels[1:])
+    assert 2 * nic > 4 * uplink
+    m = 1e9
+    assert all_reduce_s(m, group, graph) == pytest.approx(m * 2 * nic, rel=1e-3)
+
+
 @given(NETWORKS, brute.machines(), st.data())
 @settings(max_examples=100)
 def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:

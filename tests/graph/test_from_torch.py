@@ -36,7 +36,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def names(graph: LayerGraph) -> list[str]:
-    return [layer.name for layer in graph.inner]
+    return [layer.name for layer in graph.inner if layer.op.kind != "tied"]
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
