@@ -23,7 +23,7 @@ from layerwise.search.eliminate import total
 from layerwise.search.prune import SLACK, Keep
 
 Floats = NDArray[np.float64]
-SWEEPS = 4  # of message passing: more tighten the bounds little
+SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
 
 

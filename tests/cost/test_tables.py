@@ -86,14 +86,14 @@ def test_layers_alike_share_what_is_alike_only() -> None:
 
 
 def test_edges_alike_but_for_their_element_type_are_not_alike() -> None:
-    b = GraphBuilder("halved")
-    x = networks.add(b, "linear0", Linear(8), [b.input("x", TensorSpec((8, 8), ("n", "c")))])
-    for i in (1, 2):
-        x = networks.add(b, f"linear{i}", Linear(8), [x])
-        x = networks.add(b, f"cast{i}", Cast("float16"), [x])
+    b = GraphBuilder("cast")
+    x = networks.add(b, "linear", Linear(8), [b.input("x", TensorSpec((8, 8), ("n", "c")))])
+    for dtype in ("float32", "float16"):
+        y = networks.add(b, dtype, Cast(dtype), [x])
+        x = networks.add(b, f"after_{dtype}", Linear(8), [y])
     model = CostModel(b.finish([x]), brute.machine((4,)), CostOptions(link_model="sum"))
     ends = (Config.of({"n": 4}),), (Config.of({"c": 4}),)
-    whole, half = (model.edge_cost(edge, *ends) for edge in (("linear0", "linear1", 0), ("cast1", "linear2", 0)))
+    whole, half = (model.edge_cost((dtype, f"after_{dtype}", 0), *ends) for dtype in ("float32", "float16"))
     assert whole == pytest.approx(2 * half)
 
 

@@ -14,9 +14,11 @@ from layerwise.cost.price import complete, price
 from layerwise.cost.sync import BUCKET_BYTES, group_of, sync_rate, sync_s
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.cost.timeline import timeline
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.linear import Linear
+from layerwise.ops.norm import BatchNorm
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -151,6 +153,22 @@ def test_layers_that_are_split_otherwise_by_hand() -> None:
     found = timeline(model, strategy)
     assert found.forward_s == pytest.approx(sum(forward) + sum(over))
     assert found.total_s == pytest.approx(sent + small + sum(c.update[0] for c in costs))
+
+
+@pytest.mark.parametrize("degrees", [{"n": 4}, {"n": 2, "k": 2}, {"k": 4}])
+def test_collectives_inside_a_layer_hold_it_up_both_ways(degrees: dict[str, int]) -> None:
+    """Statistics of the batch and sums over k: half of their time forward, half backward, none of it hidden."""
+    b = GraphBuilder("normed")
+    x = b.input("x", TensorSpec((4, 8, 6), ("n", "c", "l")))
+    x = networks.add(b, "conv", networks.pointwise_conv(8, 1), [x])
+    network = fuse(b.finish([networks.add(b, "norm", BatchNorm(), [x])]))
+    model = CostModel(network, brute.machine((4,)), FREE)
+    cost = model.node_cost(network["conv"], (Config.of(degrees),))
+    inside = float(cost.statistics[0] + cost.reduction[0])
+    assert inside > 0
+    found = timeline(model, {"conv": Config.of(degrees)})
+    assert found.forward_s == pytest.approx(cost.compute.forward[0] + inside / 2)
+    assert found.backward_s == pytest.approx(cost.compute.backward[0] + inside / 2)
 
 
 def test_devices_that_take_no_part_do_not_wait() -> None:
