@@ -72,7 +72,9 @@ class Reshape(View):
             else:
                 maps[i] = window(self.shape[j], x.shape[i], j, stride=stride, last=stride - 1, over=over)
         for i, j in _ones(x, self.shape).items():
-            maps[i] = identity(1, j)  # so that nothing of it needs nothing (concat)
+            # So that nothing of it needs nothing (concat). One dimension drives no more than one.
+            if all(m.source != j for at, m in enumerate(maps) if at != i):
+                maps[i] = identity(1, j)
         return (tuple(maps),)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:

@@ -81,7 +81,6 @@ def test_views(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> 
     check_network(network, graph, data)
 
 
-@pytest.mark.xfail(reason="ops.view: two dimensions of extent 1 become one, which then drives both", strict=True)
 def test_a_batch_of_one_is_squeezed() -> None:
     b = GraphBuilder("squeezed")
     x = b.input("x", TensorSpec((1, 2, 3), ("n", "c", "l")))
