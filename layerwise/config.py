@@ -15,6 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Dim, Space
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
+BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
 REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
 
 Placement = Literal["contiguous", "strided"]

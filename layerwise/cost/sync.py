@@ -14,11 +14,10 @@ from math import ceil, log2, prod, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
+from layerwise.config import BUCKET_BYTES, Layout
 from layerwise.machine import DeviceGraph
 
 Floats = NDArray[np.float64]
-BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class CostModel:
     def __post_init__(self) -> None:
         self._nodes: dict[object, NodeCost] = {}
         self._seconds: dict[object, Floats] = {}
-        self.has_gradient = gradients(self.graph)
+        self.has_gradient = self.graph.has_gradient
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
@@ -268,12 +268,3 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return where.needs[slot], where.late_inputs[slot]
     parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.late
-
-
-def gradients(graph: LayerGraph) -> dict[str, bool]:
-    """Whether a gradient flows back to each layer's output."""
-    result: dict[str, bool] = {}
-    for layer in graph.layers:
-        trains = any(p.trainable for p in layer.space.parameters) or isinstance(layer.op, Tied)
-        result[layer.name] = layer.out.differentiable and (trains or any(result[name] for name in layer.inputs))
-    return result

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Config
+from layerwise.config import BUCKET_BYTES, Config
 from layerwise.cost.price import complete
-from layerwise.cost.sync import BUCKET_BYTES, Group, replicas, sync_s
+from layerwise.cost.sync import Group, replicas, sync_s
 from layerwise.cost.tables import CostModel, Edge, Strategy
 from layerwise.graph.layer import Layer
 from layerwise.ops.ends import Tied

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.program import Program, read_program
-from layerwise.graph.torch_build import build_graph
+from layerwise.graph.torch_build import Stored, build_graph
 from layerwise.graph.torch_patterns import rewrite
 
 Dims = Sequence[Sequence[str | None]]
@@ -44,12 +44,24 @@ def from_torch(
     An exported program (or `load_pt2(file)`) needs no example inputs; an open batch takes the size of these, or of
     those it was exported with. Batch norm and dropout are those of training, whatever mode the module is in.
     """
+    return import_torch(model, example_inputs, kwargs=kwargs, name=name, dims=dims)[0]
+
+
+def import_torch(
+    model: nn.Module | fx.GraphModule | ExportedProgram | Program,
+    example_inputs: Sequence[object] | torch.Tensor | None = None,
+    *,
+    kwargs: Mapping[str, object] | None = None,
+    name: str | None = None,
+    dims: Dims | None = None,
+) -> tuple[LayerGraph, Stored]:
+    """`from_torch`, and how to read the values of parameters and constants: the model's own tensors, not copies."""
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
     if isinstance(model, Program):
-        graph = build_graph(rewrite(model), title, dims)
+        graph, stored = build_graph(rewrite(model), title, dims)
     elif isinstance(model, ExportedProgram):
-        graph = build_graph(rewrite(read_program(model, title)), title, dims)
+        graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
     elif isinstance(model, nn.Module):
         if not examples and not kwargs:
             examples = _placeholders(model, title)
@@ -60,7 +72,7 @@ def from_torch(
             f"from_torch needs an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
         )
     first = next((e for e in examples if isinstance(e, torch.Tensor) and e.dim()), None)
-    return graph if first is None else graph.rebatch(first.shape[0])
+    return (graph if first is None else graph.rebatch(first.shape[0])), stored
 
 
 def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str) -> ExportedProgram:

@@ -116,6 +116,15 @@ class LayerGraph:
         return graph
 
     @cached_property
+    def has_gradient(self) -> dict[str, bool]:
+        """Whether a gradient flows back to each layer's output."""
+        result: dict[str, bool] = {}
+        for layer in self.layers:
+            trains = any(p.trainable for p in layer.space.parameters) or isinstance(layer.op, Tied)
+            result[layer.name] = layer.out.differentiable and (trains or any(result[name] for name in layer.inputs))
+        return result
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that a plan depends on: names, operators, shapes, edges."""
         rows = [

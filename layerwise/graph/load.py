@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.models import find, names
+from layerwise.ops.ends import Tied
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256 (any cube); a .onnx or .pt2 file; or "
@@ -19,11 +26,29 @@ HELP = (
 SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network as layers, and what it comes with.
+
+    stored: how to read its parameters and constants, by their names in the graph; None (or of the meta device) where
+    it has no values. keys: the names of its state dict, each with the name that the graph has for the tensor.
+    """
+
+    graph: LayerGraph
+    stored: Mapping[str, Callable[[], object]]
+    keys: Mapping[str, str]
+
+
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
     """The network that `spec` names, unfused, with `batch` samples. Weights are not needed and not allocated.
 
     `input_shape`, of one sample, is for a callable that returns a module without example inputs.
     """
+    return load_network(spec, batch, input_shape).graph
+
+
+def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
+    """`load_model`, with the network's values."""
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
@@ -33,35 +58,82 @@ def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
     if suffix == ".onnx":
-        from layerwise.graph.from_onnx import from_onnx
+        from layerwise.graph.from_onnx import from_onnx, load_onnx_weights
 
-        return from_onnx(spec, batch=batch)
+        weights = _Lazy(lambda: load_onnx_weights(spec))
+        graph = from_onnx(spec, batch=batch)
+        return Network(graph, weights, {name: name for name in _names(graph)})
     if suffix in SUFFIXES:
-        from layerwise.graph.from_torch import from_torch
+        from layerwise.graph.from_torch import import_torch
         from layerwise.graph.load_pt2 import load_pt2
 
-        return from_torch(load_pt2(spec), name=Path(spec).stem).rebatch(batch)
+        graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
+        return Network(graph.rebatch(batch), stored, {name: name for name in _names(graph)})
     return _built_in(spec, batch)
 
 
-def _built_in(spec: str, batch: int) -> LayerGraph:
+def _built_in(spec: str, batch: int) -> Network:
     model = find(spec)  # first: a wrong name needs no torch
     import torch
-
-    from layerwise.graph.from_torch import from_torch
 
     with torch.device("meta"):
         network = model.build()
     # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
-    return from_torch(network, model.example_inputs(2), name=spec).rebatch(batch)
+    return network_of(network, model.example_inputs(2), batch, spec)
 
 
-def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> LayerGraph:
+def network_of(module: nn.Module, examples: Sequence[object], batch: int | None, name: str) -> Network:
+    """A module as a Network, at `batch` samples (None: the example's)."""
+    from layerwise.graph.from_torch import import_torch
+
+    graph, stored = import_torch(module, tuple(examples), name=name)
+    known: dict[int, str] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for key, tensor in tensors(remove_duplicate=False):
+            if key in stored or id(tensor) not in known:
+                known[id(tensor)] = key
+    held = module.state_dict(keep_vars=True)
+    keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
+    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys)
+
+
+def _names(graph: LayerGraph) -> list[str]:
+    """Parameters and buffers of a graph, tied ones included."""
+    own = [name for layer in graph.layers for name, _ in layer.own_parameters()]
+    return own + [layer.name for layer in graph.layers if isinstance(layer.op, Tied)]
+
+
+class _Lazy(Mapping[str, Callable[[], object]]):
+    """The values of an ONNX file, which is read again when the first is asked for."""
+
+    def __init__(self, read: Callable[[], Mapping[str, object]]) -> None:
+        self._read = read
+        self._values: Mapping[str, object] | None = None
+
+    @property
+    def values_(self) -> Mapping[str, object]:
+        if self._values is None:
+            self._values = self._read()
+        return self._values
+
+    def __getitem__(self, name: str) -> Callable[[], object]:
+        values = self.values_
+        if name not in values:
+            raise KeyError(name)
+        return lambda: values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:
     """Runs the user's own function, which is code that the user names on purpose."""
     import torch
     from torch import nn
-
-    from layerwise.graph.from_torch import from_torch
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
         build = _attribute(spec, _imported(spec, module), name)
@@ -82,7 +154,7 @@ def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: t
         first = next(network.parameters(), torch.empty(0))
         inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
     examples = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    return from_torch(network, examples, name=name).rebatch(batch)
+    return network_of(network, examples, batch, name)
 
 
 def _imported(spec: str, module: str) -> ModuleType:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+
+import numpy as np
+import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
@@ -34,9 +37,13 @@ class Rows:
     shape: tuple[int, ...]
 
 
-def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> LayerGraph:
-    """The layers of a program. `dims`: labels for each input."""
-    return _Importer(program, title, dims).graph()
+Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
+
+
+def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> tuple[LayerGraph, Stored]:
+    """The layers of a program, and the values that it comes with. `dims`: labels for each input."""
+    importer = _Importer(program, title, dims)
+    return importer.graph(), importer.stored()
 
 
 class _Importer:
@@ -77,6 +84,16 @@ class _Importer:
                 if prod(value.shape) <= 1 << 20:
                     self.constants.store(value.name, source.read())
                 self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
+
+    def stored(self) -> Stored:
+        """Parameters and buffers of the model, and constants that the forward pass makes."""
+        found: dict[str, Callable[[], torch.Tensor | None]] = {}
+        for value in self.values.values():
+            if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
+                array = value.value
+                found[value.name] = lambda array=array: torch.tensor(array)  # type: ignore[misc]
+                found[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
+        return found | {s.target: s.read for s in self.program.sources if s.kind != "input"}
 
     def graph(self) -> LayerGraph:
         for place, node in enumerate(self.program.nodes):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, identity, scaled, whole
+from layerwise.geometry import AxisMap, Box, identity, scaled, whole
 from layerwise.ops.base import Extents, Gemm, Maps, Op, broadcast, merge_labels, only
+from layerwise.ops.random import drop
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,68 @@ class Attention(Op):
         keys, depth = np.full_like(rows, k.shape[-2]), np.full_like(rows, k.shape[-1])
         return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Native, unless the softmax's results are dropped by position."""
+        import torch.nn.functional as F
+
+        q, k, v = inputs[:3]
+        mask = inputs[3] if self.mask else None
+        first, last = at.cell.lo[-2], at.cell.hi[-2]
+        if self.causal and last < k.shape[-2]:  # nobody here sees the keys after its last query
+            k, v = k[..., :last, :], v[..., :last, :]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
+        if self.causal and (first > 0 or mask is not None):
+            mask = _causal(mask, q, k, first)
+        k, v = (t.expand(*_stacked(q, t), *t.shape[-2:]) for t in (k, v))
+        if at.training and self.dropout > 0:
+            return self._dropped(at, q, k, v, _causal(None, q, k, 0) if self.causal and mask is None else mask)
+        grouped = q.dim() > 3 and k.shape[-3] != q.shape[-3]
+        causal = self.causal and mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
+
+    def _dropped(self, at: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The same, written out: which weights are zeroed goes by (..., query, key) in the whole tensor of scores."""
+        import torch
+
+        if q.dim() > 3 and k.shape[-3] != q.shape[-3]:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = _softmax(scores) if mask is not None else scores.softmax(-1)
+        whole = (*at.space.out.shape[:-1], at.specs[1].shape[-2])
+        box = Box((*at.cell.lo[: q.dim() - 1], 0), (*at.cell.hi[: q.dim() - 1], k.shape[-2]))
+        return drop(weights, self.dropout, at.seed, box, whole) @ v
+
 
 def _head(extent: int, queries: int, dim: int) -> AxisMap:
     """Heads (or samples) of k and v for those of q: the same, one for all, or one for each group."""
     if extent == 1:
         return whole(1)
     return scaled(queries, extent, dim, over=queries // extent)
+
+
+def _stacked(q: Tensor, k: Tensor) -> list[int]:
+    """The extents of all but the last two dimensions to which k expands: q's where it has one for all."""
+    return [a if b == 1 else b for a, b in zip(q.shape[:-2], k.shape[:-2], strict=True)]
+
+
+def _causal(mask: Tensor | None, q: Tensor, k: Tensor, first: int) -> Tensor:
+    """The mask of queries that begin at `first` and see no later keys, beside another one that there may be."""
+    import torch
+
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(first)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension; a query that sees no key gets zeros, as PyTorch's attention has it."""
+    blind = (scores == -float("inf")).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
 def _check_mask(mask: TensorSpec, scores: tuple[int, ...]) -> None:

@@ -8,11 +8,11 @@ transfers, the gradient synchronisation, the memory and the run time of the oper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,11 @@ from numpy.typing import NDArray
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 Extents = NDArray[np.int64]  # (..., dimensions of the iteration space): extents of boxes
 Counts = NDArray[np.float64]  # (...): one number a box
@@ -46,6 +51,8 @@ class Parameter:
 
     `late`: used after the reduction over k (a bias, a fused batch norm), so its box follows the box that a device
     owns of the output, not the one it computes partial sums of. Buffers are not `trainable`: nothing to synchronise.
+    `initial`: how PyTorch fills it where nobody gives a value: uniform in [-scale, scale), normal of deviation `scale`,
+    or `scale` everywhere.
     """
 
     name: str
@@ -53,6 +60,8 @@ class Parameter:
     maps: Maps
     trainable: bool = True
     late: bool = False
+    initial: Literal["uniform", "normal", "constant"] = "constant"
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,18 @@ class Op(ABC):
     def at_batch(self, batch: int) -> Op:
         """The same operator for `batch` samples, where its inputs do not tell (Expand of a class token)."""
         return self
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """The kernel: the box `at.out` of the output, from the boxes `at.needs` of the inputs.
+
+        `parameters` by the operator's names, each the box that the cell needs. Where a reduction is split they lack
+        the late ones, the result is a partial sum, and `finish` adds what is late once it is complete.
+        """
+        raise LayerwiseError(f"layerwise can plan {self.kind} but has no kernel to run it")
+
+    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """What comes after the reduction (a bias): `total` is a box of the sum, `parameters` the late ones."""
+        return total
 
     def rows(self) -> dict[str, object]:
         """Attributes for the graph digest and for people: JSON types only."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -15,6 +15,11 @@ from layerwise.geometry import identity, window
 from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, merge_labels, only
 from layerwise.ops.pointwise import promoted
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,9 @@ class Concat(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """An input that has no part in the cell is empty."""
+        import torch
+
+        return torch.cat(tuple(inputs), self.dim)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from math import prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole, window
 from layerwise.ops.base import Dim, Extents, Gemm, Maps, Op, Parameter
+from layerwise.ops.local import Local
+from layerwise.ops.windows import given, interval, margins, padded
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pads = tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
 
@@ -57,8 +64,7 @@ class Conv(Op):
         per_group = inputs[0].shape[1] // self.groups
         depth = identity(per_group, len(out.shape)) if self.groups == 1 else whole(per_group)
         maps = (identity(self.out_channels, 1), depth, *map(whole, self.kernel))
-        weight = Parameter("weight", (self.out_channels, per_group, *self.kernel), maps)
-        return (weight, *_bias(self))
+        return _parameters(self, (self.out_channels, per_group, *self.kernel), maps)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         return _reductions(self, inputs[0])
@@ -68,6 +74,40 @@ class Conv(Op):
         e = extents.astype(np.float64)
         columns, depth, count = _matrix(self, inputs[0], e)
         return (Gemm(e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1), columns, depth, count),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+        from torch.nn import functional
+
+        (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
+        native, explicit = [], {}
+        for i, (k, s, d, (low, _)) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
+        ):
+            before, after = margins(interval(at, i), given(at, i), s, -low, (k - 1) * d - low)
+            # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
+            alike = x.shape[i] > 0 and after <= before < after + s
+            native.append(before if alike else 0)
+            explicit[i] = (0, 0) if alike else (before, after)
+        x = padded(x, explicit)
+        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
+        runs = (
+            ((1, weight.shape[0]),) if self.groups == 1 else _runs(*interval(at, 1), self.out_channels // self.groups)
+        )
+        if len(runs) == 1:
+            return conv(x, weight, bias, self.stride, native, self.dilation, runs[0][0])
+        per_group, rows = weight.shape[1], [groups * channels for groups, channels in runs]
+        parts = zip(
+            torch.split(x, [groups * per_group for groups, _ in runs], 1),
+            torch.split(weight, rows),
+            [None] * len(runs) if bias is None else torch.split(bias, rows),
+            runs,
+            strict=True,
+        )
+        return torch.cat([conv(p, w, b, self.stride, native, self.dilation, n) for p, w, b, (n, _) in parts], 1)
+
+    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return _plus_bias(total, parameters.get("bias"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +155,7 @@ class ConvTranspose(Op):
             maps: Maps = (identity(channels, len(out.shape)), identity(per_group, 1))
         else:  # weight[:, j] serves output channel g*per_group + j of every group g: inputs by group, outputs whole
             maps = (_channels(self, inputs[0], out), whole(per_group))
-        weight = Parameter("weight", (channels, per_group, *self.kernel), (*maps, *map(whole, self.kernel)))
-        return (weight, *_bias(self))
+        return _parameters(self, (channels, per_group, *self.kernel), (*maps, *map(whole, self.kernel)))
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         return _reductions(self, inputs[0])
@@ -129,6 +168,35 @@ class ConvTranspose(Op):
         taps = prod(self.kernel) / prod(self.stride)
         rows = e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1)
         return (Gemm(rows, columns, depth / prod(self.kernel) * taps, count),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Tap t of input x reaches output x*stride - low + t*dilation; what the cell has not of that is cropped."""
+        from torch.nn import functional
+
+        (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
+        crop, extra, rest = [], [], {}
+        for i, (k, s, d, (low, _)) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
+        ):
+            (lo, hi), start = interval(at, i), given(at, i)[0] * s - low
+            if x.shape[i] == 0:  # outputs that no input reaches: those of a zero
+                x, start = padded(x, {i: (0, 1)}), lo
+            before, after = lo - start, start + (x.shape[i] - 1) * s + (k - 1) * d + 1 - hi  # too many
+            # The operator itself crops both ends alike, then adds less than a stride (or dilation) at the high one.
+            both = before if 0 <= before - after < max(s, d) else min(before, after)
+            crop.append(max(both, 0))
+            extra.append(before - after if both == before > after else 0)
+            rest[i] = (crop[-1] - before, crop[-1] - after - extra[-1])
+        convs = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+        groups = 1 if self.groups == 1 else (interval(at, 1)[1] - interval(at, 1)[0]) // weight.shape[1]
+        late = any(pad > 0 for pair in rest.values() for pad in pair)  # the bias also belongs where zeros are added
+        out = convs[len(self.kernel) - 1](
+            x, weight, None if late else bias, self.stride, crop, extra, groups, self.dilation
+        )
+        return _plus_bias(padded(out, rest), bias if late else None)
+
+    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return _plus_bias(total, parameters.get("bias"))
 
 
 def _check(op: Conv | ConvTranspose, x: TensorSpec) -> None:
@@ -163,9 +231,24 @@ def _reductions(op: Conv | ConvTranspose, x: TensorSpec) -> tuple[Dim, ...]:
     return (Dim("k", x.shape[1], x.units[1]),) if op.groups == 1 else ()
 
 
-def _bias(op: Conv | ConvTranspose) -> tuple[Parameter, ...]:
+def _parameters(op: Conv | ConvTranspose, shape: tuple[int, ...], maps: Maps) -> tuple[Parameter, ...]:
+    """Weight and bias. Initially uniform within 1/sqrt(fan in), which torch.nn takes from weight[0]: _ConvNd."""
+    bound = prod(shape[1:]) ** -0.5
+    weight = Parameter("weight", shape, maps, initial="uniform", scale=bound)
     channels = (identity(op.out_channels, 1),)
-    return (Parameter("bias", (op.out_channels,), channels, late=True),) if op.bias else ()
+    bias = Parameter("bias", (op.out_channels,), channels, late=True, initial="uniform", scale=bound)
+    return (weight, bias) if op.bias else (weight,)
+
+
+@lru_cache(maxsize=4096)
+def _runs(lo: int, hi: int, per_group: int) -> tuple[tuple[int, int], ...]:
+    """Output channels lo .. hi as runs of (groups, channels of each): one grouped convolution does a run."""
+    counts = [min(hi, g + per_group) - max(lo, g) for g in range(lo // per_group * per_group, hi, per_group)]
+    return tuple((len(list(run)), channels) for channels, run in groupby(counts))
+
+
+def _plus_bias(total: Tensor, bias: Tensor | None) -> Tensor:
+    return total if bias is None else total + bias.view(-1, *(1,) * (total.dim() - 2))
 
 
 def _matrix(op: Conv | ConvTranspose, x: TensorSpec, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
 from layerwise.ops.base import Counts, Dim, Extents, Maps, Op, Parameter, same
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,21 @@ class Embedding(Op):
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         rank = len(out.shape)
         maps = (identity(self.count, rank), identity(self.width, rank - 1))
-        return (Parameter("weight", (self.count, self.width), maps),)
+        return (Parameter("weight", (self.count, self.width), maps, initial="normal", scale=1.0),)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         return (Dim("k", self.count),)
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (ids,), weight = inputs, parameters["weight"]
+        if weight.shape[0] == self.count:
+            return F.embedding(ids, weight)
+        rows = ids - at.cell.lo[-1]
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)

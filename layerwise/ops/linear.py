@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole
 from layerwise.ops.base import Dim, Extents, Gemm, Maps, Op, Parameter, merge_labels, only
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,11 @@ class Linear(Op):
         depth, column = inputs[0].shape[-1], len(out.shape) - 1
         columns = identity(self.out_features, column)
         shape, maps = (self.out_features, depth), (columns, identity(depth, column + 1))
-        weight = Parameter("weight", shape[::-1], maps[::-1]) if self.transposed else Parameter("weight", shape, maps)
-        bias = Parameter("bias", (self.out_features,), (columns,), late=True)
+        if self.transposed:
+            shape, maps = shape[::-1], maps[::-1]
+        scale = depth**-0.5
+        weight = Parameter("weight", shape, maps, initial="uniform", scale=scale)
+        bias = Parameter("bias", (self.out_features,), (columns,), late=True, initial="uniform", scale=scale)
         return (weight, bias) if self.bias else (weight,)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
@@ -59,6 +67,15 @@ class Linear(Op):
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
         e = extents.astype(np.float64)
         return (Gemm(e[..., :-2].prod(-1), e[..., -2], e[..., -1], np.ones_like(e[..., -1])),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        weight = parameters["weight"]
+        return F.linear(inputs[0], weight.t() if self.transposed else weight, parameters.get("bias"))
+
+    def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return total + parameters["bias"] if self.bias else total
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,11 @@ class MatMul(Op):
             return (Gemm(upper.prod(-1), columns, e[..., -1], ones),)
         rows, stack = (upper[..., -1], upper[..., :-1]) if len(a.shape) > 1 else (ones, upper)
         return (Gemm(rows, columns, e[..., -1], stack.prod(-1)),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        return torch.matmul(*inputs)
 
 
 def _depth(b: TensorSpec) -> int:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Counts, Extents, Maps, Op, merge_labels, only, same
 from layerwise.tensor import TensorSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
+
 # Primitive operations an element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
 WORK = {"cross_entropy": 7, "nll": 1, "mse": 3, "l1": 3, "smooth_l1": 5, "bce": 6, "bce_logits": 7, "kl": 5}
+# The names in torch.nn.functional.
+FUNCTIONS = {
+    "cross_entropy": "cross_entropy", "nll": "nll_loss", "mse": "mse_loss", "l1": "l1_loss", "kl": "kl_div",
+    "smooth_l1": "smooth_l1_loss", "bce": "binary_cross_entropy", "bce_logits": "binary_cross_entropy_with_logits",
+}  # fmt: skip
+IGNORED = -100  # PyTorch's default of ignore_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,28 @@ class Loss(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
         return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Raises LayerwiseError where targets are ignored under a mean: PyTorch's then counts the others only."""
+        import torch.nn.functional as F
+
+        x, target = inputs
+        arguments: dict[str, float | int] = dict(self.arguments)
+        if "ignore_index" in arguments:
+            arguments["ignore_index"] = int(arguments["ignore_index"])
+        if self.classes and self.reduction == "mean" and not target.is_floating_point():
+            self._check_counted(target, int(arguments.get("ignore_index", IGNORED)))
+        each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments)
+        if self.reduction == "none" or each.dim() == 1:
+            return each
+        return each.flatten(1).mean(1) if self.reduction == "mean" else each.flatten(1).sum(1)
+
+    def _check_counted(self, target: Tensor, ignored: int) -> None:
+        if bool((target == ignored).any()):
+            raise LayerwiseError(
+                f"{self.fn} with reduction='mean' has targets to ignore ({ignored}): a mean over the others is none of "
+                "the samples' means; use reduction='none' or 'sum' and divide by the number of those that count"
+            )
 
     def _maps(self, spec: TensorSpec, out: TensorSpec, x: TensorSpec) -> Maps:
         if self.reduction != "none":

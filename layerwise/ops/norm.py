@@ -9,20 +9,29 @@ FLOPs an element: mean 1, variance 3 (subtract, square, add), normalise 2, scale
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
-from typing import ClassVar
+from math import lcm, prod
+from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
 from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, Statistics, same
+from layerwise.ops.statistics import normalised, update
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm(Op):
-    """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`."""
+    """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`.
+
+    These are used in evaluation, and updated in training where they lie.
+    """
 
     kind: ClassVar[str] = "batch_norm"
     pointwise: ClassVar[bool] = True
@@ -45,6 +54,25 @@ class BatchNorm(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        weight, bias, *running = (parameters.get(name) for name in _NAMES)
+        mean, var = running
+        if self.track and not at.training:
+            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        if self.track and self.momentum is None:
+            raise LayerwiseError("batch norm with momentum=None (cumulative averages) cannot be trained; give it one")
+        momentum = self.momentum or 0.0
+        if at.all_reduce is None:
+            return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
+        count = at.space.out.volume // at.space.out.shape[1]
+        result = normalised(x, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce, shift=mean)
+        if mean is not None and var is not None:
+            update((mean, var), *result[1:], count=count, momentum=momentum)
+        return result[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +105,30 @@ class GroupNorm(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        shape = at.space.out.shape
+        block = shape[1] // self.groups
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if at.all_reduce is None:
+            return F.group_norm(x, x.shape[1] // block, weight, bias, self.eps)
+        channels = x.reshape(1, x.shape[0] * x.shape[1] // block, -1)  # one for every sample and group
+        count = block * prod(shape[2:])
+        y, *_ = normalised(channels, None, None, count=count, eps=self.eps, all_reduce=at.all_reduce)
+        if weight is None or bias is None:
+            return y.view(x.shape)
+        along = (-1, *(1,) * (len(shape) - 2))
+        return torch.addcmul(bias.view(along), y.view(x.shape), weight.view(along)).to(x.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class InstanceNorm(Op):
     """Normalises every channel of every sample.
 
-    With `track` the running statistics are means over the samples of the batch: of the cells that split n, too, which
-    `statistics` does not count (c numbers each).
+    With `track` the running statistics are means over all samples of the batch, so n must be whole in training.
     """
 
     kind: ClassVar[str] = "instance_norm"
@@ -91,6 +136,7 @@ class InstanceNorm(Op):
     affine: bool = False
     eps: float = 1e-5
     track: bool = False
+    momentum: float = 0.1
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         return _channelled(self, inputs[0])
@@ -106,6 +152,29 @@ class InstanceNorm(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        weight, bias, *running = (parameters.get(name) for name in _NAMES)
+        mean, var = running
+        if self.track and at.training and not at.spans(0):
+            raise LayerwiseError(
+                "instance norm with running statistics averages them over all samples: train it with n whole"
+            )
+        if at.all_reduce is None or (self.track and not at.training):
+            own = at.training or not self.track
+            return F.instance_norm(x, mean, var, weight, bias, own, self.momentum, self.eps)
+        samples, channels = x.shape[:2]
+        weight, bias, shift = (t if t is None else t.repeat(samples) for t in (weight, bias, mean))
+        each = x.reshape(1, samples * channels, *x.shape[2:])
+        count = prod(at.space.out.shape[2:])
+        y, *found = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce, shift=shift)
+        if mean is not None and var is not None:
+            means, variances = (t.view(samples, channels).mean(0) for t in found)
+            update((mean, var), means, variances, count=count, momentum=self.momentum)
+        return y.view(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +203,12 @@ class LayerNorm(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (6 + self.weight + self.bias)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        return F.layer_norm(x, x.shape[-self.rank :], parameters.get("weight"), parameters.get("bias"), self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm(Op):
@@ -159,6 +234,12 @@ class RMSNorm(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         """Square, add, divide; scale."""
         return Op.flops(self, inputs, extents) * (3 + self.weight)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        return F.rms_norm(x, x.shape[-self.rank :], parameters.get("weight"), self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +276,22 @@ class LocalResponseNorm(Op):
         """Square, sum, scale and shift, power, divide."""
         return Op.flops(self, inputs, extents) * (self.size + 5)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        (x,) = inputs
+        before = self.size // 2 if self.before is None else self.before
+        if before == self.size // 2 and x.dim() > 2:
+            y = F.local_response_norm(x, self.size, self.alpha, self.beta, self.k)
+        else:
+            squares = F.pad(x.square().flatten(2), (0, 0, before, self.size - 1 - before)).unsqueeze(1)
+            means = F.avg_pool2d(squares, (self.size, 1), stride=1).view(x.shape)
+            y = x / (means * self.alpha + self.k) ** self.beta
+        return y.narrow(1, at.cell.lo[1] - at.needs[0].lo[1], at.out.shape[1])  # without the neighbours' channels
+
+
+_NAMES = ("weight", "bias", "running_mean", "running_var")
+
 
 def _channelled(op: Op, x: TensorSpec) -> TensorSpec:
     if len(x.shape) < 2:
@@ -210,15 +307,21 @@ def _ranked(x: TensorSpec, rank: int) -> TensorSpec:
 
 def _per_channel(out: TensorSpec, affine: bool, track: bool) -> tuple[Parameter, ...]:
     """Weight and bias, running mean and variance. Used where the output lies: late."""
-    names = [(name, True) for name in ("weight", "bias") if affine]
-    names += [(name, False) for name in ("running_mean", "running_var") if track]
     channels = out.shape[1]
-    return tuple(Parameter(name, (channels,), (identity(channels, 1),), trained, late=True) for name, trained in names)
+    return tuple(
+        Parameter(name, (channels,), (identity(channels, 1),), trained, late=True, scale=_initial(name))
+        for name, trained, there in zip(_NAMES, (True, True, False, False), (affine, affine, track, track), strict=True)
+        if there
+    )
 
 
 def _trailing(name: str, out: TensorSpec, rank: int) -> Parameter:
     shape = out.shape[len(out.shape) - rank :]
-    return Parameter(name, shape, tuple(map(whole, shape)), late=True)
+    return Parameter(name, shape, tuple(map(whole, shape)), late=True, scale=_initial(name))
+
+
+def _initial(name: str) -> float:
+    return 1.0 if name in ("weight", "running_var") else 0.0
 
 
 def _whole_from(out: TensorSpec, first: int) -> Maps:

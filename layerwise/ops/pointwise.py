@@ -6,16 +6,23 @@ the tables below is planned like any other; only its output's type is then taken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import identity, whole
+from layerwise.geometry import Box, identity, whole
 from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, broadcast, merge_labels, same
+from layerwise.ops.functions import binary, unary
+from layerwise.ops.random import drop
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 # Names as in torch or torch.nn.functional; `x_scalar` is torch.x(input, a), `rx_scalar` torch.x(a, input).
 # In comments: `arguments`, where there are any.
@@ -96,6 +103,10 @@ class Unary(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (same(inputs[0]),)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        _check_known("function", self.fn, REAL | KEEPING | TESTING)
+        return unary(self.fn, self.arguments, inputs[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Prelu(Op):
@@ -119,7 +130,12 @@ class Prelu(Op):
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
-        return (Parameter("weight", (self.count,), maps, late=True),)
+        return (Parameter("weight", (self.count,), maps, late=True, scale=0.25),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        return F.prelu(inputs[0], parameters["weight"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +173,11 @@ class Binary(Op):
         maps = broadcast(self.parameter, out)
         return (Parameter("operand", self.parameter, maps, self.trainable, late=True),)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        _check_known("function of two tensors", self.fn, BINARY | BINARY_REAL | BINARY_TESTING)
+        x, y = inputs if self.parameter is None else (inputs[0], parameters["operand"])
+        return binary(self.fn, self.arguments, *((y, x) if self.swapped else (x, y)))
+
 
 @dataclass(frozen=True, slots=True)
 class Where(Op):
@@ -171,6 +192,12 @@ class Where(Op):
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return tuple(broadcast(x, out) for x in inputs)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        condition, x, y = inputs
+        return torch.where(condition if condition.dtype == torch.bool else condition != 0, x, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +220,14 @@ class Dropout(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (same(inputs[0]),)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        (x,) = inputs
+        if not at.training:
+            return x
+        rank = min(2, x.dim()) if self.channels else x.dim()
+        place = Box(at.out.lo[:rank], at.out.hi[:rank])
+        return drop(x, self.p, at.seed, place, at.space.out.shape[:rank])
+
 
 @dataclass(frozen=True, slots=True)
 class Cast(Op):
@@ -211,6 +246,17 @@ class Cast(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return inputs[0].to(dtype)
+
+
+def _check_known(what: str, fn: str, known: frozenset[str]) -> None:
+    if fn not in known:
+        raise LayerwiseError(f"layerwise can plan the {what} {fn!r} but has no kernel to run it")
 
 
 def _broadcast(inputs: Sequence[TensorSpec], others: tuple[tuple[int, ...], ...], dtype: str) -> TensorSpec:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.geometry import AxisMap, identity, whole
 from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, only
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,8 @@ class Reduce(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         gone = self._gone(x)
+        if x.dtype == "bool" and self.mode in ("sum", "prod"):
+            x = replace(x, dtype="int64")
         rank = range(len(x.shape))
         if not self.keepdim:
             return only(x, [i for i in rank if i not in gone])
@@ -46,6 +53,31 @@ class Reduce(Op):
         (x,) = inputs
         reduced = prod(x.shape[i] for i in self._gone(x))
         return Op.flops(self, inputs, extents) * (reduced * (2 if self.mode == "norm2" else 1))
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Of the input's type (integers do not become longer ones), but sums of booleans are integers."""
+        import torch
+
+        (x,) = inputs
+        if not self.dims:
+            return x
+        kept = None if x.is_floating_point() or x.dtype == torch.bool else x.dtype
+        match self.mode:
+            case "norm2":
+                norm: Tensor = torch.linalg.vector_norm(x, 2, self.dims, self.keepdim)
+                return norm
+            case "prod":
+                for dim in sorted(self._gone(at.specs[0]), reverse=True):
+                    x = torch.prod(x, dim, self.keepdim, dtype=kept)
+                return x
+            case "sum":
+                return torch.sum(x, self.dims, self.keepdim, dtype=kept)
+            case "mean":
+                return torch.mean(x, self.dims, self.keepdim)
+            case "max":
+                return torch.amax(x, self.dims, self.keepdim)
+            case "min":
+                return torch.amin(x, self.dims, self.keepdim)
 
     def _gone(self, x: TensorSpec) -> frozenset[int]:
         return frozenset(dim_index(d, x) for d in self.dims)

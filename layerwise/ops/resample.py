@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole, window
 from layerwise.ops.base import Counts, Extents, Maps, Op, resized
+from layerwise.ops.local import Local
+from layerwise.ops.windows import Interval, Taps, given, interval, margins, padded, taps_of, weighted
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Border = Literal["reflect", "replicate", "circular"]
+Resampling = Literal["nearest", "nearest_exact", "linear", "cubic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,23 @@ class Pad(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        from torch.nn import functional
+
+        (x,) = inputs
+        dims = [i for i, pair in enumerate(self.pads) if any(pair)]
+        if self.mode == "constant":
+            pads = {i: margins(interval(at, i), given(at, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims}
+            return padded(x, pads, self.value)
+        count = x.dim() - min(dims, default=x.dim())  # the last dimensions, as torch pads them
+        grows = min((p for pair in self.pads for p in pair), default=0) >= 0
+        if at.spans(*dims) and grows and 1 <= count <= 3 and x.dim() - count in (1, 2):
+            return functional.pad(x, [p for pair in reversed(self.pads[-count:]) for p in pair], self.mode)
+        for i in dims:
+            low, extent = self.pads[i][0], at.specs[0].shape[i]
+            x = weighted(x, i, _border(self.mode, interval(at, i), given(at, i), low, extent))
+        return x
+
     def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
         """Output x is input x - low, where there is such a one.
 
@@ -78,7 +105,7 @@ class Interpolate(Op):
 
     kind: ClassVar[str] = "interpolate"
     size: tuple[int, ...]
-    mode: Literal["nearest", "nearest_exact", "linear", "cubic"] = "nearest"
+    mode: Resampling = "nearest"
     align_corners: bool = False
     scales: tuple[float, ...] = ()
 
@@ -96,6 +123,47 @@ class Interpolate(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         taps = {"linear": 2, "cubic": 4}.get(self.mode)
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """By torch where it finds in the given positions what it would in all, else one dimension after the other."""
+        (x,) = inputs
+        lead, dtype = x.dim() - len(self.size), x.dtype
+        dims = list(zip(range(lead, x.dim()), at.specs[0].shape[lead:], self.size, strict=True))
+        torch_can = lead == 2 and (len(self.size) == 2 or self.mode != "cubic")
+        if torch_can and all(at.spans(i) or self._shifts(extent, size) for i, extent, size in dims):
+            # Positions that nobody needs count for the scale of a dimension that is not cut.
+            unread = {i: (given(at, i)[0], extent - given(at, i)[1]) for i, extent, _ in dims if at.spans(i)}
+            ratios = {i: size // extent for i, extent, size in dims if i not in unread}
+            sizes = [ratios[i] * x.shape[i] if i in ratios else size for i, _, size in dims]
+            x = self._native(padded(x, unread), sizes)
+            for i, ratio in ratios.items():
+                (lo, hi), start = interval(at, i), given(at, i)[0] * ratio
+                x = x.narrow(i, lo - start, hi - lo)
+            return x
+        equal = [extent == size for _, extent, size in dims]
+        for (i, extent, size), scale in zip(dims, self.scales or (None,) * len(dims), strict=True):
+            if extent != size or scale is not None:
+                others = all(equal[: i - lead] + equal[i - lead + 1 :])
+                how = (self.mode, self.align_corners, extent, size, scale, others)
+                x = weighted(x, i, _taps(*how, interval(at, i), given(at, i), dtype, x.device))
+        return x.to(dtype)
+
+    def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:
+        """torch.nn.functional.interpolate, but for one thing: `size` and `scales` may both be said."""
+        import torch
+
+        names = {"nearest": "upsample_nearest", "nearest_exact": "_upsample_nearest_exact", "cubic": "upsample_bicubic"}
+        name = names.get(self.mode) or "upsample_" + ("linear", "bilinear", "trilinear")[len(size) - 1]
+        corners = () if self.mode in ("nearest", "nearest_exact") else (self.align_corners,)
+        out: Tensor = getattr(torch.ops.aten, f"{name}{len(size)}d")(x, list(size), *corners, *self.scales)
+        return out
+
+    def _shifts(self, extent: int, size: int) -> bool:
+        """Whether `size // extent` positions further on, the same is found one position further on."""
+        if self.scales or self.align_corners or size % extent:
+            return False
+        ratio = size // extent
+        return self.mode in ("linear", "cubic") or ratio & (ratio - 1) == 0  # else float32 rounds otherwise there
 
     def _map(self, dim: int, extent: int, axis: int) -> AxisMap:
         """In integers: the position of x is (x*stride + first)/over."""
@@ -133,3 +201,50 @@ def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
     rounded = np.floor((x + 0.5 * half).astype(np.float32) * np.float32(step / over)).astype(np.int64)
     error = rounded - (2 * x + half) * step // (2 * over)
     return min(0, int(error.min())), max(0, int(error.max()))
+
+
+@lru_cache(maxsize=4096)
+def _border(mode: Border, cell: Interval, need: Interval, low: int, extent: int) -> Taps:
+    """Which of the given positions each position of a cell repeats."""
+    x = np.arange(*cell) - low
+    if mode == "replicate":
+        x = np.clip(x, 0, extent - 1)
+    elif mode == "circular":
+        x %= extent
+    else:
+        x = np.abs(x)
+        x = np.where(x < extent, x, 2 * (extent - 1) - x)
+    return ((tuple((x - need[0]).tolist()), None),)
+
+
+@lru_cache(maxsize=256)
+def _taps(
+    mode: Resampling,
+    align_corners: bool,
+    extent: int,
+    size: int,
+    scale: float | None,
+    others_equal: bool,
+    cell: Interval,
+    need: Interval,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Taps:
+    """What PyTorch itself takes along one dimension, of which given positions: it resamples their unit vectors.
+
+    In two dimensions, of which the other has one position, which stays so or (not `others_equal`) is doubled: some
+    kernels copy where no size changes, whatever the scales.
+    """
+    import torch
+
+    probe = Interpolate((size, 1 if others_equal else 2), mode, align_corners, (scale, 1.0) if scale else ())
+    with torch.inference_mode(False), torch.no_grad():
+        if mode in ("nearest", "nearest_exact"):
+            ramp = torch.arange(extent, dtype=torch.float64, device=device)
+            found = probe._native(ramp[None, None, :, None], probe.size)[0, 0, :, 0]
+            return ((tuple((found[cell[0] : cell[1]].long() - need[0]).tolist()), None),)
+        wide = dtype if dtype == torch.float64 else torch.float32
+        units = torch.zeros(need[1] - need[0], extent, dtype=wide, device=device)
+        units[:, need[0] : need[1]].fill_diagonal_(1)
+        found = probe._native(units[None, :, :, None], probe.size)[0, :, cell[0] : cell[1], 0]
+    return taps_of(found.double().cpu().numpy())

@@ -9,12 +9,10 @@ https://pytorch.org/docs/stable/tensor_view.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from math import gcd, prod
-from operator import mul
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -22,7 +20,13 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, fixed, identity, whole, window
 from layerwise.geometry.axis import Step
 from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, only
+from layerwise.ops.merge import heads, ones, reshaped, starts
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
 
 
 class View(Op):
@@ -51,31 +55,34 @@ class Reshape(View):
             raise LayerwiseError(f"{x.describe()} does not reshape to {self.shape}: {x.volume} elements")
         dims: list[str | None] = [None] * len(self.shape)
         units = list(self.shape)
-        for i, j, inner, out_inner in _heads(x.shape, self.shape):
+        for i, j, inner, out_inner in heads(x.shape, self.shape):
             cut = inner * x.units[i]  # elements from one legal cut of the input to the next
             units[j] = cut // gcd(cut, out_inner)
             if units[j] < self.shape[j] or x.dims[i] == "n":  # n also where there is one unit: `rebatch` follows it
                 dims[j] = x.dims[i]
         # The samples last: a batch of 1 keeps its label before all others.
-        for i, j in sorted(_ones(x, self.shape).items(), key=lambda pair: x.dims[pair[0]] == "n"):
+        for i, j in sorted(ones(x, self.shape).items(), key=lambda pair: x.dims[pair[0]] == "n"):
             dims[j] = x.dims[i]
         return TensorSpec(self.shape, tuple(dims), x.dtype, tuple(units))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
         maps = [whole(extent) for extent in x.shape]
-        for i, j, inner, out_inner in _heads(x.shape, self.shape):
+        for i, j, inner, out_inner in heads(x.shape, self.shape):
             common = gcd(inner, out_inner)
             over, stride = inner // common, out_inner // common
             if over == stride:
                 maps[i] = identity(x.shape[i], j)
             else:
                 maps[i] = window(self.shape[j], x.shape[i], j, stride=stride, last=stride - 1, over=over)
-        for i, j in _ones(x, self.shape).items():
+        for i, j in ones(x, self.shape).items():
             # So that nothing of it needs nothing (concat). One dimension drives no more than one.
             if all(m.source != j for at, m in enumerate(maps) if at != i):
                 maps[i] = identity(1, j)
         return (tuple(maps),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return reshaped(inputs[0], at.specs[0].shape, at.needs[0], self.shape, at.out)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         (x,), (y,) = inputs, new_inputs
@@ -106,6 +113,9 @@ class Permute(View):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         order = self._order(inputs[0])
         return (tuple(identity(extent, order.index(i)) for i, extent in enumerate(inputs[0].shape)),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].permute(self._order(at.specs[0]))
 
     def _order(self, x: TensorSpec) -> tuple[int, ...]:
         order = tuple(dim_index(i, x) for i in self.order)
@@ -142,6 +152,16 @@ class Slice(View):
         elif len(taken) < x.shape[at]:
             maps[at] = window(len(taken), x.shape[at], at, stride=taken.step, first=taken.start, last=taken.start)
         return (tuple(maps),)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        (x,) = inputs
+        dim, taken = self._taken(at.specs[0])
+        mine = taken[at.cell.lo[dim] : at.cell.hi[dim]]
+        if not mine:
+            return x.narrow(dim, 0, 0)
+        first = min(mine[0], mine[-1]) - at.needs[0].lo[dim]
+        x = x[(slice(None),) * dim + (slice(first, first + abs(mine[-1] - mine[0]) + 1, abs(taken.step)),)]
+        return x if taken.step > 0 else x.flip(dim)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """A part of the samples (a chunk of the batch) stays that part; the rest does not change."""
@@ -187,6 +207,10 @@ class Select(View):
         maps[at] = fixed(x.shape[at], self._index(x, at))
         return (tuple(maps),)
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        dim = dim_index(self.dim, at.specs[0])
+        return inputs[0].select(dim, self._index(at.specs[0], dim) - at.needs[0].lo[dim])
+
     def _index(self, x: TensorSpec, at: int) -> int:
         extent = x.shape[at]
         if not -extent <= self.index < extent:
@@ -230,6 +254,9 @@ class Expand(View):
             ),
         )
 
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].expand(at.out.shape)
+
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """A named extent that was the input's stays the input's."""
         shape = list(self.shape)
@@ -251,41 +278,6 @@ def _changed(x: TensorSpec, at: int, extent: int, label: str | None, unit: int) 
     return TensorSpec(tuple(shape), tuple(dims), x.dtype, tuple(units))
 
 
-def _starts(shape: Sequence[int]) -> list[int]:
-    """How often each dimension begins anew in memory: the product of the extents outside it."""
-    return list(accumulate(shape[:-1], mul, initial=1)) if shape else []
-
-
-def _heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """Pairs (i, j) of dimensions longer than 1 that begin together, and the elements inside i and inside j.
-
-    Inside: up to the next pair. So all dimensions from one pair to the next are merged and split among themselves.
-    """
-    at = {start: i for i, start in enumerate(_starts(source)) if source[i] > 1}
-    to = {start: j for j, start in enumerate(_starts(target)) if target[j] > 1}
-    for start, stop in pairwise([*sorted(at.keys() & to.keys()), prod(source)]):
-        i, j, size = at[start], to[start], stop // start
-        yield i, j, size // source[i], size // target[j]
-
-
-def _ones(x: TensorSpec, target: tuple[int, ...]) -> dict[int, int]:
-    """Which extents of 1 of the input are which of the target: in order, those at the same place in memory.
-
-    The samples (a batch of 1) stay as long as there is any such extent.
-    """
-    pairs: dict[int, int] = {}
-    begins, ends = _starts(x.shape), _starts(target)
-    for i, start in enumerate(begins):
-        if x.shape[i] == 1:
-            before = sum(x.shape[other] == 1 and begins[other] == start for other in range(i))
-            there = [j for j, extent in enumerate(target) if extent == 1 and ends[j] == start]
-            if before < len(there):
-                pairs[i] = there[before]
-            elif there and x.dims[i] == "n":
-                pairs[i] = there[-1]
-    return pairs
-
-
 def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
     """Which dimension of `out`, a reshape of x, grows when dimension i of x grows to that of y.
 
@@ -295,14 +287,14 @@ def _samples(x: TensorSpec, y: TensorSpec, i: int, out: TensorSpec) -> int:
     named = out.index("n")
     if x.dims[i] == "n" and named is not None:
         return named
-    begin = _starts(x.shape)[i]
+    begin = starts(x.shape)[i]
     if "n" not in (x.dims[i], y.dims[i]):
         begin *= x.shape[i] // max(x.units[i], y.units[i] * x.shape[i] // y.shape[i])
-    starts = _starts(out.shape)
-    there = next((j for j, start in enumerate(starts) if start == begin), None)
+    begins = starts(out.shape)
+    there = next((j for j, start in enumerate(begins) if start == begin), None)
     if there is not None and not _absorbed(x, i, out.shape[there]):
         return there  # an extent of 1 (a batch of 1 that was written into the network) before all others
-    return max(j for j, start in enumerate(starts) if start < begin)
+    return max(j for j, start in enumerate(begins) if start < begin)
 
 
 def _absorbed(x: TensorSpec, i: int, follows: int) -> bool:

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from layerwise.config import Config, layout
 from layerwise.cost.compute import ComputeTime, compute_time, gemm_s, intervals, largest_extents
-from layerwise.cost.tables import gradients
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.load import load_model
@@ -188,7 +187,7 @@ def measure(watch: Stopwatch, layer: Layer, wanted: Sequence[bool]) -> Row:
 
 def compared(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: str) -> list[Row]:
     """A row for every distinct layer of a network; `count`: how often it comes."""
-    flows = gradients(graph)
+    flows = graph.has_gradient
     keys = [(layer.op, layer.specs, tuple(flows[name] for name in layer.inputs)) for layer in graph.inner]
     counts, rows = Counter(keys), []
     for layer, key in zip(graph.inner, keys, strict=True):
@@ -217,7 +216,7 @@ def kind(layer: Layer) -> str:
 
 def figure_1(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: str) -> list[Row]:
     """Each distinct convolution on a quarter of its work: how much faster than whole, forward and backward?"""
-    flows, rows, done = gradients(graph), [], set()
+    flows, rows, done = graph.has_gradient, [], set()
     for layer in graph.inner:
         wanted = tuple(flows[name] for name in layer.inputs)
         if not isinstance(layer.op.stages(layer.specs)[0][0], Conv) or (layer.op, layer.specs) in done:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config
+from layerwise.config import BUCKET_BYTES, Config
 from layerwise.cost.price import complete, price
-from layerwise.cost.sync import BUCKET_BYTES, group_of, sync_rate, sync_s
+from layerwise.cost.sync import group_of, sync_rate, sync_s
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.cost.timeline import timeline
 from layerwise.graph.fuse import fuse

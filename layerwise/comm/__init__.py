@@ -1,0 +1,1 @@
+"""Communication between ranks: over torch.distributed, between threads, or none."""

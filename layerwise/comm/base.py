@@ -1,0 +1,159 @@
+"""Comm: what the runtime asks of a network of ranks. Counts the bytes that are handed to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+from layerwise.errors import LayerwiseError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Group = tuple[int, ...]  # ranks, ascending
+Kind = Literal["transfers", "sync", "statistics", "io"]  # what bytes are counted as; io: what no plan predicts
+
+
+class CommError(LayerwiseError):
+    """A rank is gone, does not answer, never came, or differs from the others. The message names it."""
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Returns when the result is in place (on a GPU: when work of the current stream will find it there)."""
+
+
+class Comm(ABC):
+    """One rank's end of the network.
+
+    Every rank calls the same operations of a group in the same order. A peer that is gone or does not answer within
+    the time-out is a CommError that names it. `sent` counts the payload handed over by this rank, in bytes: a message
+    counts once, at its sender; an all-reduce counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole
+    numbers with an exact sum (`all_reduce_bytes`).
+
+    Traffic of kind "sync" has a lane of its own: it never waits for the other kinds, nor they for it.
+    """
+
+    rank: int
+    size: int
+    device: torch.device  # where this rank computes
+    collectives: bool  # whether regular exchanges are faster as collectives (NCCL) or as messages (gloo)
+    sent: Counter[Kind]
+
+    def at(self, step: int, layer: str) -> None:  # noqa: B027 - most have nothing to tell
+        """Notes what this rank computes now, for the messages of all ranks should one of them fail. Cheap."""
+
+    @abstractmethod
+    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+        """Makes these groups known for collectives of a kind.
+
+        Every rank names all of them, also those that it is not in, in the same order.
+        """
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+    ) -> None:
+        """Point-to-point messages, at most one to and one from a peer; returns when all have been sent and received.
+
+        Tensors are contiguous; what is received is written into the given ones. Nothing travels where a tensor has no
+        elements: both sides leave it out. `what` is for error messages.
+        """
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """Writes (len(group), *mine.shape) into `out`: row i is what the i-th rank of the group brings.
+
+        Counts len(group) - 1 times `mine`.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """Writes into `out` the sum over the group of row i of `parts` (len(group), *out.shape), for its i-th rank.
+
+        Counts the rows of the others.
+        """
+
+    @abstractmethod
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """Row i of `parts` goes to the i-th rank of the group; row i of `out` comes from it.
+
+        Counts the rows of the others.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+        """Starts to sum a contiguous tensor, in place, over a prepared group. Until it has ended, hands off."""
+
+    @abstractmethod
+    def tell_all(self, text: str) -> list[str]:
+        """Every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        self.tell_all("")
+
+    def handshake(self, facts: Mapping[str, str]) -> None:
+        """CommError, on every rank, where the ranks' facts (versions, digests) differ. It names the fact and the ranks.
+
+        A fact that a rank does not state counts as empty.
+        """
+        told = [_unpack(text) for text in self.tell_all(_pack(facts))]
+        for name in dict.fromkeys(name for one in told for name in one):
+            holders: dict[str, list[int]] = {}
+            for rank, one in enumerate(told):
+                holders.setdefault(one.get(name, ""), []).append(rank)
+            if len(holders) > 1:
+                parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())
+                raise CommError(f"the ranks differ in {name}: {parts}; every rank must be given the same")
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: B027
+        """The end of this rank's run. After an error the others are told of it, else it waits for them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(error)
+
+
+class Done:
+    """The handle of a collective that needed nobody."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def all_reduce_bytes(tensor: Tensor, members: int, index: int) -> int:
+    """What the `index`-th of `members` ranks hands over in an all-reduce: 2(r-1)/r of the buffer.
+
+    Rounded so that every count is a whole number and the sum over the ranks is 2(r-1) buffers exactly.
+    """
+    total = 2 * (members - 1) * tensor.numel() * tensor.element_size()
+    return total * (index + 1) // members - total * index // members
+
+
+def ranks(which: Sequence[int], size: int | None) -> str:
+    """`rank 2 of 4`, `ranks 1, 2 and 3 of 4`; without `of 4` where the size is None."""
+    of = "" if size is None else f" of {size}"
+    names = [str(rank) for rank in which[:8]]
+    if len(which) > 8:
+        names[7:] = [f"{len(which) - 7} others"]
+    if len(names) == 1:
+        return f"rank {names[0]}{of}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}{of}"
+
+
+def _pack(facts: Mapping[str, str]) -> str:
+    return "\0".join(part for item in facts.items() for part in item)
+
+
+def _unpack(text: str) -> dict[str, str]:
+    parts = text.split("\0") if text else []
+    return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -1,0 +1,106 @@
+"""Board: where the ranks say that they live and what went wrong, in the store of the rendezvous.
+
+alive/R   the sign of life of rank R
+verdict   what happened and to whom: the first rank that knows writes it, all others repeat it
+heard/R   rank R knows the verdict
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from layerwise.comm.base import ranks
+from layerwise.comm.signs import Sign, unpack
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the others to hear a verdict
+
+
+class Board:
+    """One rank's view of the board. Its calls block where the network is cut; nothing is raised.
+
+    store: a connection that nobody else uses. address: of the store, for messages. serves: this process serves it, and
+    goes with it; agent: torchrun's agent does.
+    verdict: what failed, once that is known. lost: why the store is no longer there, or "". contact_s: when it last
+    answered, by time.monotonic. heard_s: when the verdict was heard.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, address: str, serves: bool, agent: bool) -> None:
+        self.rank, self.size, self.address, self.serves, self.agent = rank, size, address, serves, agent
+        self.verdict: str | None = None
+        self.lost = ""
+        self.contact_s = self.heard_s = time.monotonic()
+        self._store = store
+        self._gone: list[int] = []  # who can no longer hear the verdict
+
+    def beat(self, sign: Sign) -> None:
+        """A sign of life; and is there a verdict?"""
+
+        def do() -> None:
+            self._store.set(f"alive/{self.rank}", sign.pack())
+            if self._store.check(["verdict"]) and self.verdict is None:
+                self._hear(self._store.get("verdict"))
+
+        self._call(do, None)
+
+    def signs(self) -> dict[int, Sign]:
+        """The last sign of every other rank that ever gave one."""
+        others = [(rank, f"alive/{rank}") for rank in range(self.size) if rank != self.rank]
+        return self._call(
+            lambda: {rank: unpack(self._store.get(key)) for rank, key in others if self._store.check([key])}, {}
+        )
+
+    def publish(self, text: str, gone: list[int]) -> None:
+        """Makes this the verdict, unless there is one."""
+        if self.verdict is None:
+            self._call(lambda: self._hear(self._store.compare_set("verdict", "", json.dumps([text, gone]))), None)
+        if self.verdict is None:  # nobody can be told
+            self.verdict = text
+
+    def linger(self) -> None:
+        """Before the process ends that serves the store, all others shall have heard the verdict."""
+        if not self.serves:
+            return
+        keys = [f"heard/{rank}" for rank in range(self.size) if rank not in self._gone]
+        until = time.monotonic() + HEAR_S
+        while time.monotonic() < until and not self._call(lambda: self._store.check(keys), True):
+            time.sleep(0.05)
+
+    def lost_text(self) -> str:
+        """Says that the store is gone, and with it its rank."""
+        if self.agent:
+            return (
+                f"torchrun's store at {self.address} is gone ({self.lost}): torchrun has ended, or the network is cut"
+            )
+        return f"{ranks([0], self.size)} is gone: its store at {self.address} no longer answers ({self.lost})"
+
+    def silent_text(self, reason: str) -> str:
+        """Says that the store does not even refuse."""
+        silent = time.monotonic() - self.contact_s
+        who = "torchrun" if self.agent else "rank 0"
+        return (
+            f"{ranks([self.rank], self.size)} has had no answer for {silent:.0f} s from the store at {self.address}"
+            f" ({who}): the network of one of the two is cut ({reason})"
+        )
+
+    def _hear(self, verdict: bytes) -> None:
+        self.verdict, self._gone = json.loads(verdict)
+        self.heard_s = time.monotonic()
+        self._store.set(f"heard/{self.rank}", "1")
+
+    def _call(self, do: Callable[[], T], otherwise: T) -> T:
+        if self.lost:
+            return otherwise
+        try:
+            result = do()
+        except RuntimeError as error:  # torch.distributed.DistError and its kin
+            self.lost = str(error).partition("\n")[0] or "no reason given"
+            return otherwise
+        self.contact_s = time.monotonic()
+        return result

@@ -1,0 +1,247 @@
+"""ProcessComm: ranks that are processes, over torch.distributed (NCCL between GPUs, else gloo).
+
+Lanes, each a process group of its own, so that none waits for another: messages and the collectives that somebody
+waits for at once; the sums of gradients (kind "sync"), which run beside them; texts and barriers, on the CPU.
+
+gloo: all receives of an exchange are posted before its sends. Then both directions of a link are used at once, at 91 %
+of 1 Gb/s for 16 MB between 2 or 4 nodes, whole or in chunks; sends first give 44 to 56 %, and chunks of 64 KB to 1 MB
+cure that only in part (measured with torch 2.13 on the emulated cluster). So a message is one piece.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes
+from layerwise.comm.board import Board
+from layerwise.comm.messages import MessageComm
+from layerwise.comm.watch import SLACK_S, Watch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Renamed in torch 2.13, which warns of the old names.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ProcessComm(MessageComm):
+    """A rank that is a process; `start` makes it. Needs torch.distributed's default group, which spans all ranks.
+
+    device: where its tensors are. timeout_s: how long an operation may take. CUDA tensors go over gloo by way of the
+    CPU: for tests, where several ranks share a GPU.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, watch: Watch) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.sent: Counter[Kind] = Counter()
+        backends = str(dist.get_backend_config(dist.group.WORLD))
+        self.collectives = device.type == "cuda" and "nccl" in backends
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._everyone = tuple(range(self.size))
+        self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
+        watch.overdue = self._overdue
+        with self._during("the making of process groups"):
+            self._texts = self._new_group(self._everyone, "gloo")
+            self._waited_for = {self._everyone: self._new_group(self._everyone)}
+            self._beside = {self._everyone: self._new_group(self._everyone)}
+
+    @classmethod
+    def over_default_group(cls, device: torch.device, timeout_s: float = 30.0) -> ProcessComm:
+        """Over the default group that the user has made. Nothing ends this process but itself."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.PrefixStore("layerwise", _get_default_store()).clone()
+        rank = dist.get_rank()
+        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        serves = rank == 0 and not agent
+        board = Board(store, rank, dist.get_world_size(), address=address, serves=serves, agent=agent)
+        watch = Watch(board, timeout_s, guards=False)
+        watch.start()
+        return cls(device, timeout_s, watch)
+
+    def at(self, step: int, layer: str) -> None:
+        """Notes it for the signs of life."""
+        self._watch.at(step, layer)
+
+    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+        """Makes a process group of each, 2 to 11 ms long (2 to 8 ranks)."""
+        lane = self._lane(kind)
+        for group in groups:
+            if len(group) > 1 and group not in lane:
+                with self._during(f"the making of a process group of ranks {group}"):
+                    lane[group] = self._new_group(group)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+    ) -> None:
+        """gloo: one message a peer, receives first. NCCL: one batch."""
+        sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
+        if not sends and not receives:
+            return
+        assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), what
+        self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
+        group = self._waited_for[self._everyone]
+        if self.collectives:
+            with self._during(what):
+                operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
+                operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sends]
+                for work in dist.batch_isend_irecv(operations):
+                    self._wait(work, what)
+            return
+        landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
+        leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
+        doing = f"a message for {what}"
+        with self._during(doing) as now:
+            works: list[tuple[str, dist.Work | None]] = []
+            for (peer, _), tensor in zip(receives, landing, strict=True):
+                now[0] = f"receiving from rank {peer} for {what}"
+                works.append((now[0], dist.irecv(tensor.detach(), peer, group)))
+            for (peer, _), tensor in zip(sends, leaving, strict=True):
+                now[0] = f"sending to rank {peer} for {what}"
+                works.append((now[0], dist.isend(tensor.detach(), peer, group)))
+            for now[0], work in works:  # noqa: B020
+                assert work is not None
+                work.wait()
+                self._watch.progress()
+        for (_, tensor), arrived in zip(receives, landing, strict=True):
+            if arrived is not tensor:
+                tensor.detach().copy_(arrived)
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """NCCL's own, else an exchange."""
+        if not self.collectives or len(group) == 1 or not mine.numel():
+            return super().all_gather(out, mine, group, kind, what)
+        self.sent[kind] += (len(group) - 1) * _bytes(mine)
+        with self._during(what):
+            _all_gather(out.view(-1), mine.contiguous().view(-1), group=self._lane(kind)[group])
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """NCCL's own, else an exchange and a sum."""
+        if not self.collectives or len(group) == 1 or not parts.numel():
+            return super().reduce_scatter(out, parts, group, kind, what)
+        self.sent[kind] += (len(group) - 1) * _bytes(out)
+        with self._during(what):
+            _reduce_scatter(out.view(-1), parts.contiguous().view(-1), group=self._lane(kind)[group])
+
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+        """NCCL's own, else an exchange."""
+        if not self.collectives or len(group) == 1 or not parts.numel():
+            return super().all_to_all(out, parts, group, kind, what)
+        self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
+        with self._during(what):
+            dist.all_to_all_single(out, parts.contiguous(), group=self._lane(kind)[group])
+
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+        """torch.distributed's, started here."""
+        assert tensor.is_contiguous(), what
+        if len(group) == 1 or not tensor.numel():
+            return Done()
+        self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
+        staged = tensor.detach() if self.collectives else _on_cpu(tensor.detach(), copy=True)
+        with self._during(what):
+            work = dist.all_reduce(staged, group=self._lane(kind)[group], async_op=True)
+        assert work is not None
+        if self.collectives:
+            self._last = work, what, time.monotonic()
+        return _Running(self, work, tensor.detach(), staged, what)
+
+    def tell_all(self, text: str) -> list[str]:
+        """By way of the CPU."""
+        told: list[str] = [""] * self.size
+        with self._during("an agreement of all ranks"):
+            dist.all_gather_object(told, text, group=self._texts)
+        return told
+
+    def barrier(self) -> None:
+        """By way of the CPU."""
+        with self._during("a barrier"):
+            dist.barrier(group=self._texts)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Waits for all ranks, or tells them of this rank's error. Afterwards nothing of it may be used."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.barrier()
+            self._watch.stop()
+            dist.barrier(group=self._texts)  # the store may go: nobody looks at it any more
+        elif not isinstance(error, CommError):
+            text = f"{type(error).__name__}: {error}".strip(": ")
+            self._watch.accuse(f"rank {self.rank} of {self.size} failed {self._watch.where}: {' '.join(text.split())}")
+
+    def _lane(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
+        return self._beside if kind == "sync" else self._waited_for
+
+    def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:
+        # NCCL's own watchdog would abort without a word: it shall find the work of ours done.
+        seconds = self._timeout_s + (2 * SLACK_S if self.collectives and backend is None else 0)
+        backend = backend or ("nccl" if self.collectives else "gloo")
+        made = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+        if self.collectives and backend == "nccl" and self.rank in group:  # NCCL connects at the first use: now
+            dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+        return made
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        work.wait()
+        if self.collectives:
+            self._last = work, what, time.monotonic()
+
+    def _overdue(self) -> str:
+        """What NCCL has not done within the time-out, though nobody waits for it on the CPU."""
+        if self._last is not None:
+            work, what, since = self._last
+            if time.monotonic() - since > self._timeout_s and not work.is_completed():
+                return what
+        return ""
+
+    @contextmanager
+    def _during(self, what: str) -> Iterator[list[str]]:
+        """torch's errors in here become a CommError that says who is at fault. The list: what it does just now."""
+        now = [f"in {what}"]
+        self._watch.enter(what)
+        try:
+            yield now
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a peer closed the connection, or the time is over
+            reason = str(error).partition("\n")[0]
+            raise CommError(f"{self._watch.find(reason)}; this rank was {now[0]}") from error
+        finally:
+            self._watch.leave()
+
+
+class _Running:
+    """An all-reduce under way."""
+
+    def __init__(self, comm: ProcessComm, work: dist.Work, tensor: Tensor, staged: Tensor, what: str) -> None:
+        self.comm, self.work, self.tensor, self.staged, self.what = comm, work, tensor, staged, what
+
+    def wait(self) -> None:
+        """Also brings the result to where it belongs."""
+        with self.comm._during(self.what):
+            self.work.wait()
+        if self.staged.device != self.tensor.device:
+            self.tensor.copy_(self.staged)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
+    """The tensor itself, or (with what is in it) one like it."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,78 @@
+"""Signs of life: what every rank says of itself about once a second, and who is at fault when something fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass
+
+from layerwise.comm.base import ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A rank's sign of life.
+
+    count: rises with every sign. time_s: of its clock. step, layer: what it computes (None: nothing yet). waits_for: the
+    communication that it is in, else "". since_s: how long it has been in this state. ended: its run is over.
+    """
+
+    count: int
+    time_s: float
+    step: int | None
+    layer: str
+    waits_for: str
+    since_s: float
+    ended: bool = False
+
+    def pack(self) -> str:
+        """For the store."""
+        return json.dumps(astuple(self))
+
+    @property
+    def where(self) -> str:
+        """`at step 17 in layer conv3`."""
+        if self.step is None:
+            return "before its first step"
+        return f"at step {self.step}" + (f" in layer {self.layer}" if self.layer else "")
+
+
+def unpack(text: bytes | str) -> Sign:
+    """The sign that `pack` made a text of."""
+    return Sign(*json.loads(text))
+
+
+def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s: float) -> str:
+    """Says that ranks are gone, when they were last heard of, and where."""
+    which = sorted(gone)
+    last = [
+        f"{max(now_s - signs[rank].time_s, 0.0):.1f} s ago, {signs[rank].where}"
+        if rank in signs
+        else "none: it never arrived"
+        for rank in which[:4]
+    ]
+    if len(which) == 1:
+        return f"{ranks(which, size)} is gone (last sign {last[0]}): killed, or its network is cut"
+    return f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut"
+
+
+def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: str) -> str:
+    """Says what keeps ranks that are all alive: one that does not come, or ranks that wait for different things."""
+    ended = [rank for rank, sign in sorted(signs.items()) if sign.ended]
+    if ended:
+        do = "has" if len(ended) == 1 else "have"
+        return f"{ranks(ended, size)} {do} ended the run ({signs[ended[0]].where}) while others go on"
+    busy = {rank: sign for rank, sign in signs.items() if not sign.waits_for}
+    if busy:
+        rank = max(busy, key=lambda r: busy[r].since_s)
+        if busy[rank].since_s >= timeout_s / 2:
+            sign = busy[rank]
+            return (
+                f"{ranks([rank], size)} is alive but stuck: for {sign.since_s:.0f} s {sign.where}, "
+                "outside of communication"
+            )
+    long = {rank: sign for rank, sign in sorted(signs.items()) if sign.waits_for and sign.since_s >= timeout_s / 2}
+    if len(long) > 1:
+        waits = [f"rank {rank} {sign.where} for {sign.waits_for!r}" for rank, sign in list(long.items())[:4]]
+        return f"all ranks are alive but wait for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
+    return f"a connection between ranks failed although all of them are alive: {reason}"

@@ -1,0 +1,44 @@
+"""SoloComm: the network of one rank. Nothing travels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerwise.comm.base import Done, Group, Handle, Kind
+from layerwise.comm.messages import MessageComm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SoloComm(MessageComm):
+    """One rank alone: collectives of the group (0,) copy."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size = 0, 1
+        self.device = torch.device(device)
+        self.collectives = False
+        self.sent: Counter[Kind] = Counter()
+
+    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+        """Nothing to do."""
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+    ) -> None:
+        """There is nobody to exchange with."""
+        assert not sends, what
+        assert not receives, what
+
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+        """The sum of one is itself."""
+        assert group == (0,), what
+        return Done()
+
+    def tell_all(self, text: str) -> list[str]:
+        """What it says itself."""
+        return [text]

@@ -1,0 +1,195 @@
+"""ThreadComm: ranks that are threads of one process. For tests: cheap, deterministic, and strict about order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import torch
+
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
+from layerwise.comm.messages import MessageComm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+Lane = tuple[str, Group, int, int]  # a use, the group, from, to
+Message = tuple[str, "Tensor | str"]
+STOP: Final = None  # what a queue gives once a rank has failed
+
+
+class _StoppedError(CommError):
+    """Another rank has failed, and is heard of itself."""
+
+
+class _Hub:
+    """What the threads share: a queue for every pair of ranks and use."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self.lock = threading.Lock()
+        self.queues: dict[Lane, SimpleQueue[Message | None]] = {}
+        self.stopped = False
+
+    def queue(self, lane: Lane) -> SimpleQueue[Message | None]:
+        with self.lock:
+            if lane not in self.queues:
+                self.queues[lane] = SimpleQueue()
+                if self.stopped:
+                    self.queues[lane].put(STOP)
+            return self.queues[lane]
+
+    def stop(self) -> None:
+        with self.lock:
+            self.stopped = True
+            for queue in self.queues.values():
+                queue.put(STOP)
+
+
+class ThreadComm(MessageComm):
+    """A rank that is a thread; `run_threads` makes them. A message other than the one expected: AssertionError."""
+
+    def __init__(self, hub: _Hub, rank: int, size: int, *, collectives: bool) -> None:
+        self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
+        self.collectives = collectives
+        self.sent: Counter[Kind] = Counter()
+        self.doing = "starting"
+        self._hub = hub
+        self._everyone = tuple(range(size))
+        self._prepared: set[tuple[Kind, Group]] = set()
+        self._started: Counter[tuple[Kind, Group]] = Counter()
+
+    def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
+        """Checks that all ranks name the same."""
+        named = list(groups)
+        told = self.tell_all(f"{kind} {named}")
+        assert len(set(told)) == 1, f"the ranks prepare different groups: {told}"
+        self._prepared.update((kind, group) for group in named)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+    ) -> None:
+        """Tensors are copied on their way."""
+        for peers in ([peer for peer, _ in sends], [peer for peer, _ in receives]):
+            assert len(set(peers)) == len(peers), f"{what}: two messages of one peer"
+            assert self.rank not in peers, f"{what}: a message to itself"
+        for peer, tensor in sends:
+            assert tensor.is_contiguous(), what
+            if tensor.numel():
+                self.sent[kind] += tensor.numel() * tensor.element_size()
+                self._put("exchange", (), peer, f"{kind} {what}", tensor.detach().clone())
+        for peer, tensor in receives:
+            assert tensor.is_contiguous(), what
+            if tensor.numel():
+                self._fill(tensor, self._take("exchange", (), peer, f"{kind} {what}"), what)
+
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+        """Every rank adds up what all have put in, in the order of the ranks, when it waits."""
+        assert tensor.is_contiguous(), what
+        if len(group) == 1 or not tensor.numel():
+            return Done()
+        assert group == self._everyone or (kind, group) in self._prepared, f"{what}: {group} was not prepared"
+        self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
+        self._started[kind, group] += 1
+        use = f"all-reduce {self._started[kind, group]} of {kind}"  # a queue each: they may be waited for in any order
+        mine = tensor.detach().clone()
+        for peer in group:
+            if peer != self.rank:
+                self._put(use, group, peer, what, mine)
+        return _Sum(self, tensor, mine, group, use, what)
+
+    def tell_all(self, text: str) -> list[str]:
+        """A text to everybody, and one from everybody."""
+        others = [rank for rank in self._everyone if rank != self.rank]
+        for peer in others:
+            self._put("text", (), peer, "texts", text)
+        told = {peer: self._take("text", (), peer, "texts") for peer in others} | {self.rank: text}
+        return [str(told[rank]) for rank in self._everyone]
+
+    def _put(self, use: str, group: Group, peer: int, what: str, content: Tensor | str) -> None:
+        self._hub.queue((use, group, self.rank, peer)).put((what, content))
+
+    def _take(self, use: str, group: Group, peer: int, what: str) -> Tensor | str:
+        self.doing = f"waiting for rank {peer}: {use}, {what}"
+        left = self._hub.deadline - time.monotonic()
+        try:
+            message = self._hub.queue((use, group, peer, self.rank)).get(timeout=max(left, 0.0))
+        except Empty:
+            raise CommError(f"rank {self.rank} of {self.size} timed out {self.doing}") from None
+        if message is STOP:
+            raise _StoppedError(f"another rank has failed; rank {self.rank} was {self.doing}")
+        assert message[0] == what, f"rank {self.rank} is {self.doing}, and rank {peer} sends {message[0]}"
+        self.doing = f"working, after: {use}, {what}"
+        return message[1]
+
+    def _fill(self, tensor: Tensor, content: Tensor | str, what: str) -> None:
+        assert isinstance(content, torch.Tensor)
+        same = content.numel() == tensor.numel() and content.dtype == tensor.dtype
+        assert same, f"{what}: {content.dtype} {tuple(content.shape)} came for {tensor.dtype} {tuple(tensor.shape)}"
+        tensor.detach().view(-1).copy_(content.view(-1))
+
+
+class _Sum:
+    """An all-reduce under way."""
+
+    def __init__(self, comm: ThreadComm, tensor: Tensor, mine: Tensor, group: Group, use: str, what: str) -> None:
+        self.comm, self.tensor, self.mine, self.group, self.use, self.what = comm, tensor, mine, group, use, what
+
+    def wait(self) -> None:
+        """Takes what the others have put in, and adds."""
+        total: Tensor | None = None
+        for rank in self.group:
+            if rank == self.comm.rank:
+                part = self.mine
+            else:
+                part = torch.empty_like(self.mine)
+                self.comm._fill(part, self.comm._take(self.use, self.group, rank, self.what), self.what)
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        self.tensor.detach().copy_(total)
+
+
+def run_threads(
+    size: int, fn: Callable[[ThreadComm], T], *, collectives: bool = False, timeout_s: float = 60.0
+) -> list[T]:
+    """What `fn` returns on each of `size` ranks, which are threads.
+
+    The first error of a rank stops the others and is raised here, with a note of the rank. Raises CommError, which says
+    where every rank is, where they are not through within the time-out.
+    """
+    hub = _Hub(timeout_s)
+    comms = [ThreadComm(hub, rank, size, collectives=collectives) for rank in range(size)]
+    results: dict[int, T] = {}
+    errors: list[tuple[int, BaseException]] = []  # in the order in which they happened
+
+    def run(comm: ThreadComm) -> None:
+        try:
+            results[comm.rank] = fn(comm)
+            comm.doing = "ready"
+        except BaseException as error:  # whatever it is, it is raised again below
+            errors.append((comm.rank, error))
+            hub.stop()
+
+    threads = [threading.Thread(target=run, args=(comm,), daemon=True, name=f"rank {comm.rank}") for comm in comms]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(hub.deadline + 1.0 - time.monotonic(), 0.0))
+    except BaseException:  # Ctrl-C while waiting here
+        hub.stop()
+        raise
+    states = "; ".join(f"{ranks([comm.rank], None)} {comm.doing}" for comm in comms)
+    for rank, error in sorted(errors, key=lambda e: isinstance(e[1], _StoppedError)):
+        error.add_note(f"on rank {rank} of {size} threads ({states})")
+        raise error
+    if any(thread.is_alive() for thread in threads):
+        hub.stop()
+        raise CommError(f"{size} threads are not through after {timeout_s:g} s: {states}")
+    return [results[rank] for rank in range(size)]

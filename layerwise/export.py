@@ -1,0 +1,115 @@
+"""layerwise export CHECKPOINT OUT.safetensors: a checkpoint as the state dict of the original model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from layerwise.cli import Parser, run_main
+from layerwise.errors import LayerwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: names (aliases of tied parameters counted) and the file's size; steps: done when it was saved."""
+
+    checkpoint: str
+    out: str
+    tensors: int
+    bytes: int
+    steps: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = Parser(
+        prog="layerwise export",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is from: every
+parameter and buffer under the names that the original model gives it, tied ones under each of their names. The
+optimizer's state stays behind. One tensor is in memory at a time; neither GPUs nor other ranks are needed. The
+checkpoint is verified first, and OUT appears whole or not at all.""",
+        epilog="""example:
+  torchrun --nproc-per-node 4 -m layerwise.run plan.json --checkpoint runs/a
+  layerwise export runs/a model.safetensors
+
+and then, without layerwise:
+  model.load_state_dict(safetensors.torch.load_file("model.safetensors"), strict=True)""",
+    )
+    p.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="what --checkpoint named: its latest step is taken; or the folder of one step, such as runs/a/step-00000100",
+    )
+    p.add_argument("out", metavar="OUT.safetensors", help="the file to write")
+    p.add_argument("--json", action="store_true", help="for programs: checkpoint, out, tensors, bytes, steps")
+    return p
+
+
+def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Exported:
+    """Writes the state dict. LayerwiseError where the checkpoint is missing or damaged, or OUT cannot be written."""
+    import torch  # here, so that --help is quick
+    from torch import Tensor
+
+    from layerwise.run.boxes import read_into
+    from layerwise.run.optimizer_state import PREFIX
+    from layerwise.run.step_folders import find
+    from layerwise.run.storage import Reader
+    from layerwise.run.tensorfile import write_tensors
+
+    reader = Reader(find(checkpoint))
+    metadata = reader.read_metadata()
+    reader.verify(reader.files)
+    aliases = cast(dict[str, list[str]], reader.about["aliases"])
+    saved_as = {
+        name: saved
+        for saved in metadata.state_dict_metadata
+        if not saved.startswith(PREFIX)
+        for name in (saved, *aliases.get(saved, ()))
+    }
+
+    def read(name: str) -> Tensor:
+        shape, dtype = reader.spec(saved_as[name])
+        tensor = torch.zeros(shape, dtype=dtype)
+        read_into(reader, {saved_as[name]: tensor})
+        return tensor
+
+    target = Path(os.path.realpath(out))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if target.is_dir():
+            raise LayerwiseError(f"{os.fspath(out)!r} is a folder: name a file in it, such as model.safetensors")
+        try:
+            write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
+            temporary.replace(target)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        size = target.stat().st_size
+    except OSError as error:
+        raise LayerwiseError(f"{os.fspath(out)!r} cannot be written: {error.strerror}") from None
+    return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, cast(int, reader.about["steps"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, export, say what was written."""
+    args = parser().parse_args(argv)
+    done = export(args.checkpoint, args.out)
+    if args.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.out}: {done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

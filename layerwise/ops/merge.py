@@ -1,0 +1,78 @@
+"""How the dimensions of a tensor are merged and split by a reshape, and the boxes of both shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from operator import mul
+from typing import TYPE_CHECKING
+
+from layerwise.geometry import Box
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def starts(shape: Sequence[int]) -> list[int]:
+    """How often each dimension begins anew in memory: the product of the extents outside it."""
+    return list(accumulate(shape[:-1], mul, initial=1)) if shape else []
+
+
+def heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """Pairs (i, j) of dimensions longer than 1 that begin together, and the elements inside i and inside j.
+
+    Inside: up to the next pair. So all dimensions from one pair to the next are merged and split among themselves.
+    """
+    at = {start: i for i, start in enumerate(starts(source)) if source[i] > 1}
+    to = {start: j for j, start in enumerate(starts(target)) if target[j] > 1}
+    for start, stop in pairwise([*sorted(at.keys() & to.keys()), prod(source)]):
+        i, j, size = at[start], to[start], stop // start
+        yield i, j, size // source[i], size // target[j]
+
+
+def ones(x: TensorSpec, target: tuple[int, ...]) -> dict[int, int]:
+    """Which extents of 1 of the input are which of the target: in order, those at the same place in memory.
+
+    The samples (a batch of 1) stay as long as there is any such extent.
+    """
+    pairs: dict[int, int] = {}
+    begins, ends = starts(x.shape), starts(target)
+    for i, start in enumerate(begins):
+        if x.shape[i] == 1:
+            before = sum(x.shape[other] == 1 and begins[other] == start for other in range(i))
+            there = [j for j, extent in enumerate(target) if extent == 1 and ends[j] == start]
+            if before < len(there):
+                pairs[i] = there[before]
+            elif there and x.dims[i] == "n":
+                pairs[i] = there[-1]
+    return pairs
+
+
+def reshaped(x: Tensor, source: tuple[int, ...], given: Box, target: tuple[int, ...], wanted: Box) -> Tensor:
+    """The box `wanted` of a tensor of shape `source` seen as `target`, where x is the box `given` of it.
+
+    A view of x where torch can make one. Raises AssertionError where `wanted` is not in `given`.
+    """
+    if x.numel() == wanted.volume:
+        return x.reshape(wanted.shape)  # the same elements, in the same order
+    boxes = f"{given} of {source} does not hold {wanted} of {target}"
+    if wanted.volume == 0:
+        return x.flatten()[:0].view(wanted.shape)
+    # More than is wanted: a slice follows. From one pair of heads to the next, x is a run of elements ...
+    pairs = list(heads(source, target))
+    runs = [(given.hi[i] - given.lo[i]) * inner for i, _, inner, _ in pairs]
+    assert x.numel() == prod(runs), boxes
+    x = x.reshape(runs)
+    whole = list(target)
+    for at, (i, j, inner, out_inner) in enumerate(pairs):
+        start = wanted.lo[j] * out_inner - given.lo[i] * inner
+        whole[j] = wanted.hi[j] - wanted.lo[j]
+        assert 0 <= start <= runs[at] - whole[j] * out_inner, boxes
+        x = x.narrow(at, start, whole[j] * out_inner)
+    # ... and so is what the outermost dimension of the target takes of it, whose inner dimensions are then cut.
+    x = x.reshape(whole)
+    outer = {j for _, j, _, _ in pairs}
+    inner_ends = zip(wanted.lo, wanted.hi, strict=True)
+    return x[tuple(slice(None) if j in outer else slice(*ends) for j, ends in enumerate(inner_ends))]

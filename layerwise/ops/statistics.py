@@ -1,0 +1,109 @@
+"""Normalisation by statistics that several devices add up: one all-reduce forward, one backward, two numbers a channel.
+
+Forward: sums of x - shift and of its square. Backward, with x̂ the normalised x and N the elements of a channel,
+dx = weight·rstd·(dy - Σdy/N - x̂·Σ(dy·x̂)/N): Ioffe and Szegedy 2015, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AllReduce = Callable[["Tensor"], "Tensor"]
+
+
+def normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    count: int,
+    eps: float,
+    all_reduce: AllReduce,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, variance): x of shape (n, c, ...) normalised over all but c, and the statistics, each of shape (c,).
+
+    The statistics are those of all devices' x together, of `count` elements a channel; the variance is the biased one.
+    `shift` (c,), equal on all devices, should lie near the mean: it saves the variance from cancellation. Sums travel
+    in x's type, those of 16 bits in float32.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _function().apply(x, weight, bias, count, eps, all_reduce, shift)
+    return result
+
+
+def update(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, *, count: int, momentum: float) -> None:
+    """Move the running mean and variance (of the unbiased kind) towards those of the batch, in place."""
+    import torch
+
+    unbiased = variance * (count / (count - 1))
+    with torch.no_grad():
+        for old, new in zip(running, (mean, unbiased), strict=True):
+            old.mul_(1 - momentum).add_(new.to(old.dtype), alpha=momentum)
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of x (n, c, ...), in float32 at least."""
+    import torch
+
+    exact = torch.promote_types(x.dtype, torch.float32)
+    # Running statistics, which nobody reads, make the results those of their type.
+    unused = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
+    mean, variance = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+@cache
+def _function() -> Any:
+    """The autograd function. Made here, as this module must be imported without torch."""
+    import torch
+    import torch.nn.functional as F
+    from torch.autograd.function import once_differentiable
+
+    class Normalised(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            x: Tensor,
+            weight: Tensor | None,
+            bias: Tensor | None,
+            count: int,
+            eps: float,
+            all_reduce: AllReduce,
+            shift: Tensor | None,
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            mean, variance = moments(x)
+            if shift is not None:
+                mean = mean - shift
+            sums = torch.stack([mean, variance + mean.square()]).mul_(x.numel() // x.shape[1])
+            mean, square = all_reduce(sums) / count
+            variance = (square - mean.square()).clamp_(min=0)
+            if shift is not None:
+                mean = mean + shift
+            weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
+            ctx.save_for_backward(x, weight, mean, variance)
+            ctx.count, ctx.eps, ctx.all_reduce = count, eps, all_reduce
+            ctx.mark_non_differentiable(mean, variance)
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), mean, variance
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+            x, weight, mean, variance = ctx.saved_tensors
+            # For fixed statistics, in one pass over dy; the rest goes through the statistics, and is linear in x.
+            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+            sums = ctx.all_reduce(torch.stack([dbias, dweight]))
+            scale = (variance + ctx.eps).rsqrt_()
+            slope = (scale if weight is None else scale * weight) / ctx.count
+            along, across = slope * sums[0], slope * scale * sums[1]
+            shape = (1, -1, *(1,) * (x.dim() - 2))
+            dx.addcmul_(x, across.neg().view(shape)).add_((across * mean - along).view(shape))
+            return dx, None if weight is None else dweight, None if weight is None else dbias, *(None,) * 4
+
+    return Normalised

@@ -1,0 +1,1 @@
+"""Execution of a plan on torch.distributed."""

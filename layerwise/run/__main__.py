@@ -1,0 +1,182 @@
+"""python -m layerwise.run PLAN: trains the planned network on real data, one process a rank (torchrun starts them)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from layerwise.cli import Parser, console, positive, run_main
+from layerwise.comm.start import start
+from layerwise.errors import LayerwiseError
+from layerwise.files import check_writable
+from layerwise.plan import Plan, load_plan
+from layerwise.run import data
+from layerwise.run.compare import ALLOWED
+from layerwise.run.report import beginning, ending, steps_shown
+from layerwise.run.session import Session
+from layerwise.run.train import OPTIMIZERS, Settings
+
+EPILOG = """examples:
+  python -m layerwise.search lenet5 --gpus 2 --global-batch 64 --out plan.json
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json --data mnist5k --epochs 3
+      search first, then train with as many processes as the plan has GPUs
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json --dtype float64 \\
+      --steps 10 --compare-single
+      the same ten steps on one device, and how far the numbers are apart
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json --checkpoint ck --resume
+      goes on where it was stopped, also with another plan or number of ranks
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json --steps 5 --trace t.json
+      what every rank does when: open t.json in ui.perfetto.dev
+
+NCCL carries the tensors where every rank has a GPU, else gloo. A plan for one
+GPU needs no torchrun. Which samples a step takes, and all random numbers,
+depend on --seed alone, not on the plan."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = Parser(
+        prog="layerwise run",
+        description="Trains a planned network: every rank computes its part of every\nlayer, with one device's numbers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
+    g = p.add_argument_group("training")
+    g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
+    length = g.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=_count, metavar="E", help="times through the data (default: 1)")
+    length.add_argument("--steps", type=_count, metavar="N", help="steps in all, those before --resume included")
+    g.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: the one that the plan was searched for")
+    usual = ", ".join(f"{name} {lr:g}" for name, lr in OPTIMIZERS.items())
+    g.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {usual})")
+    g.add_argument("--momentum", type=_fraction, default=0.9, metavar="M", help="of momentum (default: 0.9)")
+    g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
+    g.add_argument("--clip-norm", type=positive, metavar="NORM", help="largest norm of the gradient (default: any)")
+    g.add_argument(
+        "--accumulate", type=_count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
+    )
+    g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
+    g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
+    g = p.add_argument_group("arithmetic")
+    g.add_argument(
+        "--dtype", choices=list(ALLOWED), default="float32", help="bf16: autocast, float32 weights (default: float32)"
+    )
+    g.add_argument(
+        "--local-batch-norm", action="store_true", help="statistics of each rank's own samples, as DDP has them"
+    )
+    g.add_argument("--checkpoint-activations", action="store_true", help="compute layers twice to hold less memory")
+    g = p.add_argument_group("checkpoints")
+    g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
+    g.add_argument("--checkpoint-every", type=_count, metavar="N", help="also every N steps")
+    g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
+    g = p.add_argument_group("output")
+    g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
+    g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
+    g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
+    g.add_argument(
+        "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, train, print."""
+    args = parser().parse_args(argv)
+    plan = load_plan(args.plan)
+    _check(args, plan)
+    with start(args.timeout) as comm:
+        session = Session(
+            plan,
+            comm,
+            data=args.data,
+            settings=Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm),
+            accumulate=args.accumulate,
+            seed=args.seed,
+            dtype=args.dtype,
+            weights=args.weights,
+            local_batch_norm=args.local_batch_norm,
+            checkpoint_activations=args.checkpoint_activations,
+            compare=args.compare_single,
+            folder=args.checkpoint,
+            every=args.checkpoint_every,
+            trace=args.trace,
+        )
+        resumed = session.resume() if args.resume else None
+        steps = args.steps if args.steps is not None else (args.epochs or 1) * session.schedule.per_epoch
+        out = console(stderr=args.json)
+        told = comm.rank == 0
+        if told:
+            out.print(beginning(plan, data=session.data_text(), how=session.how_text(steps)))
+            if args.resume:
+                none = f"no checkpoint in {args.checkpoint}: starting anew"
+                out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
+        if told:
+            with steps_shown(console(stderr=args.json or sys.stderr.isatty()), steps, session.first) as show:
+                for step in session.train(steps):
+                    show(step)
+        else:
+            for _ in session.train(steps):
+                pass
+        result = session.finish()
+        if told:
+            out.print(ending(result, ALLOWED[args.dtype], args.dtype))
+            for note in session.notes():
+                out.print(note, soft_wrap=True)
+            if args.json:
+                print(json.dumps(result.as_dict(), indent=1, allow_nan=False))
+    return 1 if result.compare is not None and result.compare.beyond(ALLOWED[args.dtype]) else 0
+
+
+def _check(args: argparse.Namespace, plan: Plan) -> None:
+    """What can be said before other ranks are waited for."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != plan.gpus:
+        raise LayerwiseError(
+            f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
+            f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, or search again"
+        )
+    if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
+        raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
+    if args.compare_single and args.local_batch_norm:
+        raise LayerwiseError("--local-batch-norm has other statistics than one device: leave out --compare-single")
+    if args.trace is not None and os.environ.get("RANK", "0") == "0":
+        check_writable(args.trace)
+    if args.compare_single:  # TF32 rounds to 10 bits, and differently for products of different shapes
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
+    if args.optimizer is not None:
+        return str(args.optimizer)
+    options = plan.provenance.get("cost_options")
+    planned = cast(dict[str, object], options).get("optimizer") if isinstance(options, dict) else None
+    return str(planned) if planned in OPTIMIZERS else "sgd"
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

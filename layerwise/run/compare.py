@@ -1,0 +1,149 @@
+"""--compare-single: the same steps on one device, and how far the plan's numbers are from these."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+
+if TYPE_CHECKING:
+    from layerwise.run.module import ParallelModule
+
+BEAT_S = 1.0  # how often rank 0 tells the others, while it computes alone, that it is alive
+ALLOWED = {"float64": 1e-9, "float32": 1e-3, "bf16": 1e-1}
+"""The largest relative difference that is rounding.
+
+A plan adds the same numbers in another order, so a sum of m numbers differs by about sqrt(m)·ε, and every further
+layer and step multiplies that. With m of 1e5 and a hundredfold growth: float64 (ε 1e-16) 4e-12, of which 1e-9 leaves
+room for tens of steps; float32 (6e-8) 2e-3 at worst, seldom above 1e-4. bf16 rounds the operands of every product to
+8 bits (4e-3), and sums that differ in the last bit may round apart: 25 of those. float64 is proof, the others a check.
+"""
+SMALL = 1e-3
+"""A difference is taken against the tensor's own largest magnitude, or against this part of the largest of all tensors
+of its kind, whichever is more: the gradient of a bias before a batch norm is zero but for rounding, and noise against
+noise says nothing.
+"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest relative differences, max |a - b| / max |a| over a tensor, and where they are."""
+
+    loss: float
+    gradients: float
+    parameters: float
+    buffers: float
+    worst: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, float]:
+        """For --json."""
+        return {name: value for name, value in asdict(self).items() if name != "worst"}
+
+    def beyond(self, allowed: float) -> list[str]:
+        """What differs by more than that, or is not a number."""
+        return [name for name, value in self.as_dict().items() if not value <= allowed]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What training ended with: every loss, and the whole tensors by the names of the model's state dict."""
+
+    losses: Sequence[float]
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+def outcome(module: ParallelModule, losses: Sequence[float]) -> Outcome:
+    """Gathers what this module holds after its last step; every rank of the module calls this."""
+    return Outcome(losses, whole_gradients(module), module.full_state_dict())
+
+
+def whole_gradients(module: ParallelModule) -> dict[str, Tensor]:
+    """Every parameter's gradient, whole, on the CPU: gathered as `full_state_dict` gathers values, in their place.
+
+    Buffers are among them, as they are.
+    """
+    values = [(p, p.detach().clone()) for p in module.parameters()]
+    try:
+        with torch.no_grad():
+            for p, value in values:
+                p.copy_(torch.zeros_like(value) if p.grad is None else p.grad)
+        return module.full_state_dict()
+    finally:
+        with torch.no_grad():
+            for p, value in values:
+                p.copy_(value)
+
+
+def difference(single: Outcome, planned: Outcome, trained: set[str]) -> Difference:
+    """How far `planned` is from `single`. trained: which names are parameters; the others are buffers."""
+    pairs: dict[str, list[tuple[str, Tensor, Tensor]]] = {
+        "loss": [("loss", _column(single.losses), _column(planned.losses))],
+        "gradients": [(n, g, planned.gradients[n]) for n, g in single.gradients.items() if n in trained],
+        "parameters": [(n, p, planned.state[n]) for n, p in single.state.items() if n in trained],
+        "buffers": [(n, b, planned.state[n]) for n, b in single.state.items() if n not in trained],
+    }
+    found, worst = {}, {}
+    for what, tensors in pairs.items():
+        found[what], worst[what] = largest(tensors)
+    return Difference(**found, worst=worst)
+
+
+def _column(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def largest(tensors: Sequence[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
+    """The largest relative difference of (name, a, b), and the name; not a number counts as the largest."""
+    wide = [(name, a.double(), b.double()) for name, a, b in tensors if a.numel()]
+    floor = SMALL * max((float(a.abs().max()) for _, a, _ in wide), default=0.0)
+    worst, where = 0.0, ""
+    for name, a, b in wide:
+        apart, scale = float((a - b).abs().max()), max(float(a.abs().max()), floor)
+        ratio = apart / scale if scale > 0 else (0.0 if apart == 0 else float("inf"))
+        if not ratio <= worst:
+            worst, where = ratio, name
+        if ratio != ratio:
+            break
+    return worst, where
+
+
+def alone(comm: Comm, work: Callable[[], T]) -> T | None:
+    """Rank 0 does `work` in a thread, while all ranks meet every second so that none takes another for stuck.
+
+    Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
+    """
+    future: Future[T] = Future()
+    if comm.rank == 0:  # a daemon: Ctrl-C must not wait for it
+        threading.Thread(target=_settle, args=(future, work), daemon=True).start()
+    while True:
+        text = ""
+        if comm.rank == 0:
+            wait([future], timeout=BEAT_S)
+            error = future.exception() if future.done() else None
+            text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
+        told = comm.tell_all(text)[0]
+        if told == "busy":
+            continue
+        if comm.rank == 0:
+            return future.result()
+        if told != "done":
+            raise LayerwiseError(f"on one device: rank 0 {told}")
+        return None
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

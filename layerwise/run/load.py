@@ -1,0 +1,99 @@
+"""load: a plan and a model become a ParallelModule on this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.graph.load import Network, load_network, network_of
+from layerwise.plan import Plan, load_plan
+from layerwise.run.module import LossFunction, ParallelModule
+
+
+def load(
+    plan: Plan | str | os.PathLike[str],
+    model: nn.Module | LayerGraph | Network | None = None,
+    *,
+    comm: Comm | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    loss: LossFunction | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+    local_batch_norm: bool = False,
+    autocast: torch.dtype | None = None,
+    checkpoint_activations: bool = False,
+    example_inputs: tuple[Tensor, ...] | None = None,
+) -> ParallelModule:
+    """This rank's part of a planned network; all ranks call it alike.
+
+    model: what the plan is for (default: what the plan names). A module that is on the meta device, or a built-in
+    network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
+    `example_inputs` are needed with a module, to trace it. weights: a state dict, possibly lazy, instead of the
+    model's values. comm: default torch.distributed's processes. A communicator of one rank runs any plan on one device.
+    `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
+    """
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    comm = comm if comm is not None else _default_comm()
+    where = torch.device(device) if device is not None else torch.device("cpu")
+    if isinstance(model, nn.Module):
+        if example_inputs is None:
+            raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+        network = network_of(model, example_inputs, plan.batch, plan.model)
+    elif isinstance(model, LayerGraph):
+        network = Network(model, {}, {})
+    elif isinstance(model, Network):
+        network = model
+    else:
+        shape = plan.provenance.get("input_shape")
+        network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
+    graph = network.graph.rebatch(plan.batch)
+    graph = fuse(graph) if plan.fused else graph
+    plan.check(graph)
+    if comm.size == 1 and plan.gpus > 1:
+        plan = serial(plan)
+    plan.check(graph, comm.size)
+    if loss is not None and plan.io == "sample":
+        raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
+    if plan.io == "sample" and plan.batch < plan.gpus:
+        raise LayerwiseError(
+            f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
+        )
+    return ParallelModule(
+        replace(network, graph=graph),
+        plan,
+        comm,
+        device=where,
+        dtype=dtype,
+        loss=loss,
+        seed=seed,
+        local_batch_norm=local_batch_norm,
+        autocast=autocast,
+        checkpoint_activations=checkpoint_activations,
+    )._with(weights)
+
+
+def serial(plan: Plan) -> Plan:
+    """The same network on one device."""
+    return replace(
+        plan, gpus=1, gpus_per_node=1, device_order=(0,), strategy={name: Config() for name in plan.strategy}
+    )
+
+
+def _default_comm() -> Comm:
+    from layerwise.comm.solo import SoloComm
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from layerwise.comm.process import ProcessComm
+
+        return ProcessComm()
+    return SoloComm()

@@ -1,0 +1,96 @@
+"""Places: which boxes of a layer every rank computes and owns under a plan. The geometry that priced it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.config import Config, layout
+from layerwise.geometry import Box, boundaries
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import Dim, Maps
+from layerwise.ops.ends import Constant, Input, Sink, Tied
+from layerwise.plan import Plan
+
+Boxes = tuple[Box | None, ...]  # by rank; None: nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """cells: of the iteration space, which the rank computes. owned: of the output, which it holds afterwards.
+
+    They differ where k is split. everywhere: every rank holds the whole (an uncut tied parameter, a constant, what is
+    fed with io "free"): nothing of it travels forward.
+    """
+
+    cells: Boxes
+    owned: Boxes
+    everywhere: bool = False
+
+
+def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
+    """The place of every layer of the plan's graph, at whatever batch the graph has."""
+    return {layer.name: _place(layer, plan) for layer in graph.layers}
+
+
+def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
+    """Which samples of a global batch each rank feeds: cell i of min(N, batch), by the plan's order of devices."""
+    if plan.io == "free":
+        return (slice(0, batch),) * plan.gpus
+    cuts = boundaries(batch, min(plan.gpus, batch)).tolist()
+    shares = [slice(a, b) for a, b in pairwise(cuts)]
+    shares += [slice(batch, batch)] * (plan.gpus - len(shares))
+    return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
+
+
+def needed(maps: Maps, boxes: Boxes) -> Boxes:
+    """For each rank the box of a tensor that `maps` need for its box of the iteration space (or of the output)."""
+    active = [rank for rank, box in enumerate(boxes) if box is not None]
+    result: list[Box | None] = [None] * len(boxes)
+    if active:
+        given = [box for box in boxes if box is not None]
+        lo = np.array([box.lo or (0,) for box in given], np.int64)
+        hi = np.array([box.hi or (1,) for box in given], np.int64)
+        ends = [m(lo[:, m.source or 0], hi[:, m.source or 0]) for m in maps]
+        for i, rank in enumerate(active):
+            result[rank] = Box(tuple(int(a[i]) for a, _ in ends), tuple(int(b[i]) for _, b in ends))
+    return tuple(result)
+
+
+def _place(layer: Layer, plan: Plan) -> Place:
+    ranks, out = plan.gpus, layer.out.shape
+    whole = Box((0,) * len(out), out)
+    if isinstance(layer.op, Input | Sink) and not isinstance(layer.op, Tied):
+        if plan.io == "free" or isinstance(layer.op, Constant):
+            return Place((whole,) * ranks, (whole,) * ranks, everywhere=True)
+        n = next((d for d in layer.space.dims if d.label == "n"), None)
+        config = Config.of({"n": min(ranks, n.room)}) if n else Config()
+    else:
+        config = plan.strategy[layer.name]
+        if isinstance(layer.op, Tied) and config.total == 1:
+            return Place((whole,) * ranks, (whole,) * ranks, everywhere=True)
+    where = layout((config,), layer.space, ranks)
+    dims = layer.space.dims if out else (Dim(None, 1), *layer.space.dims)
+    cells = _boxes(dims, where.degrees[0], where.index[0])
+    owned = _boxes(dims[: max(len(out), 1)], where.own_degrees[0], where.own_index[0])
+    if not out:  # a scalar counted as one dimension
+        cells, owned = [b and Box(b.lo[1:], b.hi[1:]) for b in cells], [b and Box((), ()) for b in owned]
+    order = np.argsort(plan.device_order).tolist()  # the device that each rank is
+    return Place(tuple(cells[d] for d in order), tuple(owned[d] for d in order))
+
+
+def _boxes(dims: Sequence[Dim], degrees: NDArray[np.int64], index: NDArray[np.int64]) -> list[Box | None]:
+    cuts = [boundaries(d.extent, int(degree), d.unit) for d, degree in zip(dims, degrees, strict=True)]
+    return [
+        None
+        if cell[0] < 0
+        else Box(
+            tuple(int(c[i]) for c, i in zip(cuts, cell, strict=True)),
+            tuple(int(c[i + 1]) for c, i in zip(cuts, cell, strict=True)),
+        )
+        for cell in index
+    ]

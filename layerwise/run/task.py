@@ -1,0 +1,138 @@
+"""Task: what a model wants to be fed with, and what it answers: its inputs, its predictions, its own loss if any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import Op
+from layerwise.ops.embed import Embedding
+from layerwise.ops.ends import Input
+from layerwise.ops.fused import Fused
+from layerwise.ops.loss import Loss
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One input of the model: its name, its tensor at the plan's batch, and how many values an integer of it has."""
+
+    name: str
+    spec: TensorSpec
+    values: int = 2
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return self.spec.shape[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`inputs` without the target. `predictions`: (rows · samples, classes, ...), what the loss is taken of.
+
+    A model that ends in a loss of its own takes its target as input `slot` and gives the loss as output `answer`;
+    `target` is that input. Else the loss is cross-entropy, and its target is class indices of the prediction's shape
+    without dimension 1.
+    """
+
+    batch: int
+    inputs: tuple[Feed, ...]
+    predictions: tuple[TensorSpec, ...]
+    loss: Loss | None = None
+    target: Feed | None = None
+    slot: int = 0
+    answer: int = 0
+
+    @property
+    def classes(self) -> int:
+        """How many classes the prediction tells apart; 0 where it is no classifier."""
+        spec = self.predictions[0]
+        return spec.shape[1] if (self.loss is None or self.loss.classes) and len(spec.shape) > 1 else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the prediction a sample: 1, but for outputs that were flattened to (n · s, classes)."""
+        return self.predictions[0].shape[0] // self.batch
+
+    @property
+    def labels(self) -> bool:
+        """Whether a target is class indices."""
+        return bool(self.classes) and (self.target is None or not self.target.spec.differentiable)
+
+    @property
+    def target_sample(self) -> tuple[int, ...]:
+        """The shape of one sample's target."""
+        if self.target is not None:
+            return self.target.sample
+        spatial = self.predictions[0].shape[2:]
+        return spatial if self.rows == 1 else (self.rows, *spatial)
+
+    def feed(self, inputs: tuple[Tensor, ...], target: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What the module is called with, and the target of the loss that is left to take."""
+        if self.target is not None:
+            return (*inputs[: self.slot], target, *inputs[self.slot :]), None
+        return inputs, target if self.rows == 1 else target.flatten(0, 1)
+
+
+def task(graph: LayerGraph) -> Task:
+    """What `graph` wants. LayerwiseError where it is neither a classifier nor ends in a loss."""
+    uses = graph.consumers()
+    feeds = [
+        Feed(layer.name, layer.out, _values(graph, uses, layer.name))
+        for layer in graph.layers
+        if type(layer.op) is Input
+    ]
+    for feed in feeds:
+        if feed.spec.index("n") != 0 or feed.spec.shape[0] != graph.batch:
+            raise LayerwiseError(
+                f"input {feed.name!r} {feed.spec.describe()} has no sample dimension in front, so no data set can feed "
+                "it: use layerwise.run.load in a training loop of your own"
+            )
+    ends = [graph[name] for name in graph.layers[-1].inputs]
+    for answer, end in enumerate(ends):
+        loss = _main(end)
+        if isinstance(loss, Loss):
+            return _with_own_loss(graph, feeds, end, loss, answer)
+    first = ends[0].out
+    for end in ends:
+        spec = end.out
+        if len(spec.shape) < 2 or spec.shape[0] % graph.batch or spec.shape[2:] != first.shape[2:]:
+            raise LayerwiseError(
+                f"output {end.name!r} {spec.describe()} is not (samples, classes, ...): cross-entropy cannot be taken "
+                "of it. End the model in a loss, or use layerwise.run.load in a training loop of your own"
+            )
+    return Task(graph.batch, tuple(feeds), tuple(end.out for end in ends))
+
+
+def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss, answer: int) -> Task:
+    source = end.inputs[1]
+    while not isinstance(graph[source].op, Input) and len(graph[source].inputs) == 1:
+        source = graph[source].inputs[0]  # a view of the target
+    slot = next((i for i, feed in enumerate(feeds) if feed.name == source), None)
+    if slot is None:
+        raise LayerwiseError(f"the target of loss {end.name!r} is computed, not an input: no data set can feed it")
+    prediction = end.op.stages(end.specs)[0][1][0] if isinstance(end.op, Fused) else end.specs[0]
+    inputs = (*feeds[:slot], *feeds[slot + 1 :])
+    return Task(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
+
+
+def _main(layer: Layer) -> Op:
+    return layer.op.main if isinstance(layer.op, Fused) else layer.op
+
+
+def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:
+    """How many values an integer input has: the smallest vocabulary that looks it up, through views."""
+    found = []
+    for use in uses[name]:
+        op = _main(graph[use])
+        if isinstance(op, Embedding):
+            found.append(op.count)
+        elif graph[use].inputs == (name,) and not graph[use].out.differentiable:
+            found.append(_values(graph, uses, use))
+    return min(found, default=2)

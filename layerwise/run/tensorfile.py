@@ -1,0 +1,87 @@
+"""Safetensors files written one tensor at a time: safetensors' own save_file wants all of them in memory.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian header length, a JSON header
+{name: {dtype, shape, data_offsets}}, then the elements, row-major.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and element type of a tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPE_OF = {dtype_name(dtype): dtype for dtype in DTYPES}
+
+
+def write_tensors(path: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) -> str:
+    """A file of the named tensors, on disk when this returns. Returns its SHA-256.
+
+    `read` gives a tensor, on any device, when its turn comes: one copy is in memory at a time. LayerwiseError for an
+    element type that the format lacks; OSError where the file cannot be written.
+    """
+    order = sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))  # so that elements are aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in order:
+        shape, dtype = specs[name]
+        if dtype not in DTYPES or name in header:
+            raise LayerwiseError(f"a safetensors file cannot hold {name!r} of {dtype}: leave it out of the model")
+        end = start + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            file.write(part)
+            sha256.update(part)
+        for name in order:
+            tensor = read(name).detach()
+            assert (tuple(tensor.shape), tensor.dtype) == specs[name], name
+            elements = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.write(elements)
+            sha256.update(elements)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,169 @@
+"""Trace: what a rank did when, as a Chrome trace (one process a rank) that opens in Perfetto (ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from layerwise.comm.base import Comm
+from layerwise.files import write_text
+from layerwise.run.trace_file import CATEGORIES, Category, Told, chrome_trace
+
+if TYPE_CHECKING:
+    import torch
+
+    _Mark = float | torch.cuda.Event
+
+MOST_SPANS = 100_000  # a rank; then recording stops: rank 0 holds all ranks' spans when it writes
+_ROUNDS = 9  # barriers by which clocks are compared
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds on the rank's own clock."""
+
+    name: str
+    category: Category
+    start_s: float
+    end_s: float
+
+
+class Trace:
+    """Collects spans; safe to use from several threads. Switched off (`on` False) it costs an attribute and a call.
+
+    `device`: where it is a GPU, spans are the time of the work on its current stream (events), not of the launches.
+    """
+
+    def __init__(self, *, on: bool = True, device: torch.device | None = None) -> None:
+        self.on = on
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, Category, _Mark, _Mark]] = []
+        self._open: dict[int, tuple[str, Category, _Mark]] = {}
+        self._begun = 0
+        self._clock = _Clock(device if on and device is not None and device.type == "cuda" else None)
+
+    def span(self, name: str, category: Category) -> AbstractContextManager[None]:
+        """Records the time of a `with` block."""
+        return self._span(name, category) if self.on else _NOTHING
+
+    @contextmanager
+    def _span(self, name: str, category: Category) -> Iterator[None]:
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._keep(name, category, start)
+
+    def begin(self, name: str, category: Category) -> int:
+        """Something starts that ends elsewhere: a collective under way. Returns what `end` is to be given."""
+        if not self.on:
+            return -1
+        start = self._clock.mark()
+        with self._lock:
+            self._begun += 1
+            self._open[self._begun] = (name, category, start)
+            return self._begun
+
+    def end(self, token: int) -> None:
+        """It has ended. What was begun while the trace was off is ignored."""
+        with self._lock:
+            begun = self._open.pop(token, None)
+        if begun is not None:
+            self._keep(*begun)
+
+    def _keep(self, name: str, category: Category, start: _Mark) -> None:
+        end = self._clock.mark()
+        with self._lock:
+            if len(self._spans) < MOST_SPANS:
+                self._spans.append((name, category, start, end))
+            else:
+                self.on = False
+
+    def spans(self) -> list[Span]:
+        """What has been recorded, in the order of its ends. Waits for the GPU."""
+        with self._lock:
+            kept = list(self._spans)
+        return [Span(name, kind, self._clock.time_s(start), self._clock.time_s(end)) for name, kind, start, end in kept]
+
+    def write(self, path: str | os.PathLike[str], comm: Comm) -> None:
+        """Rank 0 writes one file with every rank's spans on one clock, whole or not at all. Every rank calls this."""
+        offset_s = clock_offset(comm, self._clock.now_s)
+        names: dict[str, int] = {}
+        rows = [
+            (
+                names.setdefault(s.name, len(names)),
+                CATEGORIES.index(s.category),
+                s.start_s - offset_s,
+                s.end_s - offset_s,
+            )
+            for s in self.spans()
+        ]
+        told = comm.tell_all(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
+        if comm.rank == 0:
+            write_text(path, chrome_trace([Told(**json.loads(text)) for text in told]))
+
+
+class _Clock:
+    """perf_counter, or events on a GPU's stream that are read against it when all is over."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._zero: tuple[torch.cuda.Event, float] | None = None
+        if device is not None:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            event.synchronize()
+            self._zero = event, time.perf_counter()
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def mark(self) -> _Mark:
+        if self._zero is None:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def time_s(self, mark: _Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert self._zero is not None
+        zero, at = self._zero
+        mark.synchronize()
+        return at + float(zero.elapsed_time(mark)) / 1e3
+
+
+def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
+    """What to subtract from this rank's clock to have rank 0's, in seconds; every rank calls this.
+
+    Ranks of one machine share its monotonic clock. Others read theirs as they leave a barrier, several times, and
+    take the median of the differences: good to the time that a message takes.
+    """
+    times = []
+    for _ in range(_ROUNDS):
+        comm.barrier()
+        times.append(now_s())
+    told = [json.loads(text) for text in comm.tell_all(json.dumps([_machine(), times]))]
+    (machine, zero), (mine, own) = told[0], told[comm.rank]
+    return 0.0 if machine == mine else median(b - a for a, b in zip(zero, own, strict=True))
+
+
+def _machine() -> str:
+    """This boot of this machine; names of machines are not unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else f"{platform.node()} {os.getpid()}"

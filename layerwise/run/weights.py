@@ -1,0 +1,64 @@
+"""Initial values: a rank's box of each parameter, from what the model comes with or drawn by position.
+
+No rank ever makes more of a parameter than it owns: stored values are sliced where they lie, drawn ones depend on the
+place of an element in the whole tensor only, so that any cut of it, one device's too, has the same values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer
+from layerwise.graph.load import Network
+from layerwise.ops.base import Parameter
+from layerwise.ops.ends import Tied
+from layerwise.ops.random import combine, normal, uniform
+
+
+def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
+    """PyTorch's default initial values for this kind of parameter."""
+    stream = combine(seed, zlib.crc32(name.encode()))
+    if p.initial == "uniform":
+        return (2.0 * uniform(stream, box, p.shape, dtype=dtype) - 1.0) * p.scale
+    if p.initial == "normal":
+        return normal(stream, box, p.shape, dtype=dtype) * p.scale
+    return torch.full(box.shape, p.scale, dtype=dtype)
+
+
+def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The values that the network comes with, of `box` (None: all); None where it has none."""
+    read = network.stored.get(name)
+    value = None if read is None else read()
+    if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
+        return None
+    if not isinstance(value, Tensor):
+        array = np.asarray(value)
+        return torch.from_numpy(np.array(array.reshape(shape)[box.slices() if box else ...]))
+    value = value.detach().reshape(shape)
+    return value[box.slices()].clone() if box else value.clone()
+
+
+def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
+    """This box's first values; LayerwiseError where there are none and nothing can be drawn."""
+    value = stored(network, name, box, p.shape)
+    if value is not None:
+        return value.to(dtype) if value.is_floating_point() else value
+    if not p.trainable and name.rpartition(".")[2] not in ("running_mean", "running_var"):
+        raise LayerwiseError(
+            f"layer {layer.name!r}: constant {name!r} has no value (the model is on the meta device): build the model "
+            "with its constants, or give its weights"
+        )
+    return drawn(name, p, box, seed, dtype)
+
+
+def tied_parameter(layer: Layer, users: Mapping[str, Parameter]) -> Parameter:
+    """How to draw a tied parameter: as the first layer that uses it would."""
+    assert isinstance(layer.op, Tied)
+    return users[layer.name]

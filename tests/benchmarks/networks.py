@@ -1,0 +1,65 @@
+"""Networks for two cores: small images in front of a full-size classifier, and a volume that is one sample a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from layerwise.models.unet3d import UNet3d
+from torch import Tensor, nn
+
+# Channels of the 3 x 3 convolutions, "M" a pooling. VGG: configuration A (VGG-11) of Simonyan and Zisserman, 2015.
+ALEXNET = (64, "M", 192, "M", 384, 256, 256, "M")
+VGG = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
+
+
+def convolutional(stages: tuple[int | str, ...], stride: int, side: int) -> nn.Sequential:
+    """Convolutions over images of 3 x 32 x 32 that leave `side` x `side` pixels, and linear layers 4096, 4096, 10."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage in stages:
+        if isinstance(stage, str):
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, stage, 3, stride if not layers else 1, padding=1), nn.ReLU()]
+            channels = stage
+    classifier = nn.Sequential(
+        nn.Dropout(0.5), nn.Linear(channels * side * side, 4096), nn.ReLU(),
+        nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10),
+    )  # fmt: skip
+    return nn.Sequential(nn.Sequential(*layers), nn.Flatten(), classifier)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network, and the batch that it is trained with: `per_rank` samples a rank, or `batch` whatever the ranks."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]  # one sample
+    classes: int
+    per_rank: int = 0
+    batch: int = 0
+
+    def global_batch(self, ranks: int) -> int:
+        return self.batch or self.per_rank * ranks
+
+    def data(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, the same on every rank: a class an image, or a class a voxel."""
+        generator = torch.Generator().manual_seed(batch)
+        x = torch.randn(batch, *self.input_shape, generator=generator)
+        volume = self.input_shape[1:] if len(self.input_shape) == 4 else ()
+        return x, torch.randint(self.classes, (batch, *volume), generator=generator)
+
+
+def _unet() -> nn.Module:
+    return UNet3d(width=0.25)
+
+
+NETWORKS = {
+    "alexnet": Network("AlexNet-like", lambda: convolutional(ALEXNET, 2, 2), (3, 32, 32), 10, per_rank=32),
+    "vgg": Network("VGG-like", lambda: convolutional(VGG, 1, 1), (3, 32, 32), 10, per_rank=32),
+    "unet": Network("3-D U-Net, batch 1", _unet, (1, 64, 64, 64), 3, batch=1),
+    "unet2": Network("3-D U-Net, batch 2", _unet, (1, 64, 64, 64), 3, batch=2),
+}
