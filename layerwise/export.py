@@ -14,11 +14,12 @@ from typing import cast
 
 from layerwise.cli import Parser, run_main
 from layerwise.errors import LayerwiseError
+from layerwise.files import check_writable
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: names (aliases of tied parameters counted) and the file's size; steps: done when it was saved."""
+    """What was written. tensors: names, each alias counts; bytes: of the file; steps: done when it was saved."""
 
     checkpoint: str
     out: str
@@ -32,10 +33,11 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is from: every
-parameter and buffer under the names that the original model gives it, tied ones under each of their names. The
-optimizer's state stays behind. One tensor is in memory at a time; neither GPUs nor other ranks are needed. The
-checkpoint is verified first, and OUT appears whole or not at all.""",
+        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is from:
+every parameter and buffer under the names that the original model gives it, tied
+ones under each of their names. The optimizer's state stays behind. One tensor is in
+memory at a time; neither GPUs nor other ranks are needed. The checkpoint is verified
+first, and OUT appears whole or not at all.""",
         epilog="""example:
   torchrun --nproc-per-node 4 -m layerwise.run plan.json --checkpoint runs/a
   layerwise export runs/a model.safetensors
@@ -46,7 +48,7 @@ and then, without layerwise:
     p.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="what --checkpoint named: its latest step is taken; or the folder of one step, such as runs/a/step-00000100",
+        help="what --checkpoint named (its latest step is taken), or the folder of one step: runs/a/step-00000100",
     )
     p.add_argument("out", metavar="OUT.safetensors", help="the file to write")
     p.add_argument("--json", action="store_true", help="for programs: checkpoint, out, tensors, bytes, steps")
@@ -64,6 +66,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     from layerwise.run.storage import Reader
     from layerwise.run.tensorfile import write_tensors
 
+    check_writable(out)
     reader = Reader(find(checkpoint))
     metadata = reader.read_metadata()
     reader.verify(reader.files)
@@ -84,8 +87,6 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     target = Path(os.path.realpath(out))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        if target.is_dir():
-            raise LayerwiseError(f"{os.fspath(out)!r} is a folder: name a file in it, such as model.safetensors")
         try:
             write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
             temporary.replace(target)

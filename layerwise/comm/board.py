@@ -16,7 +16,7 @@ from layerwise.comm.base import ranks
 from layerwise.comm.signs import Sign, unpack
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 HEAR_S: Final = 3.0  # at most so long does the server of the store wait for the others to hear a verdict

@@ -10,7 +10,6 @@ cure that only in part (measured with torch 2.13 on the emulated cluster). So a 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes
-from layerwise.comm.board import Board
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.watch import SLACK_S, Watch
+from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,12 +40,11 @@ class ProcessComm(MessageComm):
     CPU: for tests, where several ranks share a GPU.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, watch: Watch) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, watch: Watch, *, nccl: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
+        self.collectives = nccl
         self.sent: Counter[Kind] = Counter()
-        backends = str(dist.get_backend_config(dist.group.WORLD))
-        self.collectives = device.type == "cuda" and "nccl" in backends
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
@@ -56,21 +54,6 @@ class ProcessComm(MessageComm):
             self._texts = self._new_group(self._everyone, "gloo")
             self._waited_for = {self._everyone: self._new_group(self._everyone)}
             self._beside = {self._everyone: self._new_group(self._everyone)}
-
-    @classmethod
-    def over_default_group(cls, device: torch.device, timeout_s: float = 30.0) -> ProcessComm:
-        """Over the default group that the user has made. Nothing ends this process but itself."""
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.PrefixStore("layerwise", _get_default_store()).clone()
-        rank = dist.get_rank()
-        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        serves = rank == 0 and not agent
-        board = Board(store, rank, dist.get_world_size(), address=address, serves=serves, agent=agent)
-        watch = Watch(board, timeout_s, guards=False)
-        watch.start()
-        return cls(device, timeout_s, watch)
 
     def at(self, step: int, layer: str) -> None:
         """Notes it for the signs of life."""
@@ -104,18 +87,17 @@ class ProcessComm(MessageComm):
             return
         landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
         leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
-        doing = f"a message for {what}"
-        with self._during(doing) as now:
-            works: list[tuple[str, dist.Work | None]] = []
+        works: list[tuple[str, dist.Work | None]] = []
+        with self._during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
                 works.append((now[0], dist.irecv(tensor.detach(), peer, group)))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
                 works.append((now[0], dist.isend(tensor.detach(), peer, group)))
-            for now[0], work in works:  # noqa: B020
-                assert work is not None
-                work.wait()
+            for now[0], running in works:
+                assert running is not None
+                running.wait()
                 self._watch.progress()
         for (_, tensor), arrived in zip(receives, landing, strict=True):
             if arrived is not tensor:
@@ -178,7 +160,8 @@ class ProcessComm(MessageComm):
             self._watch.stop()
             dist.barrier(group=self._texts)  # the store may go: nobody looks at it any more
         elif not isinstance(error, CommError):
-            text = f"{type(error).__name__}: {error}".strip(": ")
+            name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
+            text = f"{name}{error}".strip(": ")
             self._watch.accuse(f"rank {self.rank} of {self.size} failed {self._watch.where}: {' '.join(text.split())}")
 
     def _lane(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
@@ -188,7 +171,7 @@ class ProcessComm(MessageComm):
         # NCCL's own watchdog would abort without a word: it shall find the work of ours done.
         seconds = self._timeout_s + (2 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
-        made = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+        made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
         if self.collectives and backend == "nccl" and self.rank in group:  # NCCL connects at the first use: now
             dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made

@@ -13,8 +13,8 @@ from layerwise.comm.base import ranks
 class Sign:
     """A rank's sign of life.
 
-    count: rises with every sign. time_s: of its clock. step, layer: what it computes (None: nothing yet). waits_for: the
-    communication that it is in, else "". since_s: how long it has been in this state. ended: its run is over.
+    count: rises with every sign. time_s: of its clock. step, layer: what it computes (None: nothing yet). waits_for:
+    the communication that it is in, else "". since_s: how long it has been in this state. ended: its run is over.
     """
 
     count: int

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from layerwise.comm.base import CommError, ranks
@@ -42,7 +42,7 @@ class Watch:
         self._board, self._guards = board, guards
         self._step: int | None = None
         self._layer, self._waits_for, self._since, self._count = "", "", time.monotonic(), 0
-        self._claim: str | None = None
+        self._claim: tuple[str, list[int]] | None = None
         self._reason = ""
         self._asked = self._told = False  # the main thread wants an answer; it knows what failed
         self._answer = threading.Event()
@@ -95,16 +95,21 @@ class Watch:
         """What failed, once that is known."""
         return self._board.verdict
 
+    @property
+    def where(self) -> str:
+        """`at step 17 in layer conv3`."""
+        return self._sign().where
+
     def find(self, reason: str) -> str:
         """Who is at fault for a communication that failed for this `reason`. Takes up to 8 s."""
         self._reason = reason
         return self._ask(None) or self._board.silent_text(reason)
 
-    def accuse(self, claim: str) -> str:
-        """Tells all ranks what has failed. Returns what they believe: another rank may have been first."""
-        return self._ask(claim) or claim
+    def accuse(self, claim: str, gone: Sequence[int] = ()) -> str:
+        """Tells all ranks but those that are gone what has failed. Returns what they believe: the first claim."""
+        return self._ask((claim, list(gone))) or claim
 
-    def _ask(self, claim: str | None) -> str | None:
+    def _ask(self, claim: tuple[str, list[int]] | None) -> str | None:
         self._claim, self._asked = claim, True
         self._poke(ASK)
         if self._thread.is_alive():
@@ -162,15 +167,13 @@ class Watch:
             self._board.linger()
         self._die(self._board.verdict or "", code)
 
-    def _settle(self, claim: str | None) -> None:
+    def _settle(self, claim: tuple[str, list[int]] | None) -> None:
         """Makes the verdict known: `claim`, or what is found out, unless another rank was first."""
-        gone: list[int] = []
-        if claim is None:
-            claim, gone = self._search()
-        if claim is None:
+        text, gone = claim or self._search()
+        if text is None:
             signs = self._board.signs() | {self._board.rank: self._sign()}
-            claim = stuck_text(signs, self._board.size, self.timeout_s, self._reason)
-        self._board.publish(claim, gone)
+            text = stuck_text(signs, self._board.size, self.timeout_s, self._reason)
+        self._board.publish(text, gone)
         self._board.linger()
         self._answer.set()
 

@@ -284,7 +284,7 @@ class LocalResponseNorm(Op):
         if before == self.size // 2 and x.dim() > 2:
             y = F.local_response_norm(x, self.size, self.alpha, self.beta, self.k)
         else:
-            squares = F.pad(x.square().flatten(2), (0, 0, before, self.size - 1 - before)).unsqueeze(1)
+            squares = F.pad(x.square().reshape(*x.shape[:2], -1), (0, 0, before, self.size - 1 - before)).unsqueeze(1)
             means = F.avg_pool2d(squares, (self.size, 1), stride=1).view(x.shape)
             y = x / (means * self.alpha + self.k) ** self.beta
         return y.narrow(1, at.cell.lo[1] - at.needs[0].lo[1], at.out.shape[1])  # without the neighbours' channels

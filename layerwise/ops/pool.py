@@ -194,7 +194,7 @@ class _Adaptive:
     def pool(self, x: Tensor, dim: int, mode: str) -> Tensor:
         import torch
 
-        if self.length == 1 and self.alike:  # every position for itself
+        if self.index == tuple(range(x.shape[dim])) and self.length == 1:  # every position for itself
             return x
         parts = x.index_select(dim, constant(self.index, torch.int64, x.device))
         parts = parts.view(*x.shape[:dim], -1, self.length, *x.shape[dim + 1 :])

@@ -140,12 +140,10 @@ class Interpolate(Op):
                 (lo, hi), start = interval(at, i), given(at, i)[0] * ratio
                 x = x.narrow(i, lo - start, hi - lo)
             return x
-        equal = [extent == size for _, extent, size in dims]
-        for (i, extent, size), scale in zip(dims, self.scales or (None,) * len(dims), strict=True):
-            if extent != size or scale is not None:
-                others = all(equal[: i - lead] + equal[i - lead + 1 :])
-                how = (self.mode, self.align_corners, extent, size, scale, others)
-                x = weighted(x, i, _taps(*how, interval(at, i), given(at, i), dtype, x.device))
+        extents = tuple(extent for _, extent, _ in dims)
+        for axis, (i, extent, size) in enumerate(dims):
+            if extent != size or self.scales:
+                x = weighted(x, i, _taps(self, extents, axis, interval(at, i), given(at, i), dtype, x.device))
         return x.to(dtype)
 
     def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:
@@ -219,32 +217,34 @@ def _border(mode: Border, cell: Interval, need: Interval, low: int, extent: int)
 
 @lru_cache(maxsize=256)
 def _taps(
-    mode: Resampling,
-    align_corners: bool,
-    extent: int,
-    size: int,
-    scale: float | None,
-    others_equal: bool,
+    op: Interpolate,
+    extents: tuple[int, ...],
+    axis: int,
     cell: Interval,
     need: Interval,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
-    """What PyTorch itself takes along one dimension, of which given positions: it resamples their unit vectors.
+    """What PyTorch itself takes along one dimension, and of which given positions.
 
-    In two dimensions, of which the other has one position, which stays so or (not `others_equal`) is doubled: some
-    kernels copy where no size changes, whatever the scales.
+    It resamples numbered positions (nearest), as many as there are, for kernels round differently and their choice
+    depends on sizes; else unit vectors. Their gradient is that of what is taken here: some of PyTorch's own backward
+    kernels round differently from the forward ones.
     """
     import torch
 
-    probe = Interpolate((size, 1 if others_equal else 2), mode, align_corners, (scale, 1.0) if scale else ())
+    real = dtype if dtype == torch.float64 else torch.float32
     with torch.inference_mode(False), torch.no_grad():
-        if mode in ("nearest", "nearest_exact"):
-            ramp = torch.arange(extent, dtype=torch.float64, device=device)
-            found = probe._native(ramp[None, None, :, None], probe.size)[0, 0, :, 0]
-            return ((tuple((found[cell[0] : cell[1]].long() - need[0]).tolist()), None),)
-        wide = dtype if dtype == torch.float64 else torch.float32
-        units = torch.zeros(need[1] - need[0], extent, dtype=wide, device=device)
+        if op.mode in ("nearest", "nearest_exact"):
+            shape = [-1 if i == axis else 1 for i in range(len(extents))]
+            ramp = torch.arange(extents[axis], dtype=real, device=device).view(1, 1, *shape)
+            found = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0].movedim(axis, 0).flatten(1)
+            return ((tuple((found[cell[0] : cell[1], 0].long() - need[0]).tolist()), None),)
+        # The other dimension has one position, or that doubled: some kernels copy where no size changes.
+        equal = all(extent == size for i, (extent, size) in enumerate(zip(extents, op.size, strict=True)) if i != axis)
+        scales = (op.scales[axis], 1.0) if op.scales else ()
+        probe = Interpolate((op.size[axis], 1 if equal else 2), op.mode, op.align_corners, scales)
+        units = torch.zeros(need[1] - need[0], extents[axis], dtype=real, device=device)
         units[:, need[0] : need[1]].fill_diagonal_(1)
         found = probe._native(units[None, :, :, None], probe.size)[0, :, cell[0] : cell[1], 0]
     return taps_of(found.double().cpu().numpy())

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from layerwise.cli import Parser, console, positive, run_main
-from layerwise.comm.start import start
+from layerwise.comm.start import leave, start
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.plan import Plan, load_plan
@@ -21,6 +22,8 @@ from layerwise.run.compare import ALLOWED
 from layerwise.run.report import beginning, ending, steps_shown
 from layerwise.run.session import Session
 from layerwise.run.train import OPTIMIZERS, Settings
+
+PATIENCE_S = 5.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
 EPILOG = """examples:
   python -m layerwise.search lenet5 --gpus 2 --global-batch 64 --out plan.json
@@ -43,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     p = Parser(
         prog="layerwise run",
-        description="Trains a planned network: every rank computes its part of every\nlayer, with one device's numbers.",
+        description=(
+            "Trains a planned network with the numbers of one device: every rank\ncomputes its part of every layer."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,10 +92,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, train, print."""
-    args = parser().parse_args(argv)
-    plan = load_plan(args.plan)
-    _check(args, plan)
+    """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
+    try:
+        args = parser().parse_args(argv)
+        plan = load_plan(args.plan)
+        _check(args, plan)
+    except LayerwiseError:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(PATIENCE_S)  # rank 0 says the same, and its end is then ours
+        raise
+    if plan.gpus == 1:
+        return _run(args, plan)
+    leave(run_main(lambda _: _run(args, plan), argv))
+
+
+def _run(args: argparse.Namespace, plan: Plan) -> int:
     with start(args.timeout) as comm:
         session = Session(
             plan,
@@ -131,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 out.print(note, soft_wrap=True)
             if args.json:
                 print(json.dumps(result.as_dict(), indent=1, allow_nan=False))
-    return 1 if result.compare is not None and result.compare.beyond(ALLOWED[args.dtype]) else 0
+        beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
+        return int(comm.tell_all(str(int(beyond)))[0])  # rank 0 has compared
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:

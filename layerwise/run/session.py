@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from layerwise.run import checkpoint
 from layerwise.run.compare import Difference, Outcome, alone, difference, outcome
 from layerwise.run.data import load_data
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
 from layerwise.run.report import KINDS, Result
 from layerwise.run.trace import Trace
 from layerwise.run.train import Settings, Step, Trainer, cross_entropy, evaluate, schedule
@@ -50,9 +50,9 @@ class Session:
         self.plan, self.comm, self.settings, self.folder, self.every = plan, comm, settings, folder, every
         self.dtype, self.seed, self.first, self.steps = dtype, seed, 0, list[Step]()
         self._trace_to, self._options = trace, (local_batch_norm, checkpoint_activations, weights)
-        said = {"plan": plan.digest, "strategy": plan.dumps(), "layerwise": __version__, "torch": torch.__version__}
+        digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
         flags = json.dumps([data, accumulate, seed, dtype, local_batch_norm, compare, repr(settings)])
-        comm.handshake({**said, "strategy": _short(said["strategy"]), "flags": flags})
+        comm.handshake({"plan": digest, "layerwise": __version__, "torch": torch.__version__, "flags": flags})
         shape = plan.provenance.get("input_shape")
         self._network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
         self.data = load_data(data, fuse(self._network.graph) if plan.fused else self._network.graph, seed)
@@ -68,14 +68,14 @@ class Session:
     def _trainer(self, comm: Comm) -> Trainer:
         """A module on this network of ranks, at the beginning of its training."""
         plan, (local, recompute, weights) = self.plan, self._options
-        own = self.data.task.target is not None or len(self.data.task.predictions) > 1
+        gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
         module = load(
             plan,
             self._network,
             comm=comm,
             device=comm.device,
             dtype=torch.float64 if self.dtype == "float64" else torch.float32,
-            loss=cross_entropy if plan.io == "free" and not own else None,
+            loss=cross_entropy if plan.io == "free" and not gathered else None,
             weights=None if weights is None else weights_file(weights),
             seed=self.seed,
             local_batch_norm=local,
@@ -176,9 +176,3 @@ class Session:
         if any(not abs(step.loss) < float("inf") for step in self.steps):
             notes.append("the loss is no finite number any more: try a smaller --lr")
         return notes
-
-
-def _short(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -73,6 +73,7 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], read: Callable[[str], T
             elements = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.write(elements)
             sha256.update(elements)
+            del tensor, elements  # before the next one comes
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()

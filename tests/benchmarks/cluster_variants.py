@@ -12,9 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import layerwise.run
 from layerwise.plan import Plan
-from tests.benchmarks.cluster_plan import graph_of
+from layerwise.run.load import load
 from tests.benchmarks.networks import NETWORKS, Network
 
 LOSS = nn.functional.cross_entropy
@@ -63,13 +62,14 @@ class Torch(Variant):
 class Ours(Variant):
     """A plan."""
 
-    def __init__(self, name: str, network: Network, plan: Plan) -> None:
+    def __init__(self, network: Network, plan: Plan) -> None:
         self.plan, self.free = plan, plan.io == "free"
-        module = layerwise.run.load(
+        module = load(
             plan,
-            graph_of(name, plan.batch),
+            network.build(),
             loss=LOSS if self.free else None,
             local_batch_norm=bool(plan.provenance["cost_options"]["local_batch_norm"]),
+            example_inputs=(torch.empty(2, *network.input_shape),),
         )
         super().__init__(module)
         self.ranks = tuple(range(plan.gpus))
@@ -97,9 +97,9 @@ def build(name: str, made: Mapping[str, Plan], variant: str) -> Variant:
     """The variant of that name, on this rank. Every rank builds the same ones in the same order."""
     network, world = NETWORKS[name], dist.get_world_size()
     batch, everyone = network.global_batch(world), tuple(range(world))
-    if variant in made:
-        return Ours(name, network, made[variant])
     torch.manual_seed(0)
+    if variant in made:
+        return Ours(network, made[variant])
     module = network.build()
     if variant == "alone":  # one rank's share of the work, no communication, all ranks at once
         return Torch(module, network, max(1, batch // world) * world, everyone)

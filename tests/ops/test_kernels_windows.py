@@ -236,15 +236,15 @@ def test_pool(data: st.DataObject) -> None:
     check_kernel(op, [x], data.draw(degrees(space(op, (x,)))), lambda t: pooled(op, t))
 
 
+def has_torch(op: Pool) -> bool:
+    legal = all(a == b <= k // 2 for (a, b), k in zip(op.padding, op.kernel, strict=True))
+    return op.mode != "lp" and legal and (op.divisor is None or len(op.kernel) > 1)
+
+
 @given(st.data())
 def test_one_device_pools_as_torch(data: st.DataObject) -> None:
     """Bit by bit, in float32."""
-    legal = lambda op: (
-        op.mode != "lp" and all(a == b <= k // 2 for (a, b), k in zip(op.padding, op.kernel, strict=True))
-    )  # noqa: E731
-    op, x = data.draw(
-        pools().filter(lambda pair: legal(pair[0]) and (pair[0].divisor is None or len(pair[0].kernel) > 1))
-    )
+    op, x = data.draw(pools().filter(lambda pair: has_torch(pair[0])))
     at, t = whole(op, x), torch.randn(x.shape)
     low, rank = [a for a, _ in op.padding], len(op.kernel)
     if op.mode == "max":

@@ -1,0 +1,222 @@
+"""Start: this process becomes a rank, as torchrun's environment says; and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from layerwise.comm.base import Comm, CommError, ranks
+from layerwise.comm.board import Board
+from layerwise.comm.process import ProcessComm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.watch import Watch
+from layerwise.errors import LayerwiseError
+
+Backend = Literal["gloo", "nccl"]
+POLL_S: Final = 0.05  # between two looks at who has arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What torchrun's environment says of this process. agent: torchrun serves the store, else rank 0 does."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+    agent: bool
+    attempt: int  # torchrun's restarts
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return f"{self.host}:{self.port}"
+
+
+def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str | None = None) -> Comm:
+    """Joins the other ranks. Without torchrun's environment, or with a world of one: a SoloComm.
+
+    timeout_s: for the others to arrive, and later for every operation. device: default a GPU where there is one.
+    backend: default NCCL where every rank of this node has a GPU of its own, else gloo. Raises LayerwiseError for a bad
+    environment, CommError where ranks do not arrive or do not fit together.
+
+    Call it in the main thread, and `leave` at the end: SIGTERM is taken over, and a thread may end this process with
+    one line on stderr where another rank has failed and the main thread does not come back.
+    """
+    if not 0 < timeout_s < 10**6:
+        raise LayerwiseError(f"the time-out is {timeout_s:g} s; it must be positive, and less than 10^6 s")
+    seat = read_environment(os.environ)
+    where = _device(seat, device)
+    if seat is None or seat.size == 1:
+        return SoloComm(where)
+    backend = backend or _backend(seat, where)
+    if backend == "nccl" and (where.type != "cuda" or torch.cuda.device_count() < seat.local_size):
+        raise LayerwiseError(
+            f"NCCL needs a GPU for each of the {seat.local_size} ranks of a node; here are "
+            f"{torch.cuda.device_count()} and rank {seat.rank} computes on {where}: use gloo"
+        )
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    store = PrefixStore(f"layerwise/{seat.attempt}", _connect(seat, timeout_s))
+    watch = _watch(seat, store, timeout_s, guards=True)
+    _arrive(seat, store, watch, backend, timeout_s)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("groups", store),
+            rank=seat.rank,
+            world_size=seat.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise CommError(f"{watch.find(reason)}; this rank was connecting to the others") from error
+    return ProcessComm(where, timeout_s, watch, nccl=backend == "nccl")
+
+
+def join_default_group(device: torch.device, timeout_s: float = 30.0) -> ProcessComm:
+    """A Comm over the default group that the user has made with torch.distributed. Nothing ends this process for it."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    backends = str(dist.get_backend_config(dist.group.WORLD))
+    nccl = device.type == "cuda" and "nccl" in backends
+    host, port = os.environ.get("MASTER_ADDR", "unknown"), os.environ.get("MASTER_PORT", "0")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    seat = Seat(dist.get_rank(), dist.get_world_size(), 0, 1, host, int(port), agent, 0)
+    watch = _watch(seat, PrefixStore("layerwise", _get_default_store()), timeout_s, guards=False)
+    return ProcessComm(device, timeout_s, watch, nccl=nccl)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with this exit code, at once: a normal exit of torch with gloo sometimes aborts (134)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def read_environment(environment: Mapping[str, str]) -> Seat | None:
+    """torchrun's variables; None where there are none. Raises LayerwiseError where they make no sense."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        raise LayerwiseError(f"{' and '.join(missing)} not set, while other variables of torchrun are: use torchrun")
+
+    def number(name: str, low: int, high: int, default: int | None = None) -> int:
+        text = environment.get(name) or str(default)
+        if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+            raise LayerwiseError(f"{name} is {text!r}; it must be a whole number from {low} to {high}: use torchrun")
+        return int(text)
+
+    size = number("WORLD_SIZE", 1, 2**20)
+    local_size = number("LOCAL_WORLD_SIZE", 1, size, size)
+    rank = number("RANK", 0, size - 1)
+    return Seat(
+        rank,
+        size,
+        number("LOCAL_RANK", 0, local_size - 1, rank % local_size),
+        local_size,
+        environment["MASTER_ADDR"],
+        number("MASTER_PORT", 1, 65535),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        number("TORCHELASTIC_RESTART_COUNT", 0, 2**20, 0),
+    )
+
+
+def _device(seat: Seat | None, name: str | None) -> torch.device:
+    if name is not None and torch.device(name).type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return torch.device("cuda", (seat.local_rank if seat else 0) % count)
+    if name is not None:
+        raise LayerwiseError(f"there is no device {name!r} here: PyTorch finds no GPU")
+    return torch.device("cpu")
+
+
+def _backend(seat: Seat, device: torch.device) -> Backend:
+    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= seat.local_size
+    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+
+
+def _connect(seat: Seat, timeout_s: float) -> Store:
+    serves = seat.rank == 0 and not seat.agent
+    try:
+        return TCPStore(
+            seat.host,
+            seat.port,
+            None,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if serves:
+            raise CommError(f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason}") from error
+        who = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
+        raise CommError(
+            f"{who} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
+            f"started, has ended, or the network is cut ({reason})"
+        ) from error
+
+
+def _watch(seat: Seat, store: Store, timeout_s: float, *, guards: bool) -> Watch:
+    serves = seat.rank == 0 and not seat.agent
+    own: Store = store.clone()  # type: ignore[attr-defined]
+    board = Board(own, seat.rank, seat.size, address=seat.address, serves=serves, agent=seat.agent)
+    watch = Watch(board, timeout_s, guards=guards)
+    watch.start()
+    return watch
+
+
+def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s: float) -> None:
+    """Waits until all ranks are here and agree on what they must agree on to understand each other."""
+    mine = {"WORLD_SIZE": str(seat.size), "torch version": torch.__version__, "backend": backend}
+    until = time.monotonic() + timeout_s
+    try:
+        if store.add(f"taken/{seat.rank}", 1) > 1:
+            raise CommError(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
+        store.set(f"arrived/{seat.rank}", json.dumps(mine))
+        missing = [rank for rank in range(seat.size) if rank != seat.rank]
+        while missing:
+            late = time.monotonic() > until
+            for rank in missing[:]:
+                if store.check([f"arrived/{rank}"]):
+                    missing.remove(rank)
+                    _compare(seat, watch, mine, rank, json.loads(store.get(f"arrived/{rank}")))
+                elif not late:
+                    break  # one look at a time is enough
+            if watch.verdict is not None:
+                raise CommError(watch.verdict)
+            if missing and late:
+                have = "has" if len(missing) == 1 else "have"
+                text = (
+                    f"{ranks(missing, seat.size)} {have} not arrived within {timeout_s:g} s: not started, ended early"
+                )
+                raise CommError(watch.accuse(f"{text}, or without a way to {seat.address}"))
+            if missing:
+                time.sleep(POLL_S)
+    except RuntimeError as error:  # torch's, of the store
+        raise CommError(watch.find(str(error).partition("\n")[0])) from error
+
+
+def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
+    for name, value in mine.items():
+        if other.get(name) != value:
+            text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
+            raise CommError(watch.accuse(f"{text}; every rank must be started alike"))

@@ -1,0 +1,149 @@
+"""Random plans of small networks, and what one device makes of the same steps."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from layerwise.models import find
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.config import SearchSpace
+from layerwise.cost.price import price
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.graph.load import Network, network_of
+from layerwise.machine import load as load_profile
+from layerwise.plan import Plan
+from layerwise.run.load import load
+
+KINDS = ("transfers", "sync", "statistics")
+
+# Name, input shape, options, batch: reduced so that a step takes some 10 ms.
+SMALL = {
+    "lenet5": ((1, 32, 32), {}, 4),
+    "alexnet": ((3, 64, 64), {"width": 0.05, "num_classes": 10}, 4),
+    "vgg16": ((3, 32, 32), {"width": 0.05, "num_classes": 10}, 4),
+    "resnet18": ((3, 33, 33), {"width": 0.1, "num_classes": 10}, 4),
+    "unet2d": ((3, 32, 32), {"width": 0.05}, 4),
+    "unet3d": ((1, 16, 16, 16), {"width": 0.1}, 2),
+}
+LARGER = {
+    "resnet50": ((3, 64, 64), {"width": 0.05, "num_classes": 10}, 4),
+    "alexnet_grouped": ((3, 227, 227), {"width": 0.1, "num_classes": 10}, 4),
+    "densenet121": ((3, 32, 32), {"width": 0.1, "num_classes": 10}, 4),
+    "inception_v3": ((3, 107, 107), {"width": 0.05, "num_classes": 10}, 4),
+    "mobilenet_v2": ((3, 96, 96), {"width": 0.1, "num_classes": 10}, 4),
+}
+
+
+@dataclass
+class Case:
+    """A network, data for some steps, and its fused graph."""
+
+    network: Network
+    graph: LayerGraph
+    inputs: list[Tensor]
+    targets: list[Tensor]
+
+
+def small(name: str, steps: int = 3) -> Case:
+    """A built-in network at reduced size, with normal inputs and random classes."""
+    shape, options, batch = (SMALL | LARGER)[name]
+    torch.manual_seed(0)
+    return case(find(name).build(**options), shape, batch, steps)
+
+
+def case(module: nn.Module, shape: tuple[int, ...], batch: int, steps: int = 3) -> Case:
+    """A module with data; its output is (n, classes, ...)."""
+    module = module.double()
+    network = network_of(module, (torch.randn(2, *shape).double(),), batch, "test")
+    graph = fuse(network.graph)
+    (out,) = graph.layers[-1].specs
+    inputs = [torch.randn(batch, *shape).double() for _ in range(steps)]
+    targets = [torch.randint(0, out.shape[1], (batch, *out.shape[2:])) for _ in range(steps)]
+    return Case(network, graph, inputs, targets)
+
+
+def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Callable[..., object] | None = None) -> Plan:
+    """Any configuration of any layer, k included, contiguous or strided, on all ranks or fewer; ranks in any order."""
+    rng = random.Random(seed)
+    space = SearchSpace(ranks, dims=("n", "c", "d", "h", "w", "l", "s", "k"), spread=True)
+    pick = choose or rng.choice
+    strategy = {layer.name: pick(space.configurations(layer.space.dims)) for layer in graph.inner}
+    devices = load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks)
+    predicted = price(CostModel(graph, devices, CostOptions(io=io)), strategy)
+    order = list(range(ranks))
+    rng.shuffle(order)
+    return Plan(
+        "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(order),
+        predicted={
+            "transfers_bytes": predicted.transfer_bytes, "sync_bytes": predicted.sync_bytes,
+            "statistics_bytes": predicted.statistics_bytes,
+        },
+    )  # fmt: skip
+
+
+@dataclass
+class Trained:
+    """A rank's losses by step (its share of the mean), bytes of the last step, the whole state, its gradients."""
+
+    losses: list[float]
+    sent: dict[str, int]
+    state: dict[str, Tensor]
+    gradients: dict[str, tuple[object, Tensor]]
+
+
+def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
+    """Some steps of SGD with momentum, in float64."""
+    free = plan.io == "free"
+    module = load(
+        plan, given.network, comm=comm, dtype=torch.float64, loss=F.cross_entropy if free else None, **options
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9)
+    losses, sent = [], {}
+    for x, y in zip(given.inputs, given.targets, strict=True):
+        optimizer.zero_grad()
+        before = dict(comm.sent)
+        if free:
+            loss = module(x, y)
+            losses.append(loss.item())
+        else:
+            share = module.share()
+            loss = F.cross_entropy(module(x[share]), y[share])
+            losses.append(loss.item() * (share.stop - share.start) / len(x))
+        loss.backward()
+        sent = {kind: comm.sent[kind] - before.get(kind, 0) for kind in KINDS}
+        optimizer.step()
+    boxes = {shard.name: shard.box for shard in module.shards()}
+    gradients = {
+        name: (boxes[name], p.grad.clone())
+        for name, p in module.named_parameters()
+        if p.grad is not None and name != "idle"
+    }
+    return Trained(losses, sent, module.full_state_dict(), gradients)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest relative to the largest element; what is zero but for rounding counts as 1e-3."""
+    if not a.numel():
+        return 0.0
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3))
+
+
+def check_equal(ranks: list[Trained], single: Trained, plan: Plan, tolerance: float = 1e-9) -> None:
+    """Losses, gradients, parameters and buffers are one device's; bytes sent are those predicted."""
+    for step, loss in enumerate(single.losses):
+        told = [rank.losses[step] for rank in ranks]
+        assert abs((told[0] if plan.io == "free" else sum(told)) - loss) <= tolerance * abs(loss)
+    for rank in ranks:
+        assert rank.state.keys() == single.state.keys()
+        for name, value in single.state.items():
+            assert difference(rank.state[name], value) <= tolerance, name
+        for name, (box, gradient) in rank.gradients.items():
+            assert difference(gradient, single.gradients[name][1][box.slices()]) <= tolerance, name
+    for kind in KINDS:
+        assert sum(rank.sent[kind] for rank in ranks) == round(plan.predicted[f"{kind}_bytes"]), kind

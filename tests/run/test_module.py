@@ -1,0 +1,220 @@
+"""Laws 6 and 7: under any plan the numbers are one device's, and the bytes sent are those predicted."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.thread import run_threads
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from layerwise.run.load import load
+from tests.run.plans import LARGER, SMALL, Case, Trained, case, check_equal, difference, random_plan, small, train
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def network(name: str) -> tuple[Case, Trained]:
+    given = small(name)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+
+
+def preferred(configs, degree: int) -> Config:
+    """Samples over all ranks where that can be, else serial."""
+    return next((c for c in configs if c == Config((("n", degree),))), configs[0])
+
+
+@pytest.mark.parametrize("seed", range(17))
+@pytest.mark.parametrize("name", SMALL)
+def test_random_plans_equal_one_device(name: str, seed: int) -> None:
+    given, single = network(name)
+    free = seed % 2 == 0
+    ranks = 2 + seed % 3 if free else min(2 + seed % 3, given.graph.batch)
+    plan = random_plan(given.graph, ranks, seed, "free" if free else "sample")
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm), collectives=seed % 4 > 1), single, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", [*LARGER, *SMALL])
+def test_random_plans_of_all_networks(name: str, seed: int) -> None:
+    given, single = network(name)
+    ranks = 2 + seed % 7
+    plan = random_plan(given.graph, ranks, seed, "free")
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm), collectives=seed % 4 > 1), single, plan)
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet18", "unet3d"])
+def test_one_rank_is_plain_pytorch(name: str) -> None:
+    shape, options, batch = SMALL[name]
+    torch.manual_seed(0)
+    from layerwise.models import find
+
+    module = find(name).build(**options)
+    given = case(module, shape, batch)
+    reference = copy.deepcopy(module)
+    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.001, momentum=0.9)
+    for x, y, told in zip(given.inputs, given.targets, single.losses, strict=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(x), y)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == told
+    reference.load_state_dict(single.state, strict=True)
+    for key, value in module.state_dict().items():
+        assert value.shape == single.state[key].shape
+
+
+class Small(nn.Module):
+    """Tied weights, dropout, batch norm, and a shape that does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.drop = nn.Dropout(0.3)
+        self.first = nn.Linear(6 * 7 * 5, 9)
+        self.shared = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(torch.relu(self.norm(self.conv(x))))
+        x = self.first(x.flatten(1))
+        return self.shared(torch.relu(self.shared(x)))
+
+
+@cache
+def awkward() -> tuple[Case, Trained]:
+    torch.manual_seed(1)
+    given = case(Small(), (3, 7, 5), 6)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tied_weights_dropout_and_odd_sizes(seed: int) -> None:
+    given, single = awkward()
+    ranks = 2 + seed % 3
+    plan = random_plan(given.graph, ranks, seed, "sample")
+    options = {"checkpoint_activations": seed % 2 == 0}
+    trained = run_threads(ranks, lambda comm: train(given, plan, comm, **options))
+    if options["checkpoint_activations"]:  # what is computed again is sent again
+        for rank in trained:
+            rank.sent = dict.fromkeys(rank.sent, 0)
+        plan.predicted.update(dict.fromkeys(plan.predicted, 0))
+    check_equal(trained, single, plan)
+
+
+def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
+    given, _ = network("vgg16")
+    plan = random_plan(
+        given.graph, 4, 0, "sample", lambda configs: next(c for c in configs if c == Config((("n", 4),)))
+    )
+    sent = [rank.sent for rank in run_threads(4, lambda comm: train(given, plan, comm))]
+    elements = given.graph.parameter_count()
+    assert [rank["transfers"] for rank in sent] == [0] * 4
+    assert sum(rank["sync"] for rank in sent) == 2 * 3 * 8 * elements
+
+
+def test_gradients_accumulate_as_with_ddp() -> None:
+    given, _ = network("lenet5")
+    plan = random_plan(given.graph, 2, 3, "sample")
+
+    def run(comm, *, split: bool):
+        module = load(plan, given.network, comm=comm, dtype=torch.float64)
+        share = module.share()
+        for i in range(2):
+            x, y = given.inputs[i][share], given.targets[i][share]
+            if split and i == 0:
+                with module.no_sync():
+                    F.cross_entropy(module(x), y).backward()
+            else:
+                F.cross_entropy(module(x), y).backward()
+        norm = module.clip_grad_norm_(1e9)
+        return {name: p.grad.clone() for name, p in module.named_parameters()}, float(norm)
+
+    for a, b in zip(
+        run_threads(2, lambda comm: run(comm, split=True)),
+        run_threads(2, lambda comm: run(comm, split=False)),
+        strict=True,
+    ):
+        assert abs(a[1] - b[1]) <= 1e-9 * b[1]
+        for name, gradient in a[0].items():
+            assert difference(gradient, b[0][name]) <= 1e-9
+
+
+def test_a_short_last_batch_is_cut_by_the_same_rule() -> None:
+    given, _ = awkward()
+    plan = random_plan(given.graph, 3, 5, "sample", lambda configs: preferred(configs, 3))
+
+    def run(comm):
+        module = load(plan, given.network, comm=comm, dtype=torch.float64).eval()
+        share = module.share(4)
+        return module(given.inputs[0][:4][share], batch=4).detach()
+
+    whole = run_threads(
+        1, lambda comm: load(plan, given.network, comm=SoloComm(), dtype=torch.float64).eval()(given.inputs[0][:4])
+    )
+    assert difference(torch.cat(run_threads(3, run)), whole[0]) <= 1e-12
+
+
+def test_whole_outputs_and_any_loss_with_io_free() -> None:
+    given, _ = network("unet3d")
+    plan = random_plan(given.graph, 3, 1, "free")
+
+    def run(comm):
+        module = load(plan, given.network, comm=comm, dtype=torch.float64)
+        out = module(given.inputs[0])
+        loss = out.square().mean() + out.amax()
+        loss.backward()
+        return (
+            out.detach(),
+            {shard.name: shard.box for shard in module.shards()},
+            {n: p.grad for n, p in module.named_parameters()},
+        )
+
+    (single,) = run_threads(1, run_single(given, plan))
+    for out, boxes, gradients in run_threads(3, run):
+        assert difference(out, single[0]) <= 1e-9
+        for name, gradient in gradients.items():
+            if name != "idle":
+                assert difference(gradient, single[1][name][boxes[name].slices()]) <= 1e-9, name
+
+
+def run_single(given: Case, plan):
+    def run(_):
+        module = load(plan, given.network, comm=SoloComm(), dtype=torch.float64)
+        out = module(given.inputs[0])
+        (out.square().mean() + out.amax()).backward()
+        return out.detach(), {name: p.grad for name, p in module.named_parameters()}
+
+    return run
+
+
+def test_bad_input_is_one_clear_error() -> None:
+    given, _ = network("lenet5")
+    plan = random_plan(given.graph, 2, 0, "sample")
+
+    def wrong(comm):
+        module = load(plan, given.network, comm=comm, dtype=torch.float64)
+        with pytest.raises(LayerwiseError, match="its share is"):
+            module(given.inputs[0][:3], batch=4)
+        with pytest.raises(LayerwiseError, match="takes 1 inputs"):
+            module()
+        with pytest.raises(LayerwiseError, match="must have shape"):
+            module(given.inputs[0][module.share(), :, :5])
+        with pytest.raises(LayerwiseError, match="which the model does not have"):
+            module.load_state_dict(module.full_state_dict() | {"nonsense": torch.zeros(1)})
+
+    run_threads(2, wrong)
+    with pytest.raises(LayerwiseError, match="there are 3"):
+        run_threads(3, lambda comm: load(plan, given.network, comm=comm))
+    with pytest.raises(LayerwiseError, match="for another model"):
+        load(plan, network("alexnet")[0].network, comm=SoloComm())
