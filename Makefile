@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) -e '.[dev,notebooks]'
+	$(PIP) -e '.[data,dev,notebooks]'
 	touch $@
 
 clean:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 from layerwise.cli import Parser, run_main
 from layerwise.errors import LayerwiseError
@@ -61,6 +60,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     from torch import Tensor
 
     from layerwise.run.boxes import read_into
+    from layerwise.run.contribution import About
     from layerwise.run.optimizer_state import PREFIX
     from layerwise.run.step_folders import find
     from layerwise.run.storage import Reader
@@ -70,12 +70,12 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     reader = Reader(find(checkpoint))
     metadata = reader.read_metadata()
     reader.verify(reader.files)
-    aliases = cast(dict[str, list[str]], reader.about["aliases"])
+    about = About.of(reader)
     saved_as = {
         name: saved
         for saved in metadata.state_dict_metadata
         if not saved.startswith(PREFIX)
-        for name in (saved, *aliases.get(saved, ()))
+        for name in (saved, *about.aliases.get(saved, ()))
     }
 
     def read(name: str) -> Tensor:
@@ -96,7 +96,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
         size = target.stat().st_size
     except OSError as error:
         raise LayerwiseError(f"{os.fspath(out)!r} cannot be written: {error.strerror}") from None
-    return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, cast(int, reader.about["steps"]))
+    return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, about.steps)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

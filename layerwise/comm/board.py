@@ -90,9 +90,10 @@ class Board:
         )
 
     def _hear(self, verdict: bytes) -> None:
-        self.verdict, self._gone = json.loads(verdict)
+        text, self._gone = json.loads(verdict)
+        self._store.set(f"heard/{self.rank}", "1")  # first: the main thread ends this process once it knows
         self.heard_s = time.monotonic()
-        self._store.set(f"heard/{self.rank}", "1")
+        self.verdict = text
 
     def _call(self, do: Callable[[], T], otherwise: T) -> T:
         if self.lost:

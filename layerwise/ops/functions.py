@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isinf
 from typing import TYPE_CHECKING
 
@@ -70,5 +71,7 @@ def _named(fn: str) -> Callable[..., Tensor]:
     import torch
     import torch.nn.functional as F
 
+    if fn == "floor_divide":  # the same, but with a gradient: zeros
+        return partial(torch.div, rounding_mode="floor")
     found: Callable[..., Tensor] = getattr(torch, fn, None) or getattr(F, fn)
     return found

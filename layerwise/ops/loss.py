@@ -23,6 +23,7 @@ FUNCTIONS = {
     "cross_entropy": "cross_entropy", "nll": "nll_loss", "mse": "mse_loss", "l1": "l1_loss", "kl": "kl_div",
     "smooth_l1": "smooth_l1_loss", "bce": "binary_cross_entropy", "bce_logits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
+TYPES: dict[str, type] = {"ignore_index": int, "log_target": bool}  # of the arguments that are not real numbers
 IGNORED = -100  # PyTorch's default of ignore_index
 
 
@@ -66,11 +67,9 @@ class Loss(Op):
         import torch.nn.functional as F
 
         x, target = inputs
-        arguments: dict[str, float | int] = dict(self.arguments)
-        if "ignore_index" in arguments:
-            arguments["ignore_index"] = int(arguments["ignore_index"])
+        arguments = {name: TYPES.get(name, float)(value) for name, value in self.arguments}
         if self.classes and self.reduction == "mean" and not target.is_floating_point():
-            self._check_counted(target, int(arguments.get("ignore_index", IGNORED)))
+            self._check_counted(target, arguments.get("ignore_index", IGNORED))
         each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments)
         if self.reduction == "none" or each.dim() == 1:
             return each

@@ -90,7 +90,8 @@ class Pool(Op):
             x = x.reshape(1, -1, *x.shape[lead:])
         first, extents = x.dim() - len(self.kernel), at.specs[0].shape[lead:]
         dims = zip(extents, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        fits = [_fit(interval(at, i), given(at, i), divide, *dim) for i, dim in enumerate(dims, start=lead)]
+        small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
+        fits = [_fit(interval(at, i), given(at, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)]
         for ceil in (False, True):
             if all(f.alike[ceil] for f in fits):
                 return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(at.out.shape)
@@ -110,7 +111,7 @@ class Pool(Op):
             pool = (f.max_pool1d, f.max_pool2d, f.max_pool3d)[rank - 1]
             return pool(x, self.kernel, self.stride, padding, self.dilation, ceil)
         average = (f.avg_pool1d, f.avg_pool2d, f.avg_pool3d)[rank - 1]
-        divisor = () if rank == 1 else (self.divisor,)
+        divisor = (self.divisor,) if rank > 1 and self.mode == "average" else ()
         return average(x, self.kernel, self.stride, padding, ceil, include, *divisor)
 
 
@@ -239,6 +240,7 @@ def _fit(
     cell: Interval,
     need: Interval,
     divide: Divide,
+    small: bool,
     extent: int,
     kernel: int,
     stride: int,
@@ -247,7 +249,7 @@ def _fit(
 ) -> _Fit:
     count, held, reach = cell[1] - cell[0], need[1] - need[0], (kernel - 1) * dilation
     before, after = margins(cell, need, stride, -padding[0], reach - padding[0])
-    legal = held > 0 and 0 <= before <= (reach + 1) // 2
+    legal = held > (0 if small else reach) and 0 <= before <= kernel // 2
     both = (before, before)
     made = [legal and _windows(held, kernel, stride, both, dilation, c) == count for c in (False, True)]
     wanted = _counts(np.arange(*cell) * stride - padding[0], kernel, extent, padding[1], divide)

@@ -238,8 +238,9 @@ def _taps(
         if op.mode in ("nearest", "nearest_exact"):
             shape = [-1 if i == axis else 1 for i in range(len(extents))]
             ramp = torch.arange(extents[axis], dtype=real, device=device).view(1, 1, *shape)
-            found = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0].movedim(axis, 0).flatten(1)
-            return ((tuple((found[cell[0] : cell[1], 0].long() - need[0]).tolist()), None),)
+            found = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0]
+            index = found.movedim(axis, 0).reshape(op.size[axis], -1)[cell[0] : cell[1], 0].long() - need[0]
+            return ((tuple(index.tolist()), None),)
         # The other dimension has one position, or that doubled: some kernels copy where no size changes.
         equal = all(extent == size for i, (extent, size) in enumerate(zip(extents, op.size, strict=True)) if i != axis)
         scales = (op.scales[axis], 1.0) if op.scales else ()

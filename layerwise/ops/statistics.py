@@ -94,16 +94,20 @@ def _function() -> Any:
         @once_differentiable
         def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
             x, weight, mean, variance = ctx.saved_tensors
-            # For fixed statistics, in one pass over dy; the rest goes through the statistics, and is linear in x.
-            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-                dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics.
+            _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
             sums = ctx.all_reduce(torch.stack([dbias, dweight]))
-            scale = (variance + ctx.eps).rsqrt_()
-            slope = (scale if weight is None else scale * weight) / ctx.count
-            along, across = slope * sums[0], slope * scale * sums[1]
+            grads = (None, None) if weight is None else (dweight, dbias)
+            if not ctx.needs_input_grad[0]:
+                return None, *grads, *(None,) * 4
+            rstd = (variance + ctx.eps).rsqrt_()
+            slope = rstd if weight is None else rstd * weight
+            along, across = slope * sums / ctx.count
             shape = (1, -1, *(1,) * (x.dim() - 2))
-            dx.addcmul_(x, across.neg().view(shape)).add_((across * mean - along).view(shape))
-            return dx, None if weight is None else dweight, None if weight is None else dbias, *(None,) * 4
+            slope, along, across = (t.view(shape) for t in (slope, across * rstd * mean - along, -across * rstd))
+            dx = torch.addcmul(along, x, across).addcmul_(dy, slope).to(x.dtype)
+            return dx, *grads, *(None,) * 4
 
     return Normalised

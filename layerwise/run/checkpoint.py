@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -26,8 +26,8 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
 from layerwise.run.agree import agree
 from layerwise.run.boxes import Boxes, boxes_of, read_into
-from layerwise.run.contribution import Contribution, finish
-from layerwise.run.optimizer_state import PREFIX, OptimizerFacts, Owned, States, describe, prepare, restore
+from layerwise.run.contribution import About, Contribution, finish
+from layerwise.run.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
 from layerwise.run.shard import Shard
 from layerwise.run.step_folders import begin, commit, find, latest
 from layerwise.run.storage import JSON, Reader
@@ -111,23 +111,26 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
     """
     comm, shards = module.comm, module.shards()
 
-    def open_it() -> tuple[Reader, JSON]:
+    def open_it() -> tuple[tuple[Reader, About], JSON]:
         reader = Reader(find(directory))
         reader.read_metadata()
         specs: dict[str, JSON] = {s.name: [s.shape, dtype_name(s.tensor.dtype)] for s in shards}
-        return reader, {"folder": reader.folder.name, "checksum": reader.checksum, "tensors": specs}
+        answer: dict[str, JSON] = {"folder": reader.folder.name, "checksum": reader.checksum, "tensors": specs}
+        return (reader, About.of(reader)), answer
 
     def check() -> tuple[tuple[States, dict[str, Boxes]], JSON]:
+        where = f"checkpoint {os.fspath(reader.folder)!r}"
         if any(answer["checksum"] != told[0]["checksum"] for answer in told):
             names = ", ".join(answer["folder"] for answer in told)
             raise LayerwiseError(f"ranks see different checkpoints ({names}): they must share the file system")
-        _check_model(reader, {name: spec for answer in told for name, spec in answer["tensors"].items()}, module.graph)
+        _check_model(reader, {name: spec for answer in told for name, spec in answer["tensors"].items()})
+        if about.model != model_digest(module.graph):
+            raise LayerwiseError(f"{where} is of another model: it has the same names and shapes, but other operators")
         boxes, states, pending = boxes_of(shards), States(), dict[str, Boxes]()
         if optimizer is not None:
-            facts = cast(OptimizerFacts | None, reader.about["optimizer"])
-            if facts is None:
-                raise LayerwiseError(f"checkpoint {os.fspath(reader.folder)!r} has no optimizer's state: load without")
-            states, pending = prepare(optimizer, _owned(module), facts, reader)
+            if about.optimizer is None:
+                raise LayerwiseError(f"{where} has no optimizer's state: load without")
+            states, pending = prepare(optimizer, _owned(module), about.optimizer, reader)
         reader.verify(sorted(reader.files)[comm.rank :: comm.size])
         return (states, boxes | pending), None
 
@@ -135,13 +138,13 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
         read_into(reader, boxes)
         return None, None
 
-    reader, told = agree(comm, open_it)
+    (reader, about), told = agree(comm, open_it)
     (states, boxes), _ = agree(comm, check)
     agree(comm, read)
-    if optimizer is not None:
-        restore(optimizer, states, cast(OptimizerFacts, reader.about["optimizer"]))
-    module.steps = cast(int, reader.about["steps"])
-    return cast(dict[str, Any], reader.about["progress"])
+    if optimizer is not None and about.optimizer is not None:
+        restore(optimizer, states, about.optimizer)
+    module.steps = about.steps
+    return dict(about.progress)
 
 
 def model_digest(graph: LayerGraph) -> str:
@@ -158,7 +161,7 @@ def _owned(module: Saveable) -> Owned:
     return {parameter: shards[name] for name, parameter in module.named_parameters() if name in shards}
 
 
-def _check_model(reader: Reader, here: Mapping[str, Any], graph: LayerGraph) -> None:
+def _check_model(reader: Reader, here: Mapping[str, Any]) -> None:
     """LayerwiseError unless the checkpoint is of this model; `here` has every tensor's shape and element type."""
     checkpoint = f"checkpoint {os.fspath(reader.folder)!r}"
     where = f"{checkpoint} is of another model:"
@@ -176,5 +179,3 @@ def _check_model(reader: Reader, here: Mapping[str, Any], graph: LayerGraph) -> 
             raise LayerwiseError(
                 f"{checkpoint} has {name!r} in {dtype_name(dtype)}, it is {our_dtype} here: load the module so"
             )
-    if reader.about["model"] != model_digest(graph):
-        raise LayerwiseError(f"{where} it has the same names and shapes, but other operators")

@@ -1,4 +1,4 @@
-"""What each rank brings to a checkpoint, and how rank 0 makes one checkpoint of it."""
+"""What each rank brings to a checkpoint, how rank 0 makes one of it, and what can be known of it afterwards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.boxes import Boxes, BoxSaver, boxes_of
-from layerwise.run.optimizer_state import PREFIX, OptimizerFacts, merge
+from layerwise.run.optimizer_state import PREFIX, OptimizerFacts, checked, merge
 from layerwise.run.shard import Shard
-from layerwise.run.storage import JSON, Stored, Writer
+from layerwise.run.storage import JSON, Reader, Stored, Writer
 from layerwise.run.tensorfile import DTYPE_OF, dtype_name
 
 Told = Mapping[str, Any]  # what `Contribution.write` returns, after its way through JSON
@@ -65,6 +65,28 @@ class Contribution:
             "aliases": self.aliases,
             "optimizer": cast(JSON, self.optimizer),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a checkpoint says besides its tensors. model: `model_digest`; aliases: further names of tensors."""
+
+    model: str
+    steps: int
+    progress: Mapping[str, Any]
+    aliases: Mapping[str, Sequence[str]]
+    optimizer: OptimizerFacts | None
+
+    @staticmethod
+    def of(reader: Reader) -> About:
+        """LayerwiseError where it makes no sense."""
+        with reader.sense():
+            about: dict[str, Any] = dict(reader.about)
+            if type(about["steps"]) is not int or about["steps"] < 0:
+                raise ValueError(f"{about['steps']!r} steps")
+            optimizer = None if about["optimizer"] is None else checked(about["optimizer"])
+            aliases = {name: tuple(map(str, names)) for name, names in about["aliases"].items()}
+            return About(str(about["model"]), about["steps"], dict(about["progress"].items()), aliases, optimizer)
 
 
 def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> None:

@@ -157,13 +157,15 @@ class Executor:
         training: bool,
         seed: int,
         differentiate: bool,
+        number: int = 0,
     ) -> tuple[list[Tensor | None], Pass]:
-        """This rank's boxes of the outputs, from its boxes of the inputs (constants are among `fed`)."""
+        """This rank's boxes of the outputs, from those of the inputs (constants are among `fed`). `number`: the step's."""
         values: dict[str, Tensor | None] = {}
         done = Pass()
         outputs: list[Tensor | None] = []
         for i, step in enumerate(self.steps):
             name = step.layer.name
+            self.comm.at(number, name)
             sink = isinstance(step.layer.op, Sink)
             received = []
             for edge in step.edges:
@@ -205,11 +207,13 @@ class Executor:
         into: Gradients,
         *,
         training: bool,
+        number: int = 0,
     ) -> None:
         """The gradients of this rank's parameters, handed to `into` as they are made, from those of the outputs."""
         grads: dict[str, Tensor] = {}
         for step in reversed(self.steps):
             name = step.layer.name
+            self.comm.at(number, f"{name} (backward)")
             if isinstance(step.layer.op, Sink):
                 inward: list[Tensor | None] = list(gradients)
             elif isinstance(step.layer.op, Tied):

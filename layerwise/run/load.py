@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.start import join_default_group
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -39,12 +41,16 @@ def load(
     model: what the plan is for (default: what the plan names). A module that is on the meta device, or a built-in
     network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
     `example_inputs` are needed with a module, to trace it. weights: a state dict, possibly lazy, instead of the
-    model's values. comm: default torch.distributed's processes. A communicator of one rank runs any plan on one device.
+    model's values. comm: default torch.distributed's group, if there is one. device: default the communicator's, or the
+    CPU. A communicator of one rank runs any plan on one device.
     `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    comm = comm if comm is not None else _default_comm()
-    where = torch.device(device) if device is not None else torch.device("cpu")
+    if device is not None:
+        where = torch.device(device)
+    else:
+        where = comm.device if comm is not None else torch.device("cpu")
+    comm = comm if comm is not None else _default_comm(where)
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
@@ -89,11 +95,7 @@ def serial(plan: Plan) -> Plan:
     )
 
 
-def _default_comm() -> Comm:
-    from layerwise.comm.solo import SoloComm
-
+def _default_comm(device: torch.device) -> Comm:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from layerwise.comm.process import ProcessComm
-
-        return ProcessComm()
-    return SoloComm()
+        return join_default_group(device)
+    return SoloComm(device)

@@ -393,7 +393,12 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         parameters = dict(module._tree.named_parameters()) | dict(module._tree.named_buffers())
         outputs, done = executor.forward(
-            fed, parameters, training=module.training, seed=seed, differentiate=anchor.requires_grad
+            fed,
+            parameters,
+            training=module.training,
+            seed=seed,
+            differentiate=anchor.requires_grad,
+            number=module.steps,
         )
         ctx.module, ctx.executor, ctx.done, ctx.parameters = module, executor, done, parameters
         ctx.training, ctx.batch = module.training, batch
@@ -411,8 +416,8 @@ class _Run(torch.autograd.Function):
             None if empty else _scaled(module, executor, i, g, ctx.batch)
             for i, (g, empty) in enumerate(zip(gradients, ctx.empty, strict=True))
         ]
-        into = Gradients(module._replicas, module.comm, synchronise=module._synchronise)
-        executor.backward(ctx.done, scaled, ctx.parameters, into, training=ctx.training)
+        into = Gradients(module._replicas, module.comm, synchronise=module._synchronise, trace=module.trace)
+        executor.backward(ctx.done, scaled, ctx.parameters, into, training=ctx.training, number=module.steps)
         with torch.no_grad():
             into.finish()
         ctx.done = None
@@ -444,7 +449,8 @@ class _SumOfLosses(torch.autograd.Function):
         total: Tensor = mine.detach().clone().reshape(1)
         if comm.size > 1:
             comm.all_reduce(total, tuple(range(comm.size)), "io", "the loss").wait()
-        return total[0]
+        summed: Tensor = total.reshape(())
+        return summed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -40,6 +40,15 @@ States = dict[Parameter, State]
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
+def checked(value: Any) -> OptimizerFacts:
+    """The facts that a file gives. Something like TypeError, KeyError or ValueError where they are none."""
+    groups = [Group(parameters=[*map(str, g["parameters"])], settings=dict(g["settings"])) for g in value["groups"]]
+    for numbers in value["numbers"].values():
+        for number in numbers.values():
+            _from_json(number, torch.device("cpu"), False)
+    return OptimizerFacts(kind=str(value["kind"]), groups=groups, numbers=value["numbers"])
+
+
 def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[str, Boxes]]:
     """What this rank knows of the optimizer, and the boxes of its state that this rank writes, by name.
 

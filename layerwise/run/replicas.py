@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.config import BUCKET_BYTES
+from layerwise.run.trace import Trace
 
 FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
 
@@ -64,8 +65,9 @@ class Replicas:
 class Gradients:
     """One backward pass's gradients, from the first to `finish`."""
 
-    def __init__(self, replicas: Replicas, comm: Comm, *, synchronise: bool) -> None:
-        self.replicas, self.comm, self.synchronise = replicas, comm, synchronise
+    def __init__(self, replicas: Replicas, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
+        self.replicas, self.comm, self.synchronise, self.trace = replicas, comm, synchronise, trace
+        self.spans: dict[int, int] = {}  # of the buckets under way, where they are traced
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
         for bucket in replicas.buckets:
@@ -91,7 +93,10 @@ class Gradients:
         bucket.missing.discard(name)
         if not bucket.missing and self.synchronise:
             assert bucket.flat is not None
-            bucket.handle = self.comm.all_reduce(bucket.flat, bucket.group, "sync", f"gradients of {bucket.names[0]}")
+            what = f"gradients of {bucket.names[0]}"
+            if self.trace is not None:
+                self.spans[id(bucket)] = self.trace.begin(what, "sync")
+            bucket.handle = self.comm.all_reduce(bucket.flat, bucket.group, "sync", what)
 
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient."""
@@ -101,6 +106,8 @@ class Gradients:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
+                if self.trace is not None:
+                    self.trace.end(self.spans.pop(id(bucket)))
             for name in bucket.names:
                 view = replicas.views[name]
                 if name in self.earlier:

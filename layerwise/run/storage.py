@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -154,7 +155,7 @@ class Reader(StorageReader):
         self.checksum = str(raw.pop("checksum", None))
         if self.checksum != _checksum(raw):
             raise LayerwiseError(f"{where} is damaged: {METADATA} was altered since it was written; take an older one")
-        try:
+        with self.sense():
             self.about, self.files = dict(raw["about"]), {name: str(sha) for name, sha in raw["files"].items()}
             if not all(map(_FILE.fullmatch, self.files)):
                 raise ValueError(f"files {list(self.files)}")
@@ -167,8 +168,6 @@ class Reader(StorageReader):
                 _check_whole(fqn, tensors[fqn])
                 for chunk, row in zip(chunks, tensor["chunks"], strict=True):
                     places[MetadataIndex(fqn, chunk.offsets)] = Stored(row["file"], self.files[row["file"]])
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise LayerwiseError(f"{where} is damaged: {METADATA} makes no sense ({error!r})") from None
         self.metadata = Metadata(dict(tensors), storage_data=places)
         return self.metadata
 
@@ -180,6 +179,17 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
+
+    @contextmanager
+    def sense(self) -> Iterator[None]:
+        """Within it, what is not as expected in `checkpoint.json` is a LayerwiseError."""
+        try:
+            yield
+        except LayerwiseError:
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            where = f"checkpoint {os.fspath(self.folder)!r}"
+            raise LayerwiseError(f"{where} is damaged: {METADATA} makes no sense ({error!r})") from None
 
     def spec(self, name: str) -> Spec:
         """Shape and element type of a tensor. KeyError where there is none of that name."""

@@ -99,15 +99,10 @@ class Trace:
         """Rank 0 writes one file with every rank's spans on one clock, whole or not at all. Every rank calls this."""
         offset_s = clock_offset(comm, self._clock.now_s)
         names: dict[str, int] = {}
-        rows = [
-            (
-                names.setdefault(s.name, len(names)),
-                CATEGORIES.index(s.category),
-                s.start_s - offset_s,
-                s.end_s - offset_s,
-            )
-            for s in self.spans()
-        ]
+        rows = []
+        for span in self.spans():
+            start_ns, end_ns = (round((at - offset_s) * 1e9) for at in (span.start_s, span.end_s))
+            rows.append((names.setdefault(span.name, len(names)), CATEGORIES.index(span.category), start_ns, end_ns))
         told = comm.tell_all(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
         if comm.rank == 0:
             write_text(path, chrome_trace([Told(**json.loads(text)) for text in told]))

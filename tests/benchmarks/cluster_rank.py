@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from layerwise.comm.start import join_default_group
 from tests.benchmarks.cluster_plan import Measured, in_short, plans
 from tests.benchmarks.cluster_variants import Ours, Variant, build, parameter_bytes
 from tests.benchmarks.networks import NETWORKS
@@ -136,11 +137,12 @@ def measure(job: Job) -> dict[str, object]:
     rate = float(os.environ["EMU_RATE_BPS"]) or None
     batch = network.global_batch(world)
     first = "alone" if batch >= world else "together"
-    alone, record = build(job.network, {}, first), Record()
+    comm = join_default_group(torch.device("cpu"), PATIENCE_S)
+    alone, record = build(job.network, {}, first, comm), Record()
     block(alone, 1, Record())
     measured = Measured(agreed(block(alone, 1, record)), len(alone.x), rate, latency_s())
     made = plans(job.network, world, measured)  # every rank finds the same: it starts from the same numbers
-    variants = {name: alone if name == first else build(job.network, made, name) for name in job.variants}
+    variants = {name: alone if name == first else build(job.network, made, name, comm) for name in job.variants}
     del alone
     records = {name: record if name == first else Record() for name in variants}
     take_turns(job, variants, first, records)

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from layerwise.comm.base import Comm
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from tests.benchmarks.networks import NETWORKS, Network
@@ -62,11 +63,12 @@ class Torch(Variant):
 class Ours(Variant):
     """A plan."""
 
-    def __init__(self, network: Network, plan: Plan) -> None:
+    def __init__(self, network: Network, plan: Plan, comm: Comm) -> None:
         self.plan, self.free = plan, plan.io == "free"
         module = load(
             plan,
             network.build(),
+            comm=comm,
             loss=LOSS if self.free else None,
             local_batch_norm=bool(plan.provenance["cost_options"]["local_batch_norm"]),
             example_inputs=(torch.empty(2, *network.input_shape),),
@@ -93,13 +95,13 @@ def sharded(module: nn.Module) -> nn.Module:
     return fully_shard(module)
 
 
-def build(name: str, made: Mapping[str, Plan], variant: str) -> Variant:
+def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Variant:
     """The variant of that name, on this rank. Every rank builds the same ones in the same order."""
     network, world = NETWORKS[name], dist.get_world_size()
     batch, everyone = network.global_batch(world), tuple(range(world))
     torch.manual_seed(0)
     if variant in made:
-        return Ours(network, made[variant])
+        return Ours(network, made[variant], comm)
     module = network.build()
     if variant == "alone":  # one rank's share of the work, no communication, all ranks at once
         return Torch(module, network, max(1, batch // world) * world, everyone)

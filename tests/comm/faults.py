@@ -116,12 +116,11 @@ def _rank(scenario: Scenario, variables: dict[str, str], timeout_s: float, stder
 def ring(comm: Comm, steps: int = 10**6, at: Callable[[int], None] = lambda step: None) -> None:
     """Every rank sends to the next, again and again; `at` is called in every step."""
     there, back = torch.ones(1000), torch.empty(1000)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(steps):
         comm.at(step, "ring")
         at(step)
-        comm.exchange(
-            [((comm.rank + 1) % comm.size, there)], [((comm.rank - 1) % comm.size, back)], "transfers", "ring"
-        )
+        comm.exchange([(right, there)], [(left, back)], "transfers", "ring")
         time.sleep(0.01)
 
 

@@ -1,11 +1,148 @@
-"""What ranks do in the tests of every Comm: each operation, checked by the rank itself."""
+"""What the ranks do in the tests of every Comm: each rank checks what it gets against what all of them bring.
+
+All numbers are small whole ones, so that sums are exact in every element type.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
+
 import torch
+from torch import Tensor
 
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, Kind
+
+Shape = tuple[int, ...]
 
 
-def hello(comm: Comm) -> list[str]:
-    return comm.tell_all(str(comm.rank))
+def brings(rank: int, what: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """What a rank brings to an operation: everybody can tell."""
+    generator = torch.Generator().manual_seed(1000 * what + rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    """Bit by bit."""
+    assert a.dtype == b.dtype
+    assert torch.equal(a, b), (a, b)
+
+
+def messages(comm: Comm, name: str) -> Counter[Kind]:
+    """Uneven messages; none where (from + to) % 3 is 0, and there both sides name an empty one."""
+    dtype = getattr(torch, name)
+    comm.sent.clear()
+
+    def content(sender: int, receiver: int) -> Tensor:
+        rows = 0 if (sender + receiver) % 3 == 0 else sender + 2 * receiver + 1
+        return brings(sender, receiver, (rows, 7), dtype)
+
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = [(rank, content(comm.rank, rank)) for rank in reversed(others)]
+    receives = [(rank, torch.full_like(content(rank, comm.rank), 99)) for rank in others]
+    for _ in range(2):
+        comm.exchange(sends, receives, "transfers", "messages")
+    for rank, tensor in receives:
+        same(tensor, content(rank, comm.rank))
+    comm.exchange([], [], "transfers", "nothing")
+    scalar = torch.zeros((), dtype=dtype)  # a scalar, in one direction only
+    if comm.rank == 0:
+        comm.exchange([(1, brings(0, 5, (), dtype))], [], "statistics", "scalar")
+    elif comm.rank == 1:
+        comm.exchange([], [(0, scalar)], "statistics", "scalar")
+        same(scalar, brings(0, 5, (), dtype))
+    return comm.sent
+
+
+def collectives(comm: Comm, name: str) -> Counter[Kind]:
+    """All-gather, reduce-scatter and all-to-all, of all ranks and of some, also of nothing."""
+    dtype = getattr(torch, name)
+    comm.sent.clear()
+    everyone = tuple(range(comm.size))
+    groups = [everyone, everyone[1:], everyone[:1]]
+    comm.prepare(groups, "transfers")
+    for group in groups:
+        if comm.rank not in group:
+            continue
+        count, index = len(group), group.index(comm.rank)
+        for shape in [(3, 5), (), (0, 4)]:
+            out = torch.full((count, *shape), 99, dtype=dtype)
+            comm.all_gather(out, brings(comm.rank, 1, shape, dtype), group, "transfers", "gather")
+            same(out, torch.stack([brings(rank, 1, shape, dtype) for rank in group]))
+            comm.all_to_all(out, brings(comm.rank, 2, (count, *shape), dtype), group, "transfers", "to all")
+            same(out, torch.stack([brings(rank, 2, (count, *shape), dtype)[index] for rank in group]))
+            total = torch.full(shape, 99, dtype=dtype)
+            comm.reduce_scatter(total, brings(comm.rank, 3, (count, *shape), dtype), group, "transfers", "scatter")
+            same(total, sum_of([brings(rank, 3, (count, *shape), dtype)[index] for rank in group]))
+    return comm.sent
+
+
+def reductions(comm: Comm, name: str) -> Counter[Kind]:
+    """Several at once, of all and of some, waited for out of order, with messages between."""
+    dtype = getattr(torch, name)
+    comm.sent.clear()
+    everyone = tuple(range(comm.size))
+    groups = [everyone[1:], everyone[::2]]
+    comm.prepare(groups, "sync")
+    comm.prepare(groups, "sync")  # known already
+    comm.prepare([everyone], "statistics")
+    running = []
+    for what, group in enumerate([everyone, *groups, everyone, (comm.rank,)]):
+        if comm.rank in group:
+            tensor = brings(comm.rank, what, (11, 3), dtype)
+            running.append((tensor, comm.all_reduce(tensor, group, "sync", f"sum {what}"), what, group))
+    few = brings(comm.rank, 7, (2,), dtype)
+    comm.all_reduce(few, everyone, "statistics", "few").wait()
+    same(few, sum_of([brings(rank, 7, (2,), dtype) for rank in everyone]))
+    comm.all_reduce(torch.empty(0, dtype=dtype), everyone, "statistics", "nothing").wait()
+    there, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    landing = torch.zeros(4, dtype=dtype)
+    comm.exchange([(there, brings(comm.rank, 8, (4,), dtype))], [(back, landing)], "transfers", "ring")
+    same(landing, brings(back, 8, (4,), dtype))
+    for tensor, handle, what, group in reversed(running):
+        handle.wait()
+        same(tensor, sum_of([brings(rank, what, (11, 3), dtype) for rank in group]))
+    return comm.sent
+
+
+def as_with_nccl(comm: Comm, name: str) -> Counter[Kind]:
+    """torch's own collectives, which are what NCCL is asked for; gloo has them too. Warnings are errors."""
+    collectives(comm, name)  # makes the groups, by way of gloo
+    reductions(comm, name)
+    comm.collectives = True
+    try:
+        with warnings.catch_warnings(action="error"):
+            messages(comm, name)
+            reductions(comm, name)
+            return collectives(comm, name)
+    finally:
+        comm.collectives = False
+
+
+def texts(comm: Comm) -> list[str]:
+    """Of uneven lengths, one of them empty."""
+    comm.barrier()
+    told = comm.tell_all("é" * comm.rank)
+    comm.handshake({"plan": "abc", "note": ""})
+    comm.handshake({})
+    return told
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    """In the order of the ranks."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def expected_bytes(use: str, size: int, itemsize: int) -> dict[str, int]:
+    """What all ranks together send in a test."""
+    if use == "messages":
+        pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (a + b) % 3]
+        return {"transfers": 2 * 7 * itemsize * sum(a + 2 * b + 1 for a, b in pairs), "statistics": itemsize}
+    if use == "collectives":
+        return {"transfers": sum(3 * count * (count - 1) * (15 + 1) * itemsize for count in (size, size - 1))}
+    sums = 2 * (size - 1) + (size - 2) + ((size + 1) // 2 - 1)
+    transfers, statistics = size * 4 * itemsize, 2 * (size - 1) * 2 * itemsize
+    return {"sync": 2 * sums * 33 * itemsize, "transfers": transfers, "statistics": statistics}

@@ -4,94 +4,127 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.comm import faults
-from tests.comm.faults import Run
+from tests.comm.faults import End, Run
+
+Ends = dict[int, End]
 
 
-def check(run: Run, alive: list[int], pattern: str, code: int = 2, within_s: float = 15.0) -> None:
-    ends = run.ends()
-    for rank in alive:
-        end = ends[rank]
-        assert end.code == code, end
-        assert re.match(f"layerwise: error: {pattern}", end.last), end.stderr
-        assert end.seconds < within_s, end
-
-
-@pytest.mark.parametrize("scenario", [faults.rank_1_is_killed, faults.in_all_reduce])
-def test_a_killed_rank_is_named_by_all_others(scenario: faults.Scenario) -> None:
-    where = r"rank 1 of 3 is gone \(last sign \d\.\d s ago, at step \d+ in layer \w+\): killed, or its network is cut; "
-    check(Run(scenario, 3), [0, 2], where + "this rank was (in|sending to|receiving from)")
-
-
-def test_a_cascade_names_the_first() -> None:
-    check(Run(faults.cascade, 3), [0, 2], "rank 1 of 3 is gone .*in layer chain")
-
-
-def test_rank_0_is_killed_which_serves_the_store() -> None:
-    check(Run(faults.rank_0_is_killed, 3), [1, 2], "rank 0 of 3 is gone")
-
-
-@pytest.mark.parametrize(("scenario", "failed"), [(faults.rank_1_fails, 1), (faults.rank_0_fails, 0)])
-def test_an_error_of_one_rank_is_told_by_all(scenario: faults.Scenario, failed: int) -> None:
-    others = [rank for rank in range(3) if rank != failed]
-    check(Run(scenario, 3), others, f"rank {failed} of 3 failed at step 150 in layer ring: KeyError: 'no such sample'")
-
-
-def test_a_stuck_rank_is_named_and_ended() -> None:
-    check(Run(faults.rank_1_sticks, 3, timeout_s=3), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150")
-
-
-def test_ranks_that_wait_for_each_other() -> None:
-    where = "rank 0 at step 3 in layer conv1 for 'conv1'; rank 1 at step 3 in layer conv2 for 'conv2'"
-    check(Run(faults.other_plans, 3, timeout_s=3), [0, 1, 2], f"all ranks are alive but wait for each other.*{where}")
-
-
-def test_a_rank_that_never_arrives() -> None:
-    run = Run(faults.ends_well, 4, arriving=[0, 1, 2], timeout_s=2)
-    check(run, [0, 1, 2], "rank 3 of 4 has not arrived within 2 s", within_s=6)
-
-
-def test_rank_0_never_arrives() -> None:
-    run = Run(faults.ends_well, 2, arriving=[1], timeout_s=2)
-    check(run, [1], "rank 0 of 2 cannot be reached at 127.0.0.1:", within_s=8)
-
-
-def test_another_world_size() -> None:
-    run = Run(faults.ends_well, 2, arriving=[0, 1], timeout_s=5, WORLD_SIZE="1RANK", LOCAL_WORLD_SIZE="2")
-    check(run, [0, 1], "the ranks differ in WORLD_SIZE: 1[01] on rank [01], 1[01] on rank [01]", within_s=5)
-
-
-def test_another_plan() -> None:
-    check(Run(faults.differs, 3), [0, 1, 2], "the ranks differ in plan: a0 on ranks 0 and 2, b1 on rank 1", within_s=5)
-
-
-def test_sigterm_of_one_rank() -> None:
+def sigterm_of_rank_2() -> Ends:
     run = Run(faults.goes_on, 3)
     run.said(2, "under way")
     run.signal(2, signal.SIGTERM)
-    ends = run.ends()
-    assert ends[2].code == 128 + signal.SIGTERM
-    assert re.match(
-        r"layerwise: error: rank 2 of 3 was stopped from outside \(SIGTERM\) at step \d+ in layer ring", ends[2].last
-    )
-    for rank in (0, 1):
-        assert ends[rank].code == 2, ends[rank]
-        assert "rank 2 of 3 was stopped from outside (SIGTERM) at step" in ends[rank].last
+    return run.ends()
 
 
-def test_torchrun_ends_the_others_of_a_killed_rank() -> None:
+def as_torchrun_does() -> Ends:
+    """One worker dies, and all others are sent SIGTERM."""
     run = Run(faults.goes_on, 3)
     run.said(2, "under way")
     run.signal(1, signal.SIGKILL)
     run.signal(0, signal.SIGTERM)
     run.signal(2, signal.SIGTERM)
-    check(run, [0, 2], r"rank 1 of 3 is gone \(last sign")
+    return run.ends()
 
 
-def test_a_good_end() -> None:
-    ends = Run(faults.ends_well, 3).ends()
-    assert [ends[rank].code for rank in range(3)] == [0, 0, 0], ends
-    assert [ends[rank].stderr for rank in range(3)] == ["", "", ""]
+RUNS: dict[str, Callable[[], Ends]] = {
+    "stuck": lambda: Run(faults.rank_1_sticks, 3, timeout_s=3).ends(),
+    "killed": lambda: Run(faults.rank_1_is_killed, 3).ends(),
+    "killed in an all-reduce": lambda: Run(faults.in_all_reduce, 3).ends(),
+    "cascade": lambda: Run(faults.cascade, 3).ends(),
+    "server killed": lambda: Run(faults.rank_0_is_killed, 3).ends(),
+    "1 fails": lambda: Run(faults.rank_1_fails, 3).ends(),
+    "0 fails": lambda: Run(faults.rank_0_fails, 3).ends(),
+    "other plans": lambda: Run(faults.other_plans, 3, timeout_s=3).ends(),
+    "absent": lambda: Run(faults.ends_well, 4, arriving=[0, 1, 2], timeout_s=2).ends(),
+    "server absent": lambda: Run(faults.ends_well, 2, arriving=[1], timeout_s=2).ends(),
+    "other sizes": lambda: Run(faults.ends_well, 2, timeout_s=5, WORLD_SIZE="1RANK", LOCAL_WORLD_SIZE="2").ends(),
+    "differs": lambda: Run(faults.differs, 3).ends(),
+    "SIGTERM": sigterm_of_rank_2,
+    "torchrun": as_torchrun_does,
+    "good": lambda: Run(faults.ends_well, 3).ends(),
+}
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Callable[[str], Ends]]:
+    """How each rank of a run ended. The runs wait more than they work: three at a time."""
+    with ThreadPoolExecutor(3) as pool:
+        futures = {name: pool.submit(run) for name, run in RUNS.items()}
+        yield lambda name: futures[name].result()
+
+
+def check(ends: Ends, alive: list[int], pattern: str, within_s: float) -> None:
+    for rank in alive:
+        end = ends[rank]
+        assert end.code == 2, end
+        assert re.match(f"layerwise: error: {pattern}", end.last), end.stderr
+        assert end.seconds < within_s, end
+
+
+@pytest.mark.parametrize("run", ["killed", "killed in an all-reduce"])
+def test_a_killed_rank_is_named_by_all_others(ends: Callable[[str], Ends], run: str) -> None:
+    sign = r"last sign \d\.\d s ago, at step \d+ in layer (ring|weights)"
+    mine = "this rank was (in gradients|(sending to|receiving from) rank [012] for ring)"
+    check(ends(run), [0, 2], rf"rank 1 of 3 is gone \({sign}\): killed, or its network is cut; {mine}$", 15)
+    assert ends(run)[1].code == -signal.SIGKILL
+
+
+def test_a_cascade_names_the_first(ends: Callable[[str], Ends]) -> None:
+    check(ends("cascade"), [0, 2], r"rank 1 of 3 is gone \(last sign .* at step 0 in layer chain\)", 15)
+
+
+def test_rank_0_is_killed_which_serves_the_store(ends: Callable[[str], Ends]) -> None:
+    check(ends("server killed"), [1, 2], "rank 0 of 3 is gone", 15)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_an_error_of_one_rank_is_told_by_all(ends: Callable[[str], Ends], failed: int) -> None:
+    others = [rank for rank in range(3) if rank != failed]
+    found = ends(f"{failed} fails")
+    check(found, others, f"rank {failed} of 3 failed at step 150 in layer ring: KeyError: 'no such sample'", 15)
+    assert found[failed].last == "KeyError: 'no such sample'"
+
+
+def test_a_stuck_rank_is_named_and_ended(ends: Callable[[str], Ends]) -> None:
+    check(ends("stuck"), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150 in layer ring, outside", 20)
+
+
+def test_ranks_that_wait_for_each_other(ends: Callable[[str], Ends]) -> None:
+    where = "rank 0 at step 3 in layer conv1 for 'conv1'; rank 1 at step 3 in layer conv2 for 'conv2'"
+    check(ends("other plans"), [0, 1, 2], f"all ranks are alive but wait for each other .*: {where}", 15)
+
+
+def test_a_rank_that_never_arrives(ends: Callable[[str], Ends]) -> None:
+    check(ends("absent"), [0, 1, 2], "rank 3 of 4 has not arrived within 2 s: not started", 6)
+
+
+def test_rank_0_never_arrives(ends: Callable[[str], Ends]) -> None:
+    check(ends("server absent"), [1], "rank 0 of 2 cannot be reached at 127.0.0.1:", 8)
+
+
+def test_another_world_size(ends: Callable[[str], Ends]) -> None:
+    check(ends("other sizes"), [0, 1], "the ranks differ in WORLD_SIZE: 1[01] on rank [01], 1[01] on rank [01]", 8)
+
+
+def test_another_plan(ends: Callable[[str], Ends]) -> None:
+    check(ends("differs"), [0, 1, 2], "the ranks differ in plan: a0 on ranks 0 and 2, b1 on rank 1", 5)
+
+
+def test_sigterm_of_one_rank(ends: Callable[[str], Ends]) -> None:
+    stopped = r"layerwise: error: rank 2 of 3 was stopped from outside \(SIGTERM\) at step \d+ in layer ring"
+    assert all(re.match(stopped, end.last) for end in ends("SIGTERM").values())
+    assert [end.code for _, end in sorted(ends("SIGTERM").items())] == [2, 2, 128 + signal.SIGTERM]
+
+
+def test_torchrun_ends_the_others_of_a_killed_rank(ends: Callable[[str], Ends]) -> None:
+    check(ends("torchrun"), [0, 2], r"rank 1 of 3 is gone \(last sign", 15)
+
+
+def test_a_good_end(ends: Callable[[str], Ends]) -> None:
+    assert [(end.code, end.stderr) for end in ends("good").values()] == [(0, "")] * 3

@@ -144,21 +144,23 @@ def test_what_is_sent(op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_sixteen_bits(weights: torch.dtype) -> None:
-    """Shared statistics are as good as PyTorch's own of the same type, also with parameters in float32 (autocast)."""
+    """Shared statistics are no worse than PyTorch's own, also with parameters in float32 (autocast)."""
     x = TensorSpec((4, 8, 16, 16), IMAGES[2])
     op, g = BatchNorm(), torch.Generator().manual_seed(0)
     t = (torch.randn(x.shape, generator=g) + 3).bfloat16()
     slope = torch.randn(x.shape, generator=g).bfloat16()
-    results: list[list[Tensor]] = []
-    for shared in (False, True):
-        p = {k: v.to(weights).requires_grad_(not k.startswith("running")) for k, v in held(op, x).items()}
-        leaf = t.clone().requires_grad_()
-        out = op.run(whole(op, [x], all_reduce=(lambda s: s) if shared else None), [leaf], p)
-        out.backward(slope)  # type: ignore[no-untyped-call]
-        results.append([out, leaf.grad, *(v.grad if v.requires_grad else v for v in p.values())])  # type: ignore[list-item]
-    for real, mine in zip(*results, strict=True):
-        assert real.dtype == mine.dtype
-        torch.testing.assert_close(real, mine, rtol=2e-2, atol=2e-2)
+
+    def run(dtype: torch.dtype, weights: torch.dtype, shared: bool) -> list[Tensor]:
+        p = {k: v.bfloat16().to(weights) for k, v in held(op, x).items()}
+        leaves = [t.to(dtype).clone().requires_grad_(), *(p[k].requires_grad_() for k in ("weight", "bias"))]
+        out = op.run(whole(op, [x], all_reduce=(lambda s: s) if shared else None), leaves[:1], p)
+        return [out, *torch.autograd.grad(out, leaves, slope.to(dtype)), p["running_mean"], p["running_var"]]
+
+    exact = run(torch.float64, torch.float64, shared=False)
+    real, mine = (run(torch.bfloat16, weights, shared) for shared in (False, True))
+    for truth, a, b in zip(exact, real, mine, strict=True):
+        assert a.dtype == b.dtype
+        assert (b - truth).abs().max() <= 1.2 * (a - truth).abs().max() + 1e-3
 
 
 def test_large_means_do_not_cancel() -> None:
@@ -260,6 +262,8 @@ def test_one_device_calls_pytorchs_own(
     if isinstance(op, BatchNorm):
         reference = batch_norm(op, training)
     assert reference is not None
+    if isinstance(op, LocalResponseNorm) and dtype == torch.bfloat16:
+        pytest.skip("PyTorch has none of these on a CPU")
     check_identical(op, [x], reference, training=training, dtype=dtype)
 
 

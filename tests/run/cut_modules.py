@@ -15,6 +15,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import load_model
 from layerwise.run.shard import Shard
 
+GRAPH = load_model("mlp:4x3x2", 8)
 Cutting = dict[str, tuple[Box | None, ...]]  # for every tensor the box of each rank
 
 
@@ -57,7 +58,7 @@ class CutModule:
     cut: Cutting
     steps: int = 0
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    graph: LayerGraph = field(default_factory=lambda: load_model("mlp:4x3x2", 8))
+    graph: LayerGraph = GRAPH
     held: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

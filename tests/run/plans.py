@@ -103,7 +103,7 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
     module = load(
         plan, given.network, comm=comm, dtype=torch.float64, loss=F.cross_entropy if free else None, **options
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
     losses, sent = [], {}
     for x, y in zip(given.inputs, given.targets, strict=True):
         optimizer.zero_grad()
@@ -131,7 +131,9 @@ def difference(a: Tensor, b: Tensor) -> float:
     """Largest relative to the largest element; what is zero but for rounding counts as 1e-3."""
     if not a.numel():
         return 0.0
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3))
+    return float(
+        (a.detach().double() - b.detach().double()).abs().max() / b.detach().double().abs().max().clamp(min=1e-3)
+    )
 
 
 def check_equal(ranks: list[Trained], single: Trained, plan: Plan, tolerance: float = 1e-9) -> None:

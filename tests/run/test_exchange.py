@@ -78,9 +78,7 @@ def test_a_transfer_and_its_adjoint(case, collectives: bool) -> None:
     for (_, back, _, _), own in zip(results, owned, strict=True):
         if own is not None:
             torch.testing.assert_close(back, expected[own.slices()], rtol=1e-12, atol=1e-12)
-    crossing = sum(
-        (a & b).volume for p, a in enumerate(owned) for q, b in enumerate(need) if p != q and a and b
-    )
+    crossing = sum((a & b).volume for p, a in enumerate(owned) for q, b in enumerate(need) if p != q and a and b)
     assert sum(sent for _, _, sent, _ in results) == 8 * crossing
     assert sum(sent for _, _, _, sent in results) == 8 * crossing
 

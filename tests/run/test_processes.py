@@ -1,0 +1,26 @@
+"""Laws 6 and 7 on real processes, over gloo: eight ranks, and torchrun's way in."""
+
+import pytest
+import torch
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from tests.comm.pool import run_ranks
+from tests.run.plans import check_equal, random_plan, small, train
+
+
+def train_on(comm: Comm, name: str, ranks: int, seed: int):
+    """Called in every process."""
+    torch.set_num_threads(1)
+    given = small(name, steps=2)
+    return train(given, random_plan(given.graph, ranks, seed, "free"), comm)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("lenet5", 2), ("resnet18", 4), ("lenet5", 8), ("vgg16", 8), ("unet3d", 8)]
+)
+def test_random_plans_on_processes(name: str, ranks: int) -> None:
+    given = small(name, steps=2)
+    plan = random_plan(given.graph, ranks, ranks, "free")
+    single = train(given, plan, SoloComm())
+    check_equal(run_ranks(ranks, "tests.run.test_processes:train_on", name, ranks, ranks), single, plan)
