@@ -15,18 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes
 from layerwise.comm.messages import MessageComm
-from layerwise.comm.watch import SLACK_S, Watch
+from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has not
+LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
 
 # Renamed in torch 2.13, which warns of the old names.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,10 +53,9 @@ class ProcessComm(MessageComm):
         self._everyone = tuple(range(self.size))
         self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
         watch.overdue = self._overdue
-        with self._during("the making of process groups"):
-            self._texts = self._new_group(self._everyone, "gloo")
-            self._waited_for = {self._everyone: self._new_group(self._everyone)}
-            self._beside = {self._everyone: self._new_group(self._everyone)}
+        self._texts = self._new_group(self._everyone, "gloo")
+        self._waited_for = {self._everyone: self._new_group(self._everyone)}
+        self._beside = {self._everyone: self._new_group(self._everyone)}
 
     def at(self, step: int, layer: str) -> None:
         """Notes it for the signs of life."""
@@ -64,8 +66,7 @@ class ProcessComm(MessageComm):
         lane = self._lane(kind)
         for group in groups:
             if len(group) > 1 and group not in lane:
-                with self._during(f"the making of a process group of ranks {group}"):
-                    lane[group] = self._new_group(group)
+    XX                    lane[group] = self._new_group(group)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
@@ -98,7 +99,6 @@ class ProcessComm(MessageComm):
             for now[0], running in works:
                 assert running is not None
                 running.wait()
-                self._watch.progress()
         for (_, tensor), arrived in zip(receives, landing, strict=True):
             if arrived is not tensor:
                 tensor.detach().copy_(arrived)
@@ -162,18 +162,20 @@ class ProcessComm(MessageComm):
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
-            self._watch.accuse(f"rank {self.rank} of {self.size} failed {self._watch.where}: {' '.join(text.split())}")
+            self._watch.told = True
+            self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
 
     def _lane(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
         return self._beside if kind == "sync" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:
         # NCCL's own watchdog would abort without a word: it shall find the work of ours done.
-        seconds = self._timeout_s + (2 * SLACK_S if self.collectives and backend is None else 0)
+        seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
-        made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
-        if self.collectives and backend == "nccl" and self.rank in group:  # NCCL connects at the first use: now
-            dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+        with self._during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):
+            made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+            if backend == "nccl" and self.rank in group:  # it connects at the first use: now
+                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made
 
     def _wait(self, work: dist.Work, what: str) -> None:
@@ -190,17 +192,19 @@ class ProcessComm(MessageComm):
         return ""
 
     @contextmanager
-    def _during(self, what: str) -> Iterator[list[str]]:
+    def _during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
         """torch's errors in here become a CommError that says who is at fault. The list: what it does just now."""
         now = [f"in {what}"]
-        self._watch.enter(what)
+        self._watch.enter(what, LONG * self._timeout_s if limit_s is None else limit_s)
         try:
             yield now
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a peer closed the connection, or the time is over
             reason = str(error).partition("\n")[0]
-            raise CommError(f"{self._watch.find(reason)}; this rank was {now[0]}") from error
+            text = self._watch.find(reason)
+            self._watch.told = True
+            raise CommError(f"{text}; this rank was {now[0]}") from error
         finally:
             self._watch.leave()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from layerwise.comm.base import Comm, CommError, ranks
 from layerwise.comm.board import Board
-from layerwise.comm.process import ProcessComm
+from layerwise.comm.guard import Guard
+from layerwise.comm.process import SLACK_S, ProcessComm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
@@ -70,8 +72,11 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
     if where.type == "cuda":
         torch.cuda.set_device(where)
     store = PrefixStore(f"layerwise/{seat.attempt}", _connect(seat, timeout_s))
-    watch = _watch(seat, store, timeout_s, guards=True)
+    watch = _watch(seat, store, timeout_s)
+    Guard(watch).start()
+    watch.enter("the arrival of all ranks", timeout_s + SLACK_S)
     _arrive(seat, store, watch, backend, timeout_s)
+    watch.enter("the first connection to all ranks", timeout_s + SLACK_S)
     try:
         dist.init_process_group(
             "gloo",
@@ -81,8 +86,8 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise CommError(f"{watch.find(reason)}; this rank was connecting to the others") from error
+        raise CommError(f"{watch.find(_reason(error))}; this rank was connecting to the others") from error
+    watch.leave()
     return ProcessComm(where, timeout_s, watch, nccl=backend == "nccl")
 
 
@@ -95,7 +100,7 @@ def join_default_group(device: torch.device, timeout_s: float = 30.0) -> Process
     host, port = os.environ.get("MASTER_ADDR", "unknown"), os.environ.get("MASTER_PORT", "0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     seat = Seat(dist.get_rank(), dist.get_world_size(), 0, 1, host, int(port), agent, 0)
-    watch = _watch(seat, PrefixStore("layerwise", _get_default_store()), timeout_s, guards=False)
+    watch = _watch(seat, PrefixStore("layerwise", _get_default_store()), timeout_s)
     return ProcessComm(device, timeout_s, watch, nccl=nccl)
 
 
@@ -154,6 +159,8 @@ def _backend(seat: Seat, device: torch.device) -> Backend:
 
 def _connect(seat: Seat, timeout_s: float) -> Store:
     serves = seat.rank == 0 and not seat.agent
+    if not serves:
+        _await_server(seat, timeout_s)
     try:
         return TCPStore(
             seat.host,
@@ -165,23 +172,33 @@ def _connect(seat: Seat, timeout_s: float) -> Store:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if serves:
-            raise CommError(f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason}") from error
-        who = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
-        raise CommError(
-            f"{who} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
-            f"started, has ended, or the network is cut ({reason})"
-        ) from error
+        do = "serve" if serves else "use"
+        text = f"rank {seat.rank} of {seat.size} cannot {do} a store at {seat.address}: {_reason(error)}"
+        raise CommError(text) from error
 
 
-def _watch(seat: Seat, store: Store, timeout_s: float, *, guards: bool) -> Watch:
+def _await_server(seat: Seat, timeout_s: float) -> None:
+    """Until somebody listens where the store should be. torch's own waiting is noisy, and may take twice as long."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((seat.host, seat.port), timeout=min(max(left, POLL_S), 2.0)).close()
+            return
+        except OSError as error:  # also where there is no such name: it may come
+            if left < 0:
+                who = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
+                raise CommError(
+                    f"{who} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: not "
+                    f"started, ended early, or cut off ({error.strerror or error})"
+                ) from error
+        time.sleep(POLL_S)
+
+
+def _watch(seat: Seat, store: Store, timeout_s: float) -> Watch:
     serves = seat.rank == 0 and not seat.agent
     own: Store = store.clone()  # type: ignore[attr-defined]
-    board = Board(own, seat.rank, seat.size, address=seat.address, serves=serves, agent=seat.agent)
-    watch = Watch(board, timeout_s, guards=guards)
-    watch.start()
-    return watch
+    return Watch(Board(own, seat.rank, seat.size, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
 
 
 def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s: float) -> None:
@@ -201,8 +218,7 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
                     _compare(seat, watch, mine, rank, json.loads(store.get(f"arrived/{rank}")))
                 elif not late:
                     break  # one look at a time is enough
-            if watch.verdict is not None:
-                raise CommError(watch.verdict)
+            watch.check()
             if missing and late:
                 have = "has" if len(missing) == 1 else "have"
                 text = (
@@ -212,7 +228,7 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
             if missing:
                 time.sleep(POLL_S)
     except RuntimeError as error:  # torch's, of the store
-        raise CommError(watch.find(str(error).partition("\n")[0])) from error
+        raise CommError(watch.find(_reason(error))) from error
 
 
 def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
@@ -220,3 +236,8 @@ def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: d
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
             raise CommError(watch.accuse(f"{text}; every rank must be started alike"))
+
+
+def _reason(error: RuntimeError) -> str:
+    """torch's errors go on with a stack trace."""
+    return str(error).partition("\n")[0]

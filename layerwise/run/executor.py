@@ -159,7 +159,7 @@ class Executor:
         differentiate: bool,
         number: int = 0,
     ) -> tuple[list[Tensor | None], Pass]:
-        """This rank's boxes of the outputs, from those of the inputs (constants are among `fed`). `number`: the step's."""
+        """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`). `number`: the step's."""
         values: dict[str, Tensor | None] = {}
         done = Pass()
         outputs: list[Tensor | None] = []

@@ -433,7 +433,8 @@ def _scaled(module: ParallelModule, executor: Executor, i: int, gradient: Tensor
     if module.io == "free" or (isinstance(op, Loss) and op.reduction == "sum"):
         return gradient
     share = module.share(batch)
-    return gradient * ((share.stop - share.start) / batch)
+    scaled: Tensor = gradient * ((share.stop - share.start) / batch)
+    return scaled
 
 
 def _sum_of_losses(mine: Tensor, comm: Comm) -> Tensor:

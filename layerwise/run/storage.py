@@ -105,7 +105,10 @@ class Writer(StorageWriter):
             for chunk in tensor.chunks:
                 file = stored[MetadataIndex(fqn, chunk.offsets)].file
                 chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file})
-            _check_whole(fqn, tensor)
+            try:
+                _check_whole(fqn, tensor)
+            except ValueError as error:
+                raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
             dtype = dtype_name(tensor.properties.dtype)
             tensors[fqn] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
         body: dict[str, JSON] = {
@@ -256,10 +259,10 @@ def _size(value: list[int]) -> torch.Size:
 
 
 def _check_whole(fqn: str, tensor: TensorStorageMetadata) -> None:
-    """Chunks are disjoint; so they are all of the tensor where they have as many elements."""
+    """ValueError where chunks are missing: they are disjoint, so all are there where they have as many elements."""
     for chunk in tensor.chunks:
         if not all(a + b <= extent for a, b, extent in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
-            raise LayerwiseError(f"checkpoint: a chunk of {fqn!r} lies outside its shape {tuple(tensor.size)}")
+            raise ValueError(f"a chunk of {fqn!r} lies outside its shape {tuple(tensor.size)}")
     saved, volume = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
     if saved != volume:
-        raise LayerwiseError(f"checkpoint: {saved} of the {volume} elements of {fqn!r} are held by a rank")
+        raise ValueError(f"{saved} of the {volume} elements of {fqn!r} are there")

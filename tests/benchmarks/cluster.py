@@ -108,7 +108,7 @@ def table(cell: Cell) -> Table:
         f"{cell['network']}: {cell['nodes']} nodes at {cell['link']}{quota}, batch {cell['batch']}, "
         f"{units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
     )
-    head = ("step", "range", "steps", f"× {against}", "sent", "busiest link", "in use", "predicted")
+    head = ("step", "range", "steps", f"× {against}", "CPU a rank", "sent", "busiest link", "in use", "predicted")
     result = Table("", *head, title=title, title_justify="left", box=None)
     for name, row in cell["variants"].items():
         times, faster = row["times_s"], speed(cell, name, against)
@@ -119,6 +119,7 @@ def table(cell: Cell) -> Table:
             f"{units(min(times), 's')} – {units(max(times), 's')}",
             str(len(times)),
             "" if faster is None else f"{faster:.2f}×",
+            units(row["cpu_s"], "s"),
             units(row["sent_bytes"], "B") + ("" if row.get("as_predicted", True) else " ≠ predicted"),
             units(row["busiest_link_bytes"], "B"),
             "" if use is None else f"{use:.0%}",
@@ -166,7 +167,7 @@ def main() -> None:
         p.error(f"--only: no {unknown[0]!r}, there are {', '.join(KINDS)}")
     for rate in args.rates:
         parse_rate(rate)
-    console, cells = Console(width=140), []
+    console, cells = Console(width=150), []
     for kind in args.only:
         limits = KINDS[kind]
         for nodes in map(int, args.nodes):

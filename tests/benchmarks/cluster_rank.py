@@ -55,6 +55,7 @@ class Record:
     """What was measured of a variant: seconds a step, and bytes a step through this node's link and handed over."""
 
     times: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # seconds a step of all threads of this rank
     losses: list[float] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
@@ -67,7 +68,7 @@ def block(variant: Variant, steps: int, record: Record) -> float:
     counted = getattr(getattr(variant.module, "comm", None), "sent", None)
     dist.barrier()
     payload = Counter(counted or {})
-    (received, sent), end, longest = wire(), time.perf_counter(), 0.0
+    (received, sent), cpu, end, longest = wire(), time.process_time(), time.perf_counter(), 0.0
     for _ in range(steps):
         if takes_part:
             record.losses.append(variant.step())
@@ -76,6 +77,7 @@ def block(variant: Variant, steps: int, record: Record) -> float:
         record.times.append(end - last)
         longest = max(longest, end - last)
     now = wire()
+    record.cpu.append((time.process_time() - cpu) / steps)
     record.received.append((now[0] - received) / steps)
     record.sent.append((now[1] - sent) / steps)
     if counted is not None:
@@ -169,6 +171,7 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
     result: dict[str, object] = {
         "step_s": step_s,
         "times_s": records[0].times,
+        "cpu_s": statistics.mean(statistics.median(r.cpu) for r in records),
         "losses": records[0].losses,
         "sent_bytes": float(sum(payload.values()) or variant.sent),
         "busiest_link_bytes": busiest,

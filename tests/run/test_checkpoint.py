@@ -195,7 +195,8 @@ def test_only_what_a_rank_owns_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(storage, "safe_open", Recorder)
     for module in resumed(tmp_path, OPTIMIZERS["adam"], 3, 2, 0, torch.float32):
-        adam = sum(2 * tensor.numel() for name, tensor in module.held.items() if name in gradients(0))
+        trained_here = [t for name, t in module.held.items() if name in gradients(0) and t.dim()]
+        adam = sum(3 * tensor.numel() for tensor in trained_here)  # AMSGrad; what is of a scalar is in the JSON
         held = sum(tensor.numel() for tensor in module.held.values())
         assert read[f"rank {module.comm.rank}"] == held + adam
 
@@ -453,7 +454,7 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
         (lambda b: b["tensors"]["conv.bias"]["chunks"].clear(), "0 of the 5 elements of 'conv.bias'"),
         (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[-1]), "makes no sense"),
         (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[1]), "outside its shape"),
-        (lambda b: b["tensors"]["conv.bias"].update(shape=[2**70]), "makes no sense"),
+        (lambda b: b["tensors"]["conv.bias"].update(shape=[2**70]), "5 of the 1180591620717411303424 elements"),
         (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[]), "makes no sense"),
         (lambda b: b["about"].pop("steps"), "makes no sense"),
         (lambda b: b["about"].update(steps=-1), "makes no sense"),
@@ -551,7 +552,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 def test_ranks_that_disagree(tmp_path: Path) -> None:
     def told(change: Callable[[CutModule, torch.optim.Optimizer], torch.optim.Optimizer | None]) -> str:
         def run(comm: ThreadComm) -> str:
-            module = CutModule(comm, tensors(0), cutting(tensors(0), 2, 3))
+            module = CutModule(comm, tensors(0), cutting(tensors(0), 2, 5))  # two parameters are cut
             made: torch.optim.Optimizer | None = OPTIMIZERS["adam"](module.parameters())
             assert made is not None
             train(module, made, 1)

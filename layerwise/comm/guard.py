@@ -1,0 +1,81 @@
+"""Guard: a thread that ends the process with a word where its main thread cannot: it may be inside torch for long.
+
+It never touches the network. SIGTERM reaches it through a pipe, as Python's own handlers wait for the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Final, NoReturn
+
+from layerwise.comm.watch import Watch
+
+TICK_S: Final = 1.0
+GRACE_S: Final = 3.0  # for the main thread to end by itself
+
+
+class Guard:
+    """Ends this process when it is told to (SIGTERM), when a communication is overdue, and when another rank has failed
+    and the main thread does not come to hear of it. `start` it in the main thread.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._has_signal = False
+
+    def start(self) -> None:
+        """SIGTERM is taken over where nobody else has."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._has_signal = True
+            os.register_at_fork(after_in_child=self.release)  # the SIGTERM of a data loader's worker is none of ours
+        threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
+
+    def release(self) -> None:
+        """SIGTERM does again what it did."""
+        if self._has_signal and threading.current_thread() is threading.main_thread():
+            self._has_signal = False
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read], [], [], TICK_S)
+            if ready and signal.SIGTERM in os.read(self._read, 64):
+                self._terminated()
+            elif not self._watch.told:
+                self._look()
+
+    def _terminated(self) -> None:
+        """SIGTERM: most often because another rank has died, and torchrun ends the others."""
+        watch = self._watch
+        stopped = f"{watch.me} was stopped from outside (SIGTERM) {watch.where}"
+        text = watch.verdict or watch.find("SIGTERM", otherwise=stopped)
+        self._end(text, 128 + signal.SIGTERM if text == stopped else 2)
+
+    def _look(self) -> None:
+        watch, now = self._watch, time.monotonic()
+        if watch.verdict is not None and now - watch.heard_s > GRACE_S:
+            self._end(watch.verdict, 2)
+        what = watch.waits_for if watch.waits_for and now > watch.due_s else watch.overdue()
+        if what:
+            self._end(f"{watch.find('overdue')}; this rank was in {what}", 2)
+
+    def _end(self, text: str, code: int) -> NoReturn:
+        if self._watch.told:  # the main thread is about to say the same
+            time.sleep(GRACE_S)
+        else:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os.write(2, f"layerwise: error: {' '.join(text.split())}\n".encode(errors="backslashreplace"))
+        os._exit(code)

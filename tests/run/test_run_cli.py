@@ -1,0 +1,294 @@
+"""layerwise run, as a user and as a program see it: in this process with one rank, under torchrun with two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from layerwise.__main__ import dispatch
+from layerwise.cli import run_main
+from layerwise.run.__main__ import parser
+from tests.run.small_plans import plan
+
+MLP = "mlp:64x12x10"
+RESULT = {
+    "model", "io", "world_size", "steps", "losses", "accuracy", "step_time_s", "bytes_sent", "bytes_predicted",
+    "compare",
+}  # fmt: skip
+Run = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test in a directory of its own, with plans in it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    plan(MLP, 8, 1).save("one.json")
+    plan(MLP, 8, 2, {"0": {"n": 2}, "2": {"c": 2}}).save("two.json")
+    plan(MLP, 8, 2, {"0": {"c": 2}, "2": {"c": 2}}, "free").save("free.json")
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command that must succeed; returns its stdout."""
+
+    def go(*argv: str) -> str:
+        assert run_main(dispatch, ["run", *argv]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return go
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+
+
+def torchrun(*argv: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, "-m", "layerwise.run", *argv], capture_output=True, text=True, timeout=300, env=environment()
+    )
+
+
+def strict(text: str) -> Any:
+    """JSON without NaN."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+# ------------------------------------------------------------------------------------------------------ one rank
+
+
+def test_one_rank_without_torchrun(run: Run) -> None:
+    out = run("one.json", "--steps", "3")
+    assert f"{MLP} on 1 ranks, 8 samples a batch, io sample" in out
+    assert "digits: 1,438 samples to train on, 359 held out" in out
+    lines = re.findall(r"^step (\d)/3  epoch 1  loss (\S+)  \S+ [mµ]?s  \S+ samples/s$", out, re.MULTILINE)
+    assert [number for number, _ in lines] == ["1", "2", "3"]
+    assert re.search(r"accuracy +\d+\.\d\d% of the held-out samples", out)
+
+
+def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(dispatch, ["run", "one.json", "--steps", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = strict(out)
+    assert set(result) == RESULT
+    assert (result["model"], result["io"], result["world_size"], result["steps"]) == (MLP, "sample", 1, 3)
+    assert len(result["losses"]) == 3
+    assert result["bytes_sent"] == {"transfers": 0, "sync": 0, "statistics": 0}
+    assert result["bytes_predicted"] == {"transfers": None, "sync": None, "statistics": None}  # a plan by hand
+    assert result["compare"] is None
+    assert "step 3/3" in err
+
+
+def test_training_learns_and_follows_the_seed(run: Run) -> None:
+    flags = ("one.json", "--optimizer", "adam", "--epochs", "2", "--json")
+    first = strict(run(*flags))
+    assert first["steps"] == 2 * 180
+    assert first["accuracy"] > 0.85
+    assert first["losses"][-1] < first["losses"][0] / 2
+    again, other = strict(run(*flags, "--seed", "0")), strict(run(*flags, "--seed", "1"))
+    assert again["losses"] == first["losses"]
+    assert other["losses"] != first["losses"]
+
+
+def test_initial_values_from_a_file(run: Run) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"0.weight": (12, 64), "0.bias": (12,), "2.weight": (10, 12), "2.bias": (10,)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, "zeros.safetensors")
+    save_file({name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}, "some.safetensors")
+    zeros = strict(run("one.json", "--steps", "1", "--json", "--weights", "zeros.safetensors"))
+    assert zeros["losses"] == [pytest.approx(2.302585, abs=1e-6)]  # log 10
+    some = strict(run("one.json", "--steps", "2", "--json", "--compare-single", "--weights", "some.safetensors"))
+    assert some["losses"][0] > 3
+    assert some["compare"]["loss"] == 0
+
+
+def test_a_loss_that_is_no_number_is_null(run: Run) -> None:
+    result = strict(run("one.json", "--steps", "8", "--lr", "1e30", "--json"))
+    assert result["losses"][-1] is None
+    assert "no finite number any more: try a smaller --lr" in run("one.json", "--steps", "8", "--lr", "1e30")
+
+
+def test_stopping_and_going_on_is_the_same_as_not_stopping(run: Run) -> None:
+    flags = ("one.json", "--optimizer", "adam", "--data", "synthetic", "--json", "--dtype", "float64")
+    whole = strict(run(*flags, "--steps", "9"))
+    assert whole["accuracy"] is None
+    first = strict(run(*flags, "--steps", "4", "--checkpoint", "ck", "--resume"))
+    rest = strict(run(*flags, "--steps", "9", "--checkpoint", "ck", "--resume", "--compare-single"))
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert rest["compare"] == {"loss": 0, "gradients": 0, "parameters": 0, "buffers": 0}
+    done = strict(run(*flags, "--steps", "9", "--checkpoint", "ck", "--resume"))
+    assert (done["steps"], done["losses"], done["step_time_s"], done["bytes_sent"]) == (0, [], None, None)
+
+
+def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("one.json", "--checkpoint", "ck", "--resume", "--steps", "3")
+    assert "no checkpoint in ck: starting anew" in run(*flags, "--checkpoint-every", "2")
+    assert sorted(path.name for path in Path("ck").iterdir()) == ["step-00000002", "step-00000003"]
+    assert "going on from ck/step-00000003" in run(*flags)
+    assert "nothing to do: the checkpoint has 3 steps already" in run(*flags)
+    assert run_main(dispatch, ["run", *flags, "--seed", "3"]) == 2
+    assert "was trained with seed 0, here it is 3" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ mistakes
+
+BAD = [
+    ("two.json", "the plan is for 2 ranks, there is 1: start them with torchrun --nproc-per-node 2"),
+    ("missing.json", "plan 'missing.json' cannot be read"),
+    ("one.json --data cifar", "unknown data 'cifar'"),
+    ("one.json --data no.module:f", "raised ModuleNotFoundError"),
+    ("one.json --steps 0", "'0' is not a whole number of at least 1"),
+    ("one.json --epochs two", "'two' is not a whole number of at least 1"),
+    ("one.json --steps 3 --epochs 1", "not allowed with"),
+    ("one.json --lr 0", "'0' is not a number above 0"),
+    ("one.json --lr nan", "'nan' is not a number above 0"),
+    ("one.json --momentum 1", "'1' is not a number of at least 0 and below 1"),
+    ("one.json --accumulate 1000", "too few for one step of the plan's batch of 8 and --accumulate 1000"),
+    ("one.json --dtype float16", "invalid choice: 'float16'"),
+    ("one.json --optimizer lion", "invalid choice: 'lion'"),
+    ("one.json --resume", "need --checkpoint DIR"),
+    ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
+    ("one.json --compare-single --local-batch-norm", "leave out --compare-single"),
+    ("one.json --trace missing/t.json", "'missing/t.json' cannot be written"),
+    ("one.json --weights missing.safetensors", "weights 'missing.safetensors' cannot be read as safetensors"),
+    ("one.json --weights one.json", "weights 'one.json' cannot be read as safetensors"),
+    ("one.json --timeout 0", "'0' is not a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD, ids=[line for line, _ in BAD])
+def test_mistakes(line: str, reason: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(here.iterdir())
+    assert run_main(dispatch, ["run", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("layerwise: error: ")
+    assert err.count("\n") == 1
+    assert reason in err
+    assert sorted(here.iterdir()) == before
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        dispatch(["run", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "layerwise.search lenet5 --gpus 2 --global-batch 64 --out plan.json" in text
+    assert "torchrun --nproc-per-node 2 -m layerwise.run plan.json --data mnist5k" in text
+    for action in parser()._actions:
+        assert action.help
+    for command in re.findall(r"-m layerwise\.run ([^\n]*(?:\\\n[^\n]*)?)", text):
+        parser().parse_args(command.replace("\\\n", " ").split())  # the examples are valid
+
+
+def test_ctrl_c() -> None:
+    command = [sys.executable, "-m", "layerwise.run", "one.json", "--epochs", "500"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "layerwise: interrupted\n"
+
+
+# ------------------------------------------------------------------------------------------------------ two ranks
+
+
+def test_two_ranks_equal_one_device() -> None:
+    flags = ("--dtype", "float64", "--steps", "4", "--compare-single", "--json", "--checkpoint", "ck")
+    first = torchrun("two.json", *flags, "--trace", "trace.json", "--accumulate", "2", "--clip-norm", "0.5")
+    assert first.returncode == 0, first.stderr
+    result = strict(first.stdout)
+    assert set(result) == RESULT
+    assert (result["world_size"], result["steps"], len(result["losses"])) == (2, 4, 4)
+    assert set(result["compare"]) == {"loss", "gradients", "parameters", "buffers"}
+    assert max(result["compare"].values()) < 1e-9
+    # Float64. A step of two batches of 8: 4 x 12 of the hidden layer to the other rank, and back its gradient; then
+    # 5 of 10 outputs for 4 samples to the other, and back. One sum of 12 x 65 gradients by two ranks.
+    assert result["bytes_sent"] == {
+        "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "statistics": 0,
+    }  # fmt: skip
+    assert first.stderr.count("step 4/4") == 1  # rank 0 alone speaks
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    for pid in (0, 1):
+        names = {event["name"] for event in events if event["pid"] == pid and event["ph"] == "X"}
+        assert {"0", "2", "0 -> 2"} <= names
+    # Another plan goes on where this one stopped, as one device would.
+    flags = ("--dtype", "float64", "--steps", "6", "--checkpoint", "ck", "--resume", "--accumulate", "2")
+    rest = torchrun("free.json", *flags, "--clip-norm", "0.5", "--json", "--compare-single")
+    assert rest.returncode == 0, rest.stderr
+    assert "going on from ck/step-00000008" in rest.stderr  # forwards: two a step
+    assert max(strict(rest.stdout)["compare"].values()) < 1e-9
+    alone = subprocess.run(
+        [sys.executable, "-m", "layerwise.run", "one.json", "--dtype", "float64", "--steps", "6", "--json"]
+        + ["--accumulate", "2", "--clip-norm", "0.5"],
+        capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    losses = result["losses"] + strict(rest.stdout)["losses"]
+    assert losses == pytest.approx(strict(alone.stdout)["losses"], rel=1e-9)
+    assert strict(rest.stdout)["accuracy"] == strict(alone.stdout)["accuracy"]
+
+
+NOISY = """
+import torch
+def data():
+    import os
+    torch.manual_seed(int(os.environ["RANK"]))
+    return torch.rand(40, 64), torch.randint(10, (40,))
+"""
+
+
+def test_ranks_with_different_data_are_refused(here: Path) -> None:
+    (here / "noisy.py").write_text(NOISY)
+    done = torchrun("two.json", "--data", "noisy:data")
+    assert done.returncode != 0
+    assert "the ranks differ in data" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_mistake_under_torchrun_is_told_once() -> None:
+    done = torchrun("missing.json")
+    assert done.returncode != 0
+    assert done.stderr.count("layerwise: error: plan 'missing.json' cannot be read") == 1
+    assert 'Traceback (most recent call last):\n  File "' + str(Path(__file__).parents[2]) not in done.stderr
+
+
+def test_a_difference_ends_with_1(here: Path) -> None:
+    """float32 is not float64: what is allowed there is a mistake here."""
+    (here / "strict_run.py").write_text(
+        "import sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run import compare\n"
+        "compare.ALLOWED['float32'] = 1e-15\n"
+        "from layerwise.run.__main__ import main\n"
+        "sys.exit(run_main(main))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "strict_run.py"]
+    done = subprocess.run(
+        [*command, "two.json", "--steps", "3", "--compare-single"],
+        capture_output=True, text=True, timeout=300, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "more than 1e-15, which float32 allows" in done.stdout
+    assert "exitcode  : 1 " in done.stderr
