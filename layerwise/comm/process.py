@@ -66,7 +66,7 @@ class ProcessComm(MessageComm):
         lane = self._lane(kind)
         for group in groups:
             if len(group) > 1 and group not in lane:
-    XX                    lane[group] = self._new_group(group)
+                lane[group] = self._new_group(group)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
@@ -202,9 +202,7 @@ class ProcessComm(MessageComm):
             raise
         except RuntimeError as error:  # a peer closed the connection, or the time is over
             reason = str(error).partition("\n")[0]
-            text = self._watch.find(reason)
-            self._watch.told = True
-            raise CommError(f"{text}; this rank was {now[0]}") from error
+            raise self._watch.error(f"{self._watch.find(reason)}; this rank was {now[0]}") from error
         finally:
             self._watch.leave()
 

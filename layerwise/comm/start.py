@@ -86,7 +86,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        raise CommError(f"{watch.find(_reason(error))}; this rank was connecting to the others") from error
+        raise watch.error(f"{watch.find(_reason(error))}; this rank was connecting to the others") from error
     watch.leave()
     return ProcessComm(where, timeout_s, watch, nccl=backend == "nccl")
 
@@ -207,7 +207,7 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
     until = time.monotonic() + timeout_s
     try:
         if store.add(f"taken/{seat.rank}", 1) > 1:
-            raise CommError(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
+            raise watch.error(watch.accuse(f"two processes say that they are rank {seat.rank} of {seat.size}"))
         store.set(f"arrived/{seat.rank}", json.dumps(mine))
         missing = [rank for rank in range(seat.size) if rank != seat.rank]
         while missing:
@@ -224,18 +224,18 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
                 text = (
                     f"{ranks(missing, seat.size)} {have} not arrived within {timeout_s:g} s: not started, ended early"
                 )
-                raise CommError(watch.accuse(f"{text}, or without a way to {seat.address}"))
+                raise watch.error(watch.accuse(f"{text}, or without a way to {seat.address}"))
             if missing:
                 time.sleep(POLL_S)
     except RuntimeError as error:  # torch's, of the store
-        raise CommError(watch.find(_reason(error))) from error
+        raise watch.error(watch.find(_reason(error))) from error
 
 
 def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
     for name, value in mine.items():
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
-            raise CommError(watch.accuse(f"{text}; every rank must be started alike"))
+            raise watch.error(watch.accuse(f"{text}; every rank must be started alike"))
 
 
 def _reason(error: RuntimeError) -> str:

@@ -72,8 +72,12 @@ class Watch:
     def check(self) -> None:
         """Raises CommError where the run has failed."""
         if self._board.verdict is not None:
-            self.told = True
-            raise CommError(self._board.verdict)
+            raise self.error(self._board.verdict)
+
+    def error(self, text: str) -> CommError:
+        """For the main thread to raise."""
+        self.told = True
+        return CommError(text)
 
     @property
     def verdict(self) -> str | None:
