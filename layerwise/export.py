@@ -32,17 +32,18 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is from:
-every parameter and buffer under the names that the original model gives it, tied
-ones under each of their names. The optimizer's state stays behind. One tensor is in
-memory at a time; neither GPUs nor other ranks are needed. The checkpoint is verified
-first, and OUT appears whole or not at all.""",
+        description="""Makes one state dict of a checkpoint, whatever plan and number of ranks it is
+from: every parameter and buffer under the names that the original model gives
+it, tied ones under each of their names. The optimizer's state stays behind. One
+tensor is in memory at a time; neither GPUs nor other ranks are needed. The
+checkpoint is verified first, and OUT appears whole or not at all.""",
         epilog="""example:
   torchrun --nproc-per-node 4 -m layerwise.run plan.json --checkpoint runs/a
   layerwise export runs/a model.safetensors
 
 and then, without layerwise:
-  model.load_state_dict(safetensors.torch.load_file("model.safetensors"), strict=True)""",
+  state = safetensors.torch.load_file("model.safetensors")
+  model.load_state_dict(state, strict=True)""",
     )
     p.add_argument(
         "checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,6 +149,12 @@ def ranks(which: Sequence[int], size: int | None) -> str:
     if len(names) == 1:
         return f"rank {names[0]}{of}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}{of}"
+
+
+def reason(error: BaseException) -> str:
+    """The words of one of torch's errors, without the places in its source and the stack trace."""
+    first = str(error).partition("\n")[0]
+    return re.sub(r"^\[/[^\]]*\] ", "", first) or type(error).__name__
 
 
 def _pack(facts: Mapping[str, str]) -> str:

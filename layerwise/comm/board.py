@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from layerwise.comm.base import ranks
+from layerwise.comm.base import ranks, reason
 from layerwise.comm.signs import Sign, unpack
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ class Board:
             )
         return f"{ranks([0], self.size)} is gone: its store at {self.address} no longer answers ({self.lost})"
 
-    def silent_text(self, reason: str) -> str:
+    def silent_text(self, why: str) -> str:
         """Says that the store does not even refuse."""
         silent = time.monotonic() - self.contact_s
         who = "torchrun" if self.agent else "rank 0"
         return (
             f"{ranks([self.rank], self.size)} has had no answer for {silent:.0f} s from the store at {self.address}"
-            f" ({who}): the network of one of the two is cut ({reason})"
+            f" ({who}): the network of one of the two is cut ({why})"
         )
 
     def _hear(self, verdict: bytes) -> None:
@@ -101,7 +101,7 @@ class Board:
         try:
             result = do()
         except RuntimeError as error:  # torch.distributed.DistError and its kin
-            self.lost = str(error).partition("\n")[0] or "no reason given"
+            self.lost = reason(error)
             return otherwise
         self.contact_s = time.monotonic()
         return result

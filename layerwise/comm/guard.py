@@ -59,6 +59,8 @@ class Guard:
     def _terminated(self) -> None:
         """SIGTERM: most often because another rank has died, and torchrun ends the others."""
         watch = self._watch
+        if not watch.alive:  # nobody else minds
+            os._exit(128 + signal.SIGTERM)
         stopped = f"{watch.me} was stopped from outside (SIGTERM) {watch.where}"
         text = watch.verdict or watch.find("SIGTERM", otherwise=stopped)
         self._end(text, 128 + signal.SIGTERM if text == stopped else 2)

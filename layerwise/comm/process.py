@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.distributed as dist
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
@@ -32,8 +32,10 @@ SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has
 LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
 
 # Renamed in torch 2.13, which warns of the old names.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class ProcessComm(MessageComm):
@@ -109,7 +111,8 @@ class ProcessComm(MessageComm):
             return super().all_gather(out, mine, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(mine)
         with self._during(what):
-            _all_gather(out.view(-1), mine.contiguous().view(-1), group=self._lane(kind)[group])
+            flat = mine.contiguous().view(-1)
+            self._wait(_all_gather(out.view(-1), flat, group=self._lane(kind)[group], async_op=True), what)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange and a sum."""
@@ -117,7 +120,8 @@ class ProcessComm(MessageComm):
             return super().reduce_scatter(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(out)
         with self._during(what):
-            _reduce_scatter(out.view(-1), parts.contiguous().view(-1), group=self._lane(kind)[group])
+            flat = parts.contiguous().view(-1)
+            self._wait(_reduce_scatter(out.view(-1), flat, group=self._lane(kind)[group], async_op=True), what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange."""
@@ -125,7 +129,8 @@ class ProcessComm(MessageComm):
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
         with self._during(what):
-            dist.all_to_all_single(out, parts.contiguous(), group=self._lane(kind)[group])
+            work = dist.all_to_all_single(out, parts.contiguous(), group=self._lane(kind)[group], async_op=True)
+            self._wait(work, what)
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """torch.distributed's, started here."""
@@ -178,18 +183,22 @@ class ProcessComm(MessageComm):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made
 
-    def _wait(self, work: dist.Work, what: str) -> None:
+    def _wait(self, work: dist.Work | None, what: str) -> None:
+        """With NCCL this returns at once: the GPU waits."""
+        assert work is not None
         work.wait()
-        if self.collectives:
-            self._last = work, what, time.monotonic()
+        self._last = work, what, time.monotonic()
 
     def _overdue(self) -> str:
         """What NCCL has not done within the time-out, though nobody waits for it on the CPU."""
-        if self._last is not None:
-            work, what, since = self._last
-            if time.monotonic() - since > self._timeout_s and not work.is_completed():
-                return what
-        return ""
+        if self._last is None:
+            return ""
+        work, what, since_s = self._last
+        try:
+            late = time.monotonic() - since_s > self._timeout_s and not work.is_completed()
+        except RuntimeError:  # it failed
+            late = True
+        return what if late else ""
 
     @contextmanager
     def _during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
@@ -201,8 +210,7 @@ class ProcessComm(MessageComm):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a peer closed the connection, or the time is over
-            reason = str(error).partition("\n")[0]
-            raise self._watch.error(f"{self._watch.find(reason)}; this rank was {now[0]}") from error
+            raise self._watch.error(f"{self._watch.find(reason(error))}; this rank was {now[0]}") from error
         finally:
             self._watch.leave()
 

@@ -53,7 +53,8 @@ def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s
     ]
     if len(which) == 1:
         return f"{ranks(which, size)} is gone (last sign {last[0]}): killed, or its network is cut"
-    return f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut"
+    or_here = ", or that of the only other one" if len(which) == size - 1 else ""
+    return f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut{or_here}"
 
 
 def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: str) -> str:

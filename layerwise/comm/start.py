@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from layerwise.comm.base import Comm, CommError, ranks
+from layerwise.comm.base import Comm, CommError, ranks, reason
 from layerwise.comm.board import Board
 from layerwise.comm.guard import Guard
 from layerwise.comm.process import SLACK_S, ProcessComm
@@ -86,7 +86,7 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        raise watch.error(f"{watch.find(_reason(error))}; this rank was connecting to the others") from error
+        raise watch.error(f"{watch.find(reason(error))}; this rank was connecting to the others") from error
     watch.leave()
     return ProcessComm(where, timeout_s, watch, nccl=backend == "nccl")
 
@@ -173,7 +173,7 @@ def _connect(seat: Seat, timeout_s: float) -> Store:
         )
     except RuntimeError as error:
         do = "serve" if serves else "use"
-        text = f"rank {seat.rank} of {seat.size} cannot {do} a store at {seat.address}: {_reason(error)}"
+        text = f"rank {seat.rank} of {seat.size} cannot {do} a store at {seat.address}: {reason(error)}"
         raise CommError(text) from error
 
 
@@ -228,7 +228,7 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
             if missing:
                 time.sleep(POLL_S)
     except RuntimeError as error:  # torch's, of the store
-        raise watch.error(watch.find(_reason(error))) from error
+        raise watch.error(watch.find(reason(error))) from error
 
 
 def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: dict[str, str]) -> None:
@@ -236,8 +236,3 @@ def _compare(seat: Seat, watch: Watch, mine: dict[str, str], rank: int, other: d
         if other.get(name) != value:
             text = f"the ranks differ in {name}: {value} on rank {seat.rank}, {other.get(name)} on rank {rank}"
             raise watch.error(watch.accuse(f"{text}; every rank must be started alike"))
-
-
-def _reason(error: RuntimeError) -> str:
-    """torch's errors go on with a stack trace."""
-    return str(error).partition("\n")[0]

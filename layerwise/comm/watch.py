@@ -110,6 +110,11 @@ class Watch:
         """Tells all ranks but those that are gone what has failed. Returns what they believe: the first claim."""
         return self._ask(_Question((claim, list(gone)))) or claim
 
+    @property
+    def alive(self) -> bool:
+        """Until it is told to stop."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """No more signs of life; the last one says that this rank's run is over."""
         self._questions.put(_Question(last=True))
@@ -164,4 +169,5 @@ class Watch:
     def _sign(self, *, ended: bool = False) -> Sign:
         self._count += 1
         since = time.monotonic() - self._since_s
-        return Sign(self._count, time.time(), self._step, self._layer, self.waits_for, since, ended)
+        waits_for = self.waits_for or self.overdue()
+        return Sign(self._count, time.time(), self._step, self._layer, waits_for, since, ended)

@@ -23,18 +23,20 @@ from layerwise.run.report import beginning, ending, steps_shown
 from layerwise.run.session import Session
 from layerwise.run.train import OPTIMIZERS, Settings
 
-PATIENCE_S = 5.0  # of ranks other than 0, before they report a mistake that all ranks can see
+PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
 EPILOG = """examples:
   python -m layerwise.search lenet5 --gpus 2 --global-batch 64 --out plan.json
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json --data mnist5k --epochs 3
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json --data mnist5k
       search first, then train with as many processes as the plan has GPUs
   torchrun --nproc-per-node 2 -m layerwise.run plan.json --dtype float64 \\
       --steps 10 --compare-single
       the same ten steps on one device, and how far the numbers are apart
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json --checkpoint ck --resume
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
+    --checkpoint ck --resume
       goes on where it was stopped, also with another plan or number of ranks
-  torchrun --nproc-per-node 2 -m layerwise.run plan.json --steps 5 --trace t.json
+  torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
+    --steps 5 --trace t.json
       what every rank does when: open t.json in ui.perfetto.dev
 
 NCCL carries the tensors where every rank has a GPU, else gloo. A plan for one

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm
+from layerwise.comm.process import ProcessComm
 from layerwise.comm.start import leave, start
 from tests.comm.pool import context, environment
 
@@ -192,9 +195,28 @@ def goes_on(comm: Comm) -> None:
 
 
 def ends_well(comm: Comm) -> None:
-    """With 20 steps, and checks that every rank got what it should."""
+    """With 20 steps, in which a worker process (as a data loader has) is sent SIGTERM."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
     ring(comm, 20)
     comm.handshake({"plan": "abc", "torch": torch.__version__})
+
+
+def overdue_on_the_gpu(comm: Comm) -> None:
+    """As with NCCL: rank 1 never starts what the others have started; only their GPUs wait for it."""
+
+    class Work:
+        def is_completed(self) -> bool:
+            return False
+
+    assert isinstance(comm, ProcessComm)
+    comm.at(3, "weights")
+    if comm.rank != 1:
+        comm._last = (cast("dist.Work", Work()), "gradients", time.monotonic())
+    time.sleep(100)
 
 
 def differs(comm: Comm) -> None:

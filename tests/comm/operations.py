@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Kind
+from layerwise.comm.start import join_default_group
 
 Shape = tuple[int, ...]
 
@@ -119,6 +120,12 @@ def as_with_nccl(comm: Comm, name: str) -> Counter[Kind]:
         comm.collectives = False
 
 
+def over_the_users_group(comm: Comm, name: str) -> Counter[Kind]:
+    """A second Comm, over the default group that the first one left behind."""
+    with join_default_group(comm.device) as own:
+        return reductions(own, name)
+
+
 def texts(comm: Comm) -> list[str]:
     """Of uneven lengths, one of them empty."""
     comm.barrier()
@@ -126,6 +133,11 @@ def texts(comm: Comm) -> list[str]:
     comm.handshake({"plan": "abc", "note": ""})
     comm.handshake({})
     return told
+
+
+def divide(comm: Comm, by: int) -> float:
+    """For an error."""
+    return comm.rank / by
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from layerwise.comm.base import Comm, CommError, all_reduce_bytes, ranks
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from tests.comm import operations
-from tests.comm.pool import run_ranks
+from tests.comm.pool import RankError, run_ranks
 
 DTYPES = ["float32", "float64", "bfloat16", "int64"]
 USES = ["messages", "collectives", "reductions"]
@@ -38,6 +38,20 @@ def test_the_collectives_that_nccl_is_asked_for(size: int) -> None:
     counts = run_ranks(size, "tests.comm.operations:as_with_nccl", "float32")
     total = sum(count["transfers"] for count in counts if isinstance(count, Counter))
     assert total == operations.expected_bytes("collectives", size, 4)["transfers"]
+
+
+def test_a_comm_over_the_users_default_group() -> None:
+    total: Counter[str] = Counter()
+    for count in run_ranks(3, "tests.comm.operations:over_the_users_group", "float64"):
+        assert isinstance(count, Counter)
+        total += count
+    assert dict(total) == operations.expected_bytes("reductions", 3, 8)
+
+
+def test_an_error_in_a_pool_is_raised_here_and_the_next_call_works() -> None:
+    with pytest.raises(RankError, match="rank [01] of 2: (.|\n)*ZeroDivisionError"):
+        run_ranks(2, "tests.comm.operations:divide", 0)
+    assert run_ranks(2, "tests.comm.operations:texts") == [["", "é"]] * 2
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -47,6 +47,7 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "differs": lambda: Run(faults.differs, 3).ends(),
     "SIGTERM": sigterm_of_rank_2,
     "torchrun": as_torchrun_does,
+    "overdue": lambda: Run(faults.overdue_on_the_gpu, 3, timeout_s=2).ends(),
     "good": lambda: Run(faults.ends_well, 3).ends(),
 }
 
@@ -93,6 +94,12 @@ def test_an_error_of_one_rank_is_told_by_all(ends: Callable[[str], Ends], failed
 
 def test_a_stuck_rank_is_named_and_ended(ends: Callable[[str], Ends]) -> None:
     check(ends("stuck"), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150 in layer ring, outside", 20)
+
+
+def test_what_hangs_on_a_gpu_is_ended(ends: Callable[[str], Ends]) -> None:
+    stuck = r"rank 1 of 3 is alive but stuck: for \d s at step 3 in layer weights, outside of communication"
+    check(ends("overdue"), [0, 1, 2], stuck, 15)
+    assert any(end.last.endswith("; this rank was in gradients") for end in ends("overdue").values())
 
 
 def test_ranks_that_wait_for_each_other(ends: Callable[[str], Ends]) -> None:

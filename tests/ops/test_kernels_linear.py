@@ -133,13 +133,32 @@ def test_attention_with_dropout(data: st.DataObject) -> None:
     zeroed = uniform(5, Box((0,) * len(shape), shape), shape, dtype=torch.float64) < op.dropout
 
     def reference(*t: Tensor) -> Tensor:
-        return attended(op, *t, *(() if op.mask else (None,)), zeroed if training else None)
+        return attended(op, *t[:3], t[3] if op.mask else None, zeroed if training else None)
 
-    if not training:
-        op_eval = Attention(plain.causal, plain.mask, plain.scale)
-        reference = lambda *t: attended(op_eval, *t)  # noqa: E731
     cuts = data.draw(degrees(space(op, tuple(specs))))
     check_kernel(op, specs, cuts, reference, inputs=tensors(specs), training=training, seed=5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cuts", [(2, 2, 3, 1), (1, 1, 5, 1), (1, 1, 1, 1)])
+def test_groups_of_queries(dropout: float, causal: bool, cuts: tuple[int, ...]) -> None:
+    q, kv = TensorSpec((2, 6, 5, 3), DIMS), TensorSpec((2, 2, 7, 3), DIMS)
+    op, shape = Attention(causal, dropout=dropout), (2, 6, 5, 7)
+    zeroed = uniform(5, Box((0,) * 4, shape), shape, dtype=torch.float64) < dropout
+    check_kernel(op, [q, kv, kv], cuts, lambda *t: attended(op, *t, None, zeroed), seed=5)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+def test_a_mask_of_one_dimension(dtype: str) -> None:
+    """Of keys (padding): PyTorch's own wants two."""
+    x, mask = TensorSpec((2, 2, 4, 3), DIMS), TensorSpec((4,), (None,), dtype)
+    seen = torch.tensor([True, True, False, True])
+    given = seen if dtype == "bool" else torch.where(seen, 0.5, -torch.inf).double()
+    for op in (Attention(mask=True), Attention(True, True)):
+        check_kernel(
+            op, [x, x, x, mask], (1, 2, 2, 1), lambda *t, o=op: attended(o, *t), inputs=[*values([x] * 3), given]
+        )
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -277,6 +277,12 @@ def test_overlapping_pools(mode: Literal["max", "average"], ceil: bool) -> None:
             check_kernel(op, [TensorSpec((2, 3, 13, 14), IMAGES[2])], cuts, lambda t, op=op: pooled(op, t))
 
 
+def test_a_window_of_padding_alone_averages_to_zero() -> None:
+    """As PyTorch has it, though it divides by none."""
+    op = Pool("average", (2,), (2,), ((2, 1),), (1,), count_include_pad=False)
+    check_kernel(op, [TensorSpec((1, 2, 5), IMAGES[1])], (1, 1, 1), lambda t: pooled(op, t))
+
+
 def test_pool_of_other_ranks() -> None:
     """Without samples, or with a sequence before the channels."""
     op = Pool("average", (2, 2), (2, 2), ((1, 0), (0, 1)), (1, 1), count_include_pad=False)
@@ -314,6 +320,13 @@ def test_known_adaptive_pools(extents: tuple[int, int], size: tuple[int, int]) -
         for cuts in ((2, 2, 1, 1), (1, 1, min(3, size[0]), min(2, size[1]))):
             op, x = AdaptivePool(mode, size), TensorSpec((2, 3, *extents), IMAGES[2])
             check_kernel(op, [x], cuts, lambda t, op=op: ADAPTIVE[op.mode][1](t, op.size))
+
+
+def test_equal_maxima_of_two_dimensions() -> None:
+    """The first row with a maximum, in it the first column: not the other way around."""
+    op, x = AdaptivePool("max", (3, 3)), TensorSpec((1, 1, 7, 7), IMAGES[2])
+    t = torch.eye(7, dtype=torch.float64).flip(1)[None, None]
+    check_kernel(op, [x], (1, 1, 2, 1), lambda t: F.adaptive_max_pool2d(t, op.size), inputs=[t])
 
 
 # Padding
@@ -415,6 +428,12 @@ def test_nearest_rounds_as_torch(mode: Literal["nearest", "nearest_exact"]) -> N
     for extent, size in product((2, 3, 5, 7), range(1, 131, 3)):
         op, x = Interpolate((size,), mode), TensorSpec((1, 1, extent), IMAGES[1])
         check_kernel(op, [x], (1, 1, min(size, 3)), reference(op, x))
+
+
+def test_nearest_rounds_elsewhere_in_a_part() -> None:
+    """In float32, position 123 of 4 -> 164 is 2; as position 82 of 3 -> 123 (one position further on), it were 3."""
+    op, x = Interpolate((164,), "nearest"), TensorSpec((1, 1, 4), IMAGES[1])
+    check_kernel(op, [x], (1, 1, 2), lambda t: interpolated(op, t), inputs=[sample(x)], tolerance=1e-5)
 
 
 def test_reduced_precision_adds_in_float32() -> None:

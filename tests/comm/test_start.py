@@ -1,0 +1,100 @@
+"""torchrun's environment, and what is said of it where it makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerwise.comm.signs import Sign, gone_text, stuck_text, unpack
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.start import read_environment, start
+from layerwise.errors import LayerwiseError
+
+GOOD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_without_torchrun_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert isinstance(start(), SoloComm)
+    assert start(device="cpu").device == torch.device("cpu")
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert isinstance(start(), SoloComm)
+
+
+def test_defaults() -> None:
+    seat = read_environment(GOOD)
+    assert seat is not None
+    assert (seat.local_rank, seat.local_size, seat.address, seat.agent, seat.attempt) == (1, 4, "node0:29500", False, 0)
+    assert read_environment({"PATH": "x"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"RANK": ""}, "RANK not set"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"RANK": "4"}, "RANK is '4'; it must be a whole number from 0 to 3"),
+        ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"RANK": "one"}, "RANK is 'one'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; it must be a whole number from 1"),
+        ({"WORLD_SIZE": "²"}, "WORLD_SIZE is '²'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK is '4'; it must be a whole number from 0 to 3"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is '5'; it must be a whole number from 1 to 4"),
+    ],
+)
+def test_a_bad_environment(change: dict[str, str], text: str) -> None:
+    with pytest.raises(LayerwiseError, match=text.replace("(", r"\(")):
+        read_environment(GOOD | change)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bad_time_out(timeout_s: float) -> None:
+    with pytest.raises(LayerwiseError, match="the time-out is"):
+        start(timeout_s)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LayerwiseError, match="NCCL needs a GPU for each of the 4 ranks of a node; here are 0"):
+        start(backend="nccl")
+    with pytest.raises(LayerwiseError, match="there is no device 'cuda' here"):
+        start(device="cuda")
+
+
+def sign(waits_for: str = "", since_s: float = 0.1, *, step: int | None = 3, ended: bool = False) -> Sign:
+    return Sign(7, 100.0, step, "conv1", waits_for, since_s, ended)
+
+
+def test_signs_are_what_was_packed() -> None:
+    assert unpack(sign("conv2").pack().encode()) == sign("conv2")
+
+
+def test_what_is_said_of_ranks_that_are_gone() -> None:
+    text = gone_text([1], {1: sign()}, 4, 103.24)
+    assert text == (
+        "rank 1 of 4 is gone (last sign 3.2 s ago, at step 3 in layer conv1): killed, or its network is cut"
+    )
+    text = gone_text([3, 1], {1: sign(step=None)}, 4, 99.0)
+    assert text.startswith("ranks 1 and 3 of 4 are gone (last signs 0.0 s ago, before its first step; none: it never")
+    assert text.endswith("killed, or their network is cut")
+    assert gone_text([0, 1], {}, 3, 0.0).endswith("or their network is cut, or that of the only other one")
+
+
+def test_what_is_said_of_ranks_that_are_alive() -> None:
+    def said(signs: list[Sign]) -> str:
+        return stuck_text(dict(enumerate(signs)), len(signs), 30.0, "connection reset")
+
+    waiting = sign("conv2", 31.0)
+    assert said([waiting, sign(ended=True), sign()]) == (
+        "rank 1 of 3 has ended the run (at step 3 in layer conv1) while others go on"
+    )
+    assert said([waiting, sign(since_s=20), sign(since_s=25.4)]).startswith("rank 2 of 3 is alive but stuck: for 25 s")
+    assert said([waiting, waiting, sign()]).startswith("all ranks are alive but wait for each other for more than 15 s")
+    assert said([waiting, sign(), sign()]).endswith("although all of them are alive: connection reset")
