@@ -38,15 +38,22 @@ class Guard:
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
-            os.register_at_fork(after_in_child=self.release)  # the SIGTERM of a data loader's worker is none of ours
+            # The SIGTERM of a process forked from this one (a data loader's worker) is none of ours, however soon.
+            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
         threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
 
-    def release(self) -> None:
-        """SIGTERM does again what it did."""
-        if self._has_signal and threading.current_thread() is threading.main_thread():
+    def _hold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _forget(self) -> None:
+        if self._has_signal:
             self._has_signal = False
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_go()
 
     def _run(self) -> None:
         while True:

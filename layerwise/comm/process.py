@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has not
 LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
 
+Collective = Callable[..., "dist.Work | None"]
 # Renamed in torch 2.13, which warns of the old names.
-_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., dist.Work | None] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_all_gather: Collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessComm(MessageComm):

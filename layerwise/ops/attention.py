@@ -89,6 +89,8 @@ class Attention(Op):
 
         q, k, v = inputs[:3]
         mask = inputs[3] if self.mask else None
+        if mask is not None and mask.dim() == 1:  # PyTorch's own wants two
+            mask = mask.unsqueeze(0)
         first, last = at.cell.lo[-2], at.cell.hi[-2]
         if self.causal and last < k.shape[-2]:  # nobody here sees the keys after its last query
             k, v = k[..., :last, :], v[..., :last, :]

@@ -40,7 +40,7 @@ def update(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, *, co
     """Move the running mean and variance (of the unbiased kind) towards those of the batch, in place."""
     import torch
 
-    unbiased = variance * (1)
+    unbiased = variance * (count / (count - 1))
     with torch.no_grad():
         for old, new in zip(running, (mean, unbiased), strict=True):
             old.mul_(1 - momentum).add_(new.to(old.dtype), alpha=momentum)

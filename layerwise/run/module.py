@@ -342,7 +342,7 @@ class ParallelModule(nn.Module):
                 elif tuple(value.shape) == shard.shape:
                     shard.tensor.copy_(value[shard.box.slices()] if shard.shape else value)
                 elif tuple(value.shape) == shard.box.shape:
-                    shard.tensor.copy_(value)
+                    shard.tensor.copy_(value[...])
                 else:
                     raise LayerwiseError(
                         f"{shard.name!r} has shape {tuple(value.shape)} in the state dict; the model has "

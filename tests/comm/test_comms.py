@@ -49,7 +49,7 @@ def test_a_comm_over_the_users_default_group() -> None:
 
 
 def test_an_error_in_a_pool_is_raised_here_and_the_next_call_works() -> None:
-    with pytest.raises(RankError, match="rank [01] of 2: (.|\n)*ZeroDivisionError"):
+    with pytest.raises(RankError, match=r"rank [01] of 2: (.|\n)*ZeroDivisionError"):
         run_ranks(2, "tests.comm.operations:divide", 0)
     assert run_ranks(2, "tests.comm.operations:texts") == [["", "é"]] * 2
 
