@@ -40,14 +40,15 @@ class Board:
         self._gone: list[int] = []  # who can no longer hear the verdict
 
     def beat(self, sign: Sign) -> None:
-        """A sign of life; and is there a verdict?"""
+        """A sign of life; and is there a verdict? Nothing where that is known: the store may go."""
 
         def do() -> None:
             self._store.set(f"alive/{self.rank}", sign.pack())
-            if self._store.check(["verdict"]) and self.verdict is None:
+            if self._store.check(["verdict"]):
                 self._hear(self._store.get("verdict"))
 
-        self._call(do, None)
+        if self.verdict is None:
+            self._call(do, None)
 
     def signs(self) -> dict[int, Sign]:
         """The last sign of every other rank that ever gave one."""

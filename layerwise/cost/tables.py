@@ -175,7 +175,7 @@ class CostModel:
             degrees = lay.own_degrees if number else lay.degrees
             extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
             keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
-            each = statistics.per_key / statistics.block * s.out.item_bytes
+            each = statistics.per_key / statistics.block * max(s.out.item_bytes, 4)  # sums of 16-bit values are float32
             size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
             spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
             total = degrees[:, spare].prod(1) * prod(s.out.shape[i] for i in statistics.keys) * each

@@ -68,7 +68,7 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
     """`data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds."""
     devices = profile_of(name, measured).device_graph(ranks)
     batch = NETWORKS[name].global_batch(ranks)
-    graph, space = fuse(graph_of(name, batch)), SearchSpace(ranks, spread=True)
+    graph, space = fuse(graph_of(name, batch)), SearchSpace(ranks, NETWORKS[name].dims, spread=True)
     io = "sample" if batch >= ranks else "free"
     model = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER))
     spec = f"tests.benchmarks.networks:{name}"

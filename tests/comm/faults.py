@@ -49,7 +49,7 @@ class Run:
         size: int,
         *,
         arriving: Sequence[int] | None = None,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         **variables: str,
     ) -> None:
         with socket.socket() as free:
@@ -81,7 +81,7 @@ class Run:
             assert time.monotonic() < until, self.outputs[rank].read_text()
             time.sleep(0.02)
 
-    def ends(self, within_s: float = 30.0) -> dict[int, End]:
+    def ends(self, within_s: float = 60.0) -> dict[int, End]:
         """Waits for all; kills what does not end."""
         found: dict[int, End] = {}
         until = self.began + within_s

@@ -33,7 +33,7 @@ def as_torchrun_does() -> Ends:
 
 
 RUNS: dict[str, Callable[[], Ends]] = {
-    "stuck": lambda: Run(faults.rank_1_sticks, 3, timeout_s=3).ends(),
+    "stuck": lambda: Run(faults.rank_1_sticks, 3, timeout_s=4).ends(),
     "killed": lambda: Run(faults.rank_1_is_killed, 3).ends(),
     "killed in an all-reduce": lambda: Run(faults.in_all_reduce, 3).ends(),
     "cascade": lambda: Run(faults.cascade, 3).ends(),
@@ -41,7 +41,7 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "1 fails": lambda: Run(faults.rank_1_fails, 3).ends(),
     "0 fails": lambda: Run(faults.rank_0_fails, 3).ends(),
     "other plans": lambda: Run(faults.other_plans, 3, timeout_s=3).ends(),
-    "absent": lambda: Run(faults.ends_well, 4, arriving=[0, 1, 2], timeout_s=2).ends(),
+    "absent": lambda: Run(faults.ends_well, 4, arriving=[0, 1, 2], timeout_s=4).ends(),
     "server absent": lambda: Run(faults.ends_well, 2, arriving=[1], timeout_s=2).ends(),
     "other sizes": lambda: Run(faults.ends_well, 2, timeout_s=5, WORLD_SIZE="1RANK", LOCAL_WORLD_SIZE="2").ends(),
     "differs": lambda: Run(faults.differs, 3).ends(),
@@ -60,67 +60,67 @@ def ends() -> Iterator[Callable[[str], Ends]]:
         yield lambda name: futures[name].result()
 
 
-def check(ends: Ends, alive: list[int], pattern: str, within_s: float) -> None:
+def check(ends: Ends, alive: list[int], pattern: str) -> None:
     for rank in alive:
         end = ends[rank]
         assert end.code == 2, end
         assert re.match(f"layerwise: error: {pattern}", end.last), end.stderr
-        assert end.seconds < within_s, end
+        assert end.seconds < 30, end  # the time-out is 60 s, where it is not to be waited for; most take 5
 
 
 @pytest.mark.parametrize("run", ["killed", "killed in an all-reduce"])
 def test_a_killed_rank_is_named_by_all_others(ends: Callable[[str], Ends], run: str) -> None:
     sign = r"last sign \d\.\d s ago, at step \d+ in layer (ring|weights)"
     mine = "this rank was (in gradients|(sending to|receiving from) rank [012] for ring)"
-    check(ends(run), [0, 2], rf"rank 1 of 3 is gone \({sign}\): killed, or its network is cut; {mine}$", 15)
+    check(ends(run), [0, 2], rf"rank 1 of 3 is gone \({sign}\): killed, or its network is cut; {mine}$")
     assert ends(run)[1].code == -signal.SIGKILL
 
 
 def test_a_cascade_names_the_first(ends: Callable[[str], Ends]) -> None:
-    check(ends("cascade"), [0, 2], r"rank 1 of 3 is gone \(last sign .* at step 0 in layer chain\)", 15)
+    check(ends("cascade"), [0, 2], r"rank 1 of 3 is gone \(last sign .* at step 0 in layer chain\)")
 
 
 def test_rank_0_is_killed_which_serves_the_store(ends: Callable[[str], Ends]) -> None:
-    check(ends("server killed"), [1, 2], "rank 0 of 3 is gone", 15)
+    check(ends("server killed"), [1, 2], "rank 0 of 3 is gone")
 
 
 @pytest.mark.parametrize("failed", [0, 1])
 def test_an_error_of_one_rank_is_told_by_all(ends: Callable[[str], Ends], failed: int) -> None:
     others = [rank for rank in range(3) if rank != failed]
     found = ends(f"{failed} fails")
-    check(found, others, f"rank {failed} of 3 failed at step 150 in layer ring: KeyError: 'no such sample'", 15)
+    check(found, others, f"rank {failed} of 3 failed at step 150 in layer ring: KeyError: 'no such sample'")
     assert found[failed].last == "KeyError: 'no such sample'"
 
 
 def test_a_stuck_rank_is_named_and_ended(ends: Callable[[str], Ends]) -> None:
-    check(ends("stuck"), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150 in layer ring, outside", 20)
+    check(ends("stuck"), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150 in layer ring, outside")
 
 
 def test_what_hangs_on_a_gpu_is_ended(ends: Callable[[str], Ends]) -> None:
     stuck = r"rank 1 of 3 is alive but stuck: for \d s at step 3 in layer weights, outside of communication"
-    check(ends("overdue"), [0, 1, 2], stuck, 15)
+    check(ends("overdue"), [0, 1, 2], stuck)
     assert any(end.last.endswith("; this rank was in gradients") for end in ends("overdue").values())
 
 
 def test_ranks_that_wait_for_each_other(ends: Callable[[str], Ends]) -> None:
     where = "rank 0 at step 3 in layer conv1 for 'conv1'; rank 1 at step 3 in layer conv2 for 'conv2'"
-    check(ends("other plans"), [0, 1, 2], f"all ranks are alive but wait for each other .*: {where}", 15)
+    check(ends("other plans"), [0, 1, 2], f"all ranks are alive but wait for each other .*: {where}")
 
 
 def test_a_rank_that_never_arrives(ends: Callable[[str], Ends]) -> None:
-    check(ends("absent"), [0, 1, 2], "rank 3 of 4 has not arrived within 2 s: not started", 6)
+    check(ends("absent"), [0, 1, 2], "rank 3 of 4 has not arrived within 4 s: not started")
 
 
 def test_rank_0_never_arrives(ends: Callable[[str], Ends]) -> None:
-    check(ends("server absent"), [1], "rank 0 of 2 cannot be reached at 127.0.0.1:", 8)
+    check(ends("server absent"), [1], "rank 0 of 2 cannot be reached at 127.0.0.1:")
 
 
 def test_another_world_size(ends: Callable[[str], Ends]) -> None:
-    check(ends("other sizes"), [0, 1], "the ranks differ in WORLD_SIZE: 1[01] on rank [01], 1[01] on rank [01]", 8)
+    check(ends("other sizes"), [0, 1], "the ranks differ in WORLD_SIZE: 1[01] on rank [01], 1[01] on rank [01]")
 
 
 def test_another_plan(ends: Callable[[str], Ends]) -> None:
-    check(ends("differs"), [0, 1, 2], "the ranks differ in plan: a0 on ranks 0 and 2, b1 on rank 1", 5)
+    check(ends("differs"), [0, 1, 2], "the ranks differ in plan: a0 on ranks 0 and 2, b1 on rank 1")
 
 
 def test_sigterm_of_one_rank(ends: Callable[[str], Ends]) -> None:
@@ -130,7 +130,7 @@ def test_sigterm_of_one_rank(ends: Callable[[str], Ends]) -> None:
 
 
 def test_torchrun_ends_the_others_of_a_killed_rank(ends: Callable[[str], Ends]) -> None:
-    check(ends("torchrun"), [0, 2], r"rank 1 of 3 is gone \(last sign", 15)
+    check(ends("torchrun"), [0, 2], r"rank 1 of 3 is gone \(last sign")
 
 
 def test_a_good_end(ends: Callable[[str], Ends]) -> None:
