@@ -5,7 +5,7 @@ takes its turn on the same links; a step's time is the median. The compute : com
 of data parallelism: a step of one rank's share without communication, and the gradients' time on the wire alone. A
 speed-up means nothing without it. Ratios are what counts: a rank here is a core or less.
 
-    python -m tests.benchmarks.cluster                                    # everything: about 12 minutes
+    python -m tests.benchmarks.cluster                                    # everything: about 15 minutes
     python -m tests.benchmarks.cluster --only alexnet --nodes 4 --rates 1gbit
 """
 
@@ -62,7 +62,7 @@ MEANING = {
 def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     """One run on the emulated cluster."""
     asked = args.variants or KINDS[kind].variants
-    budget = args.seconds or (30.0 if rate == "100mbit" else 15.0)
+    budget = args.seconds or 40.0
     job = Job(kind, [v for v in KINDS[kind].variants if v in asked], budget, args.rounds, args.cprofile)
     quota = args.cpu_quota or KINDS[kind].cpu_quota
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def main() -> None:
     p.add_argument("--nodes", type=words, default=["2", "4"], metavar="2,4")
     p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
     p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
-    p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 15 to 30)")
+    p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
     p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: 0.5 for U-Net, else no limit)")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")
