@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
@@ -28,6 +28,12 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Returns when the result is in place (on a GPU: when work of the current stream will find it there)."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls it once when the network is done, waited for or not, from whatever thread.
+
+        On a GPU the call comes early: what it records on the then current stream is of the time when it is done.
+        """
 
 
 class Comm(ABC):
@@ -130,13 +136,22 @@ class Done:
     def wait(self) -> None:
         """Nothing to wait for."""
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Now."""
+        call()
+
 
 def all_reduce_bytes(tensor: Tensor, members: int, index: int) -> int:
     """What the `index`-th of `members` ranks hands over in an all-reduce: 2(r-1)/r of the buffer.
 
     Rounded so that every count is a whole number and the sum over the ranks is 2(r-1) buffers exactly.
     """
-    total = 2 * (members - 1) * tensor.numel() * tensor.element_size()
+    return all_reduce_share(tensor.numel() * tensor.element_size(), members, index)
+
+
+def all_reduce_share(size_bytes: int, members: int, index: int) -> int:
+    """`all_reduce_bytes` of a buffer of that many bytes."""
+    total = 2 * (members - 1) * size_bytes
     return total * (index + 1) // members - total * index // members
 
 

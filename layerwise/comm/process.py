@@ -227,6 +227,10 @@ class _Running:
         if self.staged.device != self.tensor.device:
             self.tensor.copy_(self.staged)
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """From gloo's thread; with NCCL at once, on a stream that waits for it."""
+        self.work.get_future().add_done_callback(lambda _: call())
+
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

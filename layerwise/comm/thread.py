@@ -140,6 +140,7 @@ class _Sum:
 
     def __init__(self, comm: ThreadComm, tensor: Tensor, mine: Tensor, group: Group, use: str, what: str) -> None:
         self.comm, self.tensor, self.mine, self.group, self.use, self.what = comm, tensor, mine, group, use, what
+        self.calls: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Takes what the others have put in, and adds."""
@@ -153,6 +154,13 @@ class _Sum:
             total = part.clone() if total is None else total.add_(part)
         assert total is not None
         self.tensor.detach().copy_(total)
+        for call in self.calls:
+            call()
+        self.calls.clear()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """At the end of the wait: the sum is made there."""
+        self.calls.append(call)
 
 
 def run_threads(

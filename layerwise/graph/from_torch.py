@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.program import Program, read_program
+from layerwise.graph.structure import Structure, structure_of
 from layerwise.graph.torch_build import Stored, build_graph
 from layerwise.graph.torch_patterns import rewrite
 
@@ -63,10 +64,7 @@ def import_torch(
     elif isinstance(model, ExportedProgram):
         graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
     elif isinstance(model, nn.Module):
-        if not examples and not kwargs:
-            examples = _placeholders(model, title)
-        program = read_program(_export(model, examples, dict(kwargs or {}), title), title)
-        return build_graph(rewrite(program), title, dims)
+        return import_module(model, examples, kwargs=kwargs, name=title, dims=dims)[:2]
     else:
         raise LayerwiseError(
             f"from_torch needs an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
@@ -75,7 +73,43 @@ def import_torch(
     return (graph if first is None else graph.rebatch(first.shape[0])), stored
 
 
+TRAINS_OTHERWISE = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+)  # modules that compute something else in evaluation
+
+
+def import_module(
+    model: nn.Module,
+    examples: tuple[object, ...],
+    *,
+    kwargs: Mapping[str, object] | None = None,
+    name: str,
+    dims: Dims | None = None,
+) -> tuple[LayerGraph, Stored, Structure | None]:
+    """`import_torch` of a module, and how it returns its outputs (see `structure_of`)."""
+    if not examples and not kwargs:
+        examples = _placeholders(model, name)
+    exported = _export(model, examples, dict(kwargs or {}), name)
+    graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
+    return graph, stored, structure_of(exported, len(graph.layers[-1].inputs))
+
+
 def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str) -> ExportedProgram:
+    for path, module in model.named_modules():
+        if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
+            raise LayerwiseError(
+                f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
+                "layerwise has one mode for all; call train() or eval() on the whole model"
+            )
+        # Traced in evaluation it would look like momentum 0; in training its factor depends on a buffer.
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if batch_norm and module.momentum is None:
+            raise LayerwiseError(
+                f"layer {path!r}: batch norm with momentum=None (cumulative averages) is not supported; "
+                "give it a momentum, such as 0.1"
+            )
     try:
         with _quiet():
             return torch.export.export(model, examples, kwargs, strict=False)

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,7 +17,9 @@ from layerwise.models import find, names
 from layerwise.ops.ends import Tied
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from layerwise.graph.structure import Structure
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256 (any cube); a .onnx or .pt2 file; or "
@@ -32,11 +34,24 @@ class Network:
 
     stored: how to read its parameters and constants, by their names in the graph; None (or of the meta device) where
     it has no values. keys: the names of its state dict, each with the name that the graph has for the tensor.
+    structure: how the model returns its outputs; None: as a tuple, a single one as it is. built: the tensors of a
+    module that this process has built by itself, by name. frozen: a parameter of it that is not to be trained, or "".
     """
 
     graph: LayerGraph
     stored: Mapping[str, Callable[[], object]]
     keys: Mapping[str, str]
+    structure: Structure | None = None
+    built: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: str = ""
+
+    def all_trained(self) -> None:
+        """LayerwiseError where a parameter is frozen: the runtime makes gradients of all."""
+        if self.frozen:
+            raise LayerwiseError(
+                f"parameter {self.frozen!r} has requires_grad=False, but layerwise makes gradients of all parameters: "
+                "set it to True, and give the optimizer only the parameters to train"
+            )
 
 
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
@@ -84,9 +99,9 @@ def _built_in(spec: str, batch: int) -> Network:
 
 def network_of(module: nn.Module, examples: Sequence[object], batch: int | None, name: str) -> Network:
     """A module as a Network, at `batch` samples (None: the example's)."""
-    from layerwise.graph.from_torch import import_torch
+    from layerwise.graph.from_torch import import_module
 
-    graph, stored = import_torch(module, tuple(examples), name=name)
+    graph, stored, structure = import_module(module, tuple(examples), name=name)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -95,7 +110,9 @@ def network_of(module: nn.Module, examples: Sequence[object], batch: int | None,
     held = module.state_dict(keep_vars=True)
     keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
-    return Network(graph if batch is None else graph.rebatch(batch), values, keys)
+    frozen = next((key for key, p in module.named_parameters() if not p.requires_grad), "")
+    built = {key: value for key, read in values.items() if (value := read()) is not None and hasattr(value, "is_meta")}
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, frozen)
 
 
 def _names(graph: LayerGraph) -> list[str]:

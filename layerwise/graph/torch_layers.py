@@ -137,7 +137,7 @@ def batch_norm(call: Call) -> Result:
 
 def instance_norm(call: Call) -> Result:
     affine, running = _affine(call), stored(call, "running_mean", "running_var")
-    op = InstanceNorm(bool(affine), call.number("eps"), bool(running))
+    op = InstanceNorm(bool(affine), call.number("eps"), bool(running), call.number("momentum"))
     return Built(op, (call.operand("input"),), (*affine, *running))
 
 

@@ -110,6 +110,22 @@ class Fused(Op):
         }
 
 
+def gradients_wanted(op: Op, inputs: Sequence[TensorSpec], flows: Sequence[bool]) -> list[bool]:
+    """For each of an operator's stages, whether the backward pass goes on to what it reads.
+
+    flows: whether a gradient flows back to each of `inputs`.
+    """
+    result: list[bool] = []
+    running, taken = False, 0
+    for number, (stage, specs) in enumerate(op.stages(inputs)):
+        outside = len(specs) - (number > 0)
+        running = running or any(flows[taken : taken + outside])
+        taken += outside
+        result.append(running)
+        running = running or any(p.trainable for p in space(stage, specs).parameters)
+    return result
+
+
 def viewed_spec(spec: TensorSpec, chain: Sequence[Op]) -> TensorSpec:
     """What a tensor looks like through a chain of views."""
     for view in chain:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
 from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, Statistics, same
-from layerwise.ops.statistics import normalised, update
+from layerwise.ops.statistics import Samples, normalised, update
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class GroupNorm(Op):
 class InstanceNorm(Op):
     """Normalises every channel of every sample.
 
-    With `track` the running statistics are means over all samples of the batch, so n must be whole in training.
+    With `track` the running statistics are means over all samples of the batch: then every device is told those of all.
     """
 
     kind: ClassVar[str] = "instance_norm"
@@ -148,7 +148,7 @@ class InstanceNorm(Op):
         return _per_channel(out, self.affine, self.track)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        return _statistics(out, keys=(0, 1))
+        return _statistics(out, keys=(1,), samples=out.shape[0]) if self.track else _statistics(out, keys=(0, 1))
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
@@ -159,10 +159,6 @@ class InstanceNorm(Op):
         (x,) = inputs
         weight, bias, *running = (parameters.get(name) for name in _NAMES)
         mean, var = running
-        if self.track and at.training and not at.spans(0):
-            raise LayerwiseError(
-                "instance norm with running statistics averages them over all samples: train it with n whole"
-            )
         if at.all_reduce is None or (self.track and not at.training):
             own = at.training or not self.track
             return F.instance_norm(x, mean, var, weight, bias, own, self.momentum, self.eps)
@@ -170,10 +166,11 @@ class InstanceNorm(Op):
         weight, bias, shift = (t if t is None else t.repeat(samples) for t in (weight, bias, mean))
         each = x.reshape(1, samples * channels, *x.shape[2:])
         count = prod(at.space.out.shape[2:])
-        y, *found = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce, shift=shift)
-        if mean is not None and var is not None:
-            means, variances = (t.view(samples, channels).mean(0) for t in found)
-            update((mean, var), means, variances, count=count, momentum=self.momentum)
+        if mean is None or var is None:
+            return normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce)[0].view(x.shape)
+        told = Samples(at.all_reduce, at.space.out.shape[0], slice(at.out.lo[0], at.out.hi[0]))
+        y, *_ = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=told, shift=shift)
+        update((mean, var), *told.averages(mean, count), count=count, momentum=self.momentum)
         return y.view(x.shape)
 
 
@@ -328,7 +325,7 @@ def _whole_from(out: TensorSpec, first: int) -> Maps:
     return tuple(m if i < first else whole(out.shape[i]) for i, m in enumerate(same(out)))
 
 
-def _statistics(out: TensorSpec, keys: tuple[int, ...], block: int = 1) -> Statistics | None:
-    """Sum and sum of squares for every key, over all other dimensions that can be split."""
+def _statistics(out: TensorSpec, keys: tuple[int, ...], block: int = 1, samples: int = 1) -> Statistics | None:
+    """Sum and sum of squares for every key (and each of `samples`), over all other dimensions that can be split."""
     over = tuple(i for i, label in enumerate(out.dims) if label and i not in keys)
-    return Statistics(over, keys, 2, block) if over else None
+    return Statistics(over, keys, 2 * samples, block) if over else None

@@ -46,6 +46,32 @@ def update(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, *, co
             old.mul_(1 - momentum).add_(new.to(old.dtype), alpha=momentum)
 
 
+class Samples:
+    """Sums of every channel of some `samples` of a batch, told to all devices: each has those of the whole batch then.
+
+    An `AllReduce` of (2, samples · channels), for `normalised`. all_reduce: of the devices that share the channels.
+    """
+
+    def __init__(self, all_reduce: AllReduce, batch: int, samples: slice) -> None:
+        self.all_reduce, self.batch, self.samples = all_reduce, batch, samples
+        self.whole: Tensor | None = None  # (2, batch, channels), of the first call
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        own = sums.view(2, self.samples.stop - self.samples.start, -1)
+        whole = sums.new_zeros(2, self.batch, own.shape[2])
+        whole[:, self.samples] = own
+        whole = self.all_reduce(whole)
+        self.whole = whole if self.whole is None else self.whole
+        return whole[:, self.samples].reshape(2, -1)
+
+    def averages(self, shift: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of each channel, averaged over the batch: (channels,); `count` elements a sample."""
+        assert self.whole is not None
+        mean, square = self.whole / count
+        variance = (square - mean.square()).clamp_(min=0)
+        return mean.mean(0) + shift, variance.mean(0)
+
+
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel of x (n, c, ...), in float32 at least."""
     import torch
@@ -98,10 +124,10 @@ def _function() -> Any:
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
-            sums = ctx.all_reduce(torch.stack([dbias, dweight]))
             grads = (None, None) if weight is None else (dweight, dbias)
-            if not ctx.needs_input_grad[0]:
+            if not ctx.needs_input_grad[0]:  # on all devices alike: the plan counts on it
                 return None, *grads, *(None,) * 4
+            sums = ctx.all_reduce(torch.stack([dbias, dweight]))
             rstd = (variance + ctx.eps).rsqrt_()
             slope = rstd if weight is None else rstd * weight
             along, across = slope * sums / ctx.count

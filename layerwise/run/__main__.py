@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
-from layerwise.cli import Parser, console, positive, run_main
+from layerwise.cli import Parser, console, global_batch, positive, run_main
 from layerwise.comm.start import leave, start
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import DEFAULT, load
 from layerwise.plan import Plan, load_plan
-from layerwise.run import data
+from layerwise.run import compare_times, data
 from layerwise.run.compare import ALLOWED
+from layerwise.run.out_of_memory import enough_memory
+from layerwise.run.provenance import searched_with
 from layerwise.run.report import beginning, ending, steps_shown
 from layerwise.run.session import Session
+from layerwise.run.trace import Trace
 from layerwise.run.train import OPTIMIZERS, Settings
+from layerwise.search.grid import grid_plan, parse_grid, study
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
@@ -38,6 +48,8 @@ EPILOG = """examples:
   torchrun --nproc-per-node 2 -m layerwise.run plan.json \\
     --steps 5 --trace t.json
       what every rank does when: open t.json in ui.perfetto.dev
+  torchrun --nproc-per-node 4 -m layerwise.run mlp:64x256x256x10 --grid 2x2
+      an MLP on a process grid: two batch groups, each layer cut in two parts
 
 NCCL carries the tensors where every rank has a GPU, else gloo. A plan for one
 GPU needs no torchrun. Which samples a step takes, and all random numbers,
@@ -54,7 +66,11 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
+    p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out; with --grid a model")
+    g = p.add_argument_group("process grid, instead of a plan")
+    g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
+    g.add_argument("--global-batch", type=_count, metavar="B", help="samples a batch (default: 32 a rank)")
+    g.add_argument("--profile", metavar="NAME", help=f"to predict with (default: {DEFAULT} with GPUs, else cpu)")
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
     length = g.add_mutually_exclusive_group()
@@ -76,7 +92,9 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=list(ALLOWED), default="float32", help="bf16: autocast, float32 weights (default: float32)"
     )
     g.add_argument(
-        "--local-batch-norm", action="store_true", help="statistics of each rank's own samples, as DDP has them"
+        "--local-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="statistics of each rank's own samples, as DDP has them (default: what the plan was searched with)",
     )
     g.add_argument("--checkpoint-activations", action="store_true", help="compute layers twice to hold less memory")
     g = p.add_argument_group("checkpoints")
@@ -85,6 +103,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
     g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
+    g.add_argument(
+        "--compare", action="store_true", help="predicted beside measured times, by layer, and why they differ"
+    )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
     g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
     g.add_argument(
@@ -97,19 +118,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, print. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
     try:
         args = parser().parse_args(argv)
-        plan = load_plan(args.plan)
+        plan = load_plan(args.plan) if args.grid is None else _grid(args)
         _check(args, plan)
-    except LayerwiseError:
-        if os.environ.get("RANK", "0") != "0":
+    except LayerwiseError as error:
+        if not _first():
             time.sleep(PATIENCE_S)  # rank 0 says the same, and its end is then ours
+            _tell(error)  # it is well, and would wait for this rank
         raise
     if plan.gpus == 1:
         return _run(args, plan)
-    leave(run_main(lambda _: _run(args, plan), argv))
+    leave(run_main(lambda _: _hushed(lambda: _run(args, plan)), argv))
+
+
+def _first() -> bool:
+    """Whether this is rank 0, the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(error: LayerwiseError) -> None:
+    """Joins the other ranks only to say what failed here. Nothing where they do not come."""
+    with contextlib.suppress(LayerwiseError), start(PATIENCE_S):
+        raise error
+
+
+def _hushed(run: Callable[[], int]) -> int:
+    """Ctrl-C interrupts all ranks; one of them says so."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        if _first():
+            raise
+        return 130
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm:
+    with start(args.timeout) as comm, enough_memory(plan, comm.rank):
         session = Session(
             plan,
             comm,
@@ -128,6 +171,10 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         )
         resumed = session.resume() if args.resume else None
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.schedule.per_epoch
+        if args.compare:
+            compare_times.check(plan, steps - session.first, args.accumulate)
+            session.module.trace = session.module.trace or Trace(device=comm.device)
+        trace = session.module.trace
         out = console(stderr=args.json)
         told = comm.rank == 0
         if told:
@@ -143,14 +190,38 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             for _ in session.train(steps):
                 pass
         result = session.finish()
+        times = None
+        if args.compare and trace is not None:
+            seconds = [step.seconds for step in result.steps]
+            times = compare_times.compare_times(trace, session.module, seconds, comm)
         if told:
             out.print(ending(result, ALLOWED[args.dtype], args.dtype))
+            for table in compare_times.tables(times) if times else ():
+                out.print("", table, sep="\n")
             for note in session.notes():
                 out.print(note, soft_wrap=True)
             if args.json:
-                print(json.dumps(result.as_dict(), indent=1, allow_nan=False))
+                said = result.as_dict() | ({"times": times.as_dict()} if times else {})
+                print(json.dumps(said, indent=1, allow_nan=False))
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.tell_all(str(int(beyond)))[0])  # rank 0 has compared
+
+
+def _grid(args: argparse.Namespace) -> Plan:
+    """--grid: every rank makes the same plan; that it is the same is checked when they meet."""
+    grid = parse_grid(args.grid)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != grid.processes:
+        raise LayerwiseError(
+            f"--grid {grid} has {grid.processes} processes, there {'is' if world == 1 else 'are'} {world}: start them "
+            f"with torchrun --nproc-per-node {grid.processes} -m layerwise.run {args.plan} --grid {grid}"
+        )
+    profile = args.profile or (DEFAULT if torch.cuda.is_available() else "cpu")
+    devices = load(profile).device_graph(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
+    batch = global_batch(None, args.global_batch, world)
+    options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
+    model, space = CostModel(fuse(load_model(args.plan, batch)), devices, options), SearchSpace(world)
+    return grid_plan(args.plan, profile, model, space, study(model, space, [grid]))
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
@@ -161,11 +232,22 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, or search again"
         )
+    if args.grid is None and (args.global_batch is not None or args.profile is not None):
+        raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
-    if args.compare_single and args.local_batch_norm:
-        raise LayerwiseError("--local-batch-norm has other statistics than one device: leave out --compare-single")
-    if args.trace is not None and os.environ.get("RANK", "0") == "0":
+    if args.checkpoint is not None and _first():
+        try:
+            Path(args.checkpoint).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LayerwiseError(f"--checkpoint {args.checkpoint}: {error.strerror}") from error
+    local = searched_with(plan, "local_batch_norm") if args.local_batch_norm is None else args.local_batch_norm
+    if args.compare_single and local:
+        raise LayerwiseError(
+            "local batch norm has other statistics than one device: leave out --compare-single, or give "
+            "--no-local-batch-norm"
+        )
+    if args.trace is not None and _first():
         check_writable(args.trace)
     if args.compare_single:  # TF32 rounds to 10 bits, and differently for products of different shapes
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -174,8 +256,7 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
     if args.optimizer is not None:
         return str(args.optimizer)
-    options = plan.provenance.get("cost_options")
-    planned = cast(dict[str, object], options).get("optimizer") if isinstance(options, dict) else None
+    planned = searched_with(plan, "optimizer")
     return str(planned) if planned in OPTIMIZERS else "sgd"
 
 

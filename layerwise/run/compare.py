@@ -138,7 +138,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
         if comm.rank == 0:
             return future.result()
         if told != "done":
-            raise LayerwiseError(f"on one device: rank 0 {told}")
+            raise LayerwiseError(f"rank 0 {told}")
         return None
 
 

@@ -14,42 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, Kind
+from layerwise.chrome import Category
+from layerwise.comm.base import Comm, Kind
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.ends import Constant, Input, Sink, Tied
-from layerwise.plan import Plan
-from layerwise.run.exchange import Transfer, groups_of, transfer
-from layerwise.run.place import Boxes, Place, needed, places
+from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.run.replicas import Gradients
+from layerwise.run.schedule import Edge, Schedule, Step
 from layerwise.run.trace import Trace
-from layerwise.run.trace_file import Category
-from layerwise.run.work import Work, work
-
-GEMMS = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat", "fused")
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """One input of a layer: where it comes from, how it travels, and whether a gradient comes back."""
-
-    source: str
-    transfer: Transfer
-    backward: bool
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A layer on this rank. parameters: the model's names, or None for a tied one, which is an edge."""
-
-    layer: Layer
-    edges: tuple[Edge, ...]
-    work: Work | None
-    parameters: tuple[str | None, ...]
-    dtype: torch.dtype | None  # of the floating-point output; None: as it comes
-    backward: bool
 
 
 @dataclass(slots=True)
@@ -70,84 +41,11 @@ class Pass:
 
 
 class Executor:
-    """One rank's schedule for one global batch."""
+    """Runs one rank's schedule. recompute: layers are computed once more in the backward pass, to hold less."""
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        plan: Plan,
-        comm: Comm,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        whole_classes: bool,
-        local_batch_norm: bool,
-        autocast: torch.dtype | None,
-        recompute: bool,
-    ) -> None:
-        self.graph, self.comm, self.device, self.dtype = graph, comm, device, dtype
-        self.autocast, self.recompute = autocast, recompute
-        self.places = places(graph, plan)
-        self.free, self.whole_classes = plan.io == "free", whole_classes
-        self.groups: set[Group] = set()  # of collective transfers
-        self.statistics: set[Group] = set()
-        self.sinks: list[Boxes] = []
-        self.steps = tuple(self._step(i, layer, local_batch_norm) for i, layer in enumerate(graph.layers))
-        self.last_use = {edge.source: i for i, step in enumerate(self.steps) for edge in step.edges}
+    def __init__(self, schedule: Schedule, comm: Comm, device: torch.device, *, recompute: bool) -> None:
+        self.schedule, self.comm, self.device, self.recompute = schedule, comm, device, recompute
         self.trace: Trace | None = None
-
-    def _step(self, number: int, layer: Layer, local_batch_norm: bool) -> Step:
-        place, rank, flows = self.places[layer.name], self.comm.rank, self.graph.has_gradient
-        edges = []
-        for slot, source in enumerate(layer.inputs):
-            at = self.places[source]
-            need = self._sink_need(layer, slot) if isinstance(layer.op, Sink) else self._need(layer, slot, place)
-            part = transfer(at.owned, need, rank, everywhere=at.everywhere)
-            if self.comm.collectives and not at.everywhere:
-                self.groups |= groups_of(at.owned, need)
-            backward = flows[source] and (flows[layer.name] or isinstance(layer.op, Sink))
-            edges.append(Edge(source, part, backward, f"{source} -> {layer.name}"))
-        own: tuple[str | None, ...] = tuple(
-            None if i in layer.tied else name for i, name in enumerate(layer.parameters)
-        )
-        if isinstance(layer.op, Input | Sink):
-            return Step(layer, tuple(edges), None, own, self.type_of(layer), flows[layer.name])
-        for r in range(self.comm.size):
-            made = work(layer, number, place, r, local_batch_norm=local_batch_norm)
-            self.statistics |= {s.statistics for s in made.stages if s.statistics} if made else set()
-            if r == rank:
-                mine = made
-        return Step(layer, tuple(edges), mine, own, self.type_of(layer), flows[layer.name])
-
-    def _need(self, layer: Layer, slot: int, place: Place) -> Boxes:
-        where = layer.space
-        if slot < len(layer.specs):
-            maps, late = where.needs[slot], where.late_inputs[slot]
-        else:
-            parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
-            maps, late = parameter.maps, parameter.late
-        return needed(maps, place.owned if late else place.cells)
-
-    def _sink_need(self, sink: Layer, slot: int) -> Boxes:
-        """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""
-        place, source = self.places[sink.name], self.places[sink.inputs[slot]]
-        spec = sink.specs[slot]
-        if self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
-            wide = [b and Box((b.lo[0], 0, *b.lo[2:]), (b.hi[0], spec.shape[1], *b.hi[2:])) for b in source.owned]
-            found: Boxes = tuple(b if b not in wide[:i] else None for i, b in enumerate(wide))
-        else:
-            found = needed(sink.space.needs[slot], place.cells)
-        self.sinks.append(found)
-        return found
-
-    def type_of(self, layer: Layer) -> torch.dtype | None:
-        """The element type that a layer's output has on the wire."""
-        if not layer.out.differentiable:
-            return None if isinstance(layer.op, Input) else getattr(torch, layer.out.dtype)
-        kind = layer.op.main.kind if hasattr(layer.op, "main") else layer.op.kind
-        if self.autocast is not None and not isinstance(layer.op, Input | Sink) and kind in GEMMS:
-            return self.autocast
-        return self.dtype
 
     def forward(
         self,
@@ -163,14 +61,14 @@ class Executor:
         values: dict[str, Tensor | None] = {}
         done = Pass()
         outputs: list[Tensor | None] = []
-        for i, step in enumerate(self.steps):
+        for i, step in enumerate(self.schedule.steps):
             name = step.layer.name
             self.comm.at(number, name)
             sink = isinstance(step.layer.op, Sink)
             received = []
             for edge in step.edges:
                 like = done.shapes[edge.source]
-                kind: Kind = "io" if sink and self.free else "transfers"
+                kind: Kind = "io" if sink and self.schedule.free else "transfers"
                 with self._span(edge.what, "transfers", edge.transfer.pattern != "local"):
                     received.append(edge.transfer.forward(self.comm, values[edge.source], like, edge.what, kind))
             if sink:
@@ -195,7 +93,7 @@ class Executor:
                 dtype = step.dtype if value is None else value.dtype
                 done.shapes[name] = torch.empty(0, dtype=dtype or torch.int64, device=self.device)
             for edge in step.edges:
-                if self.last_use[edge.source] == i:
+                if self.schedule.last_use[edge.source] == i:
                     values.pop(edge.source, None)
         return outputs, done
 
@@ -211,7 +109,7 @@ class Executor:
     ) -> None:
         """The gradients of this rank's parameters, handed to `into` as they are made, from those of the outputs."""
         grads: dict[str, Tensor] = {}
-        for step in reversed(self.steps):
+        for step in reversed(self.schedule.steps):
             name = step.layer.name
             self.comm.at(number, f"{name} (backward)")
             if isinstance(step.layer.op, Sink):
@@ -236,7 +134,7 @@ class Executor:
                 if not edge.backward:
                     continue
                 like = done.shapes[edge.source]
-                if isinstance(step.layer.op, Sink) and self.free:
+                if isinstance(step.layer.op, Sink) and self.schedule.free:
                     back = self._own_share(edge, gradient, like)
                 else:
                     with self._span(f"{edge.what} (backward)", "transfers", edge.transfer.pattern != "local"):
@@ -246,7 +144,7 @@ class Executor:
 
     def _own_share(self, edge: Edge, gradient: Tensor | None, like: Tensor) -> Tensor | None:
         """With io free every rank has the whole output and computes the same loss of it: nothing is added up."""
-        if self.whole_classes:
+        if self.schedule.whole_classes:
             return edge.transfer.adjoint(self.comm, gradient, like, f"{edge.what}, backward", "io")
         if edge.transfer.own is None or gradient is None:
             return None
@@ -270,14 +168,16 @@ class Executor:
         if again:  # running statistics have moved already
             given = [p if p.requires_grad else p.clone() for p in given]
         mixed: AbstractContextManager[object] = nullcontext()
-        if self.autocast is not None:
-            mixed = torch.autocast(self.device.type, self.autocast)
+        if self.schedule.autocast is not None:
+            mixed = torch.autocast(self.device.type, self.schedule.autocast)
         try:
             with torch.set_grad_enabled(differentiate and step.backward), mixed:
                 out = step.work.run(self.comm, leaves[:count], given, training=training, seed=seed)
                 return out if step.dtype is None else out.to(step.dtype)
         except LayerwiseError as error:
             raise type(error)(f"layer {step.layer.name!r}: {error}") from None
+        except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
+            raise LayerwiseError(f"layer {step.layer.name!r}: {error}") from error
 
     def _differentiate(
         self,
@@ -291,6 +191,8 @@ class Executor:
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         names = [name for name in step.parameters if name is not None and parameters[name].requires_grad]
         targets = [*(leaves[i] for i in wanted), *(parameters[name] for name in names)]
+        if not targets:  # all that it has was frozen after loading
+            return [None] * len(leaves)
         if gradient is None:
             gradient = torch.zeros_like(out)
         found = torch.autograd.grad(out, targets, gradient, allow_unused=True)
@@ -312,20 +214,3 @@ def _leaves(step: Step, received: Sequence[Tensor | None], differentiate: bool) 
         leaf = value.detach()
         leaves.append(leaf.requires_grad_() if differentiate and edge.backward else leaf)
     return leaves
-
-
-def parameter_boxes(graph: LayerGraph, at: Mapping[str, Place]) -> dict[str, Boxes]:
-    """By the model's name, the box of each parameter and buffer that every rank holds."""
-    found: dict[str, Boxes] = {}
-    for layer in graph.layers:
-        place = at[layer.name]
-        if isinstance(layer.op, Tied):
-            found[layer.name] = place.owned
-        for name, p in layer.own_parameters():
-            found[name] = needed(p.maps, place.owned if p.late else place.cells)
-    return found
-
-
-def constants(graph: LayerGraph) -> list[Layer]:
-    """The layers that are constants."""
-    return [layer for layer in graph.layers if isinstance(layer.op, Constant)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,8 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import Network, load_network, network_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.module import LossFunction, ParallelModule
+from layerwise.run.provenance import searched_with
+from layerwise.run.values import take_rank_0s
 
 
 def load(
@@ -31,7 +34,7 @@ def load(
     loss: LossFunction | None = None,
     weights: Mapping[str, Tensor] | None = None,
     seed: int = 0,
-    local_batch_norm: bool = False,
+    local_batch_norm: bool | None = None,
     autocast: torch.dtype | None = None,
     checkpoint_activations: bool = False,
     example_inputs: tuple[Tensor, ...] | None = None,
@@ -40,9 +43,10 @@ def load(
 
     model: what the plan is for (default: what the plan names). A module that is on the meta device, or a built-in
     network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
-    `example_inputs` are needed with a module, to trace it. weights: a state dict, possibly lazy, instead of the
-    model's values. comm: default torch.distributed's group, if there is one. device: default the communicator's, or the
-    CPU. A communicator of one rank runs any plan on one device.
+    Where the ranks have built modules of different values, rank 0's win. `example_inputs` are needed, to trace one.
+    weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
+    there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
+    local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
     `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -62,6 +66,10 @@ def load(
     else:
         shape = plan.provenance.get("input_shape")
         network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
+    network.all_trained()
+    digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
+    comm.handshake({"plan": digest, "torch": torch.__version__, "arguments of load": f"{dtype}, seed {seed}"})
+    take_rank_0s(network.built, comm)
     graph = network.graph.rebatch(plan.batch)
     graph = fuse(graph) if plan.fused else graph
     plan.check(graph)
@@ -74,7 +82,9 @@ def load(
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    return ParallelModule(
+    if local_batch_norm is None:
+        local_batch_norm = bool(searched_with(plan, "local_batch_norm"))
+    module = ParallelModule(
         replace(network, graph=graph),
         plan,
         comm,
@@ -85,7 +95,10 @@ def load(
         local_batch_norm=local_batch_norm,
         autocast=autocast,
         checkpoint_activations=checkpoint_activations,
-    )._with(weights)
+    )
+    if weights is not None:
+        module.load_state_dict(weights)
+    return module
 
 
 def serial(plan: Plan) -> Plan:

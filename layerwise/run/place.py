@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from layerwise.comm.base import Group
 from layerwise.config import Config, layout
+from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, boundaries
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Dim, Maps
@@ -59,6 +61,38 @@ def needed(maps: Maps, boxes: Boxes) -> Boxes:
         for i, rank in enumerate(active):
             result[rank] = Box(tuple(int(a[i]) for a, _ in ends), tuple(int(b[i]) for _, b in ends))
     return tuple(result)
+
+
+def sharing(boxes: Boxes, rank: int, over: Sequence[int] = ()) -> Group:
+    """The ranks whose boxes differ from this one's along `over` only; () where it has none."""
+    mine = boxes[rank]
+    if mine is None:
+        return ()
+    if not over:
+        return tuple(r for r, box in enumerate(boxes) if box == mine)
+
+    def rest(box: Box) -> list[tuple[int, int]]:
+        return [ends for i, ends in enumerate(zip(box.lo, box.hi, strict=True)) if i not in over]
+
+    same = rest(mine)
+    return tuple(r for r, box in enumerate(boxes) if box is not None and rest(box) == same)
+
+
+def parameter_boxes(graph: LayerGraph, at: Mapping[str, Place]) -> dict[str, Boxes]:
+    """By the model's name, the box of each parameter and buffer that every rank holds."""
+    found: dict[str, Boxes] = {}
+    for layer in graph.layers:
+        place = at[layer.name]
+        if isinstance(layer.op, Tied):
+            found[layer.name] = place.owned
+        for name, p in layer.own_parameters():
+            if name in found:
+                raise LayerwiseError(
+                    f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
+                    "is called twice: give each use a module of its own"
+                )
+            found[name] = needed(p.maps, place.owned if p.late else place.cells)
+    return found
 
 
 def _place(layer: Layer, plan: Plan) -> Place:

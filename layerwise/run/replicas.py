@@ -7,16 +7,18 @@ makes them; a full bucket is all-reduced while the pass goes on. The scaling to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
-from layerwise.config import BUCKET_BYTES
+from layerwise.config import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.run.trace import Trace
 
-FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
+WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
 
 
 @dataclass(slots=True)
@@ -41,7 +43,8 @@ class Replicas:
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
-        self.local: set[str] = set()  # gradients not yet summed over the ranks (no_sync)
+        # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
+        self.local: dict[str, Tensor | None] = {}
         open_buckets: dict[tuple[Group, torch.dtype], Bucket] = {}
         for name in order:
             if len(groups[name]) < 2:
@@ -67,11 +70,10 @@ class Gradients:
 
     def __init__(self, replicas: Replicas, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
         self.replicas, self.comm, self.synchronise, self.trace = replicas, comm, synchronise, trace
-        self.spans: dict[int, int] = {}  # of the buckets under way, where they are traced
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
         for bucket in replicas.buckets:
-            bucket.missing = set(bucket.names)
+            bucket.missing = {name for name in bucket.names if replicas.parameters[name].requires_grad}
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter; its bucket leaves when this was the last one missing."""
@@ -82,38 +84,60 @@ class Gradients:
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        view = replicas.views[name]
-        if p.grad is not None and name in replicas.local:
-            total = gradient + p.grad  # of the passes under no_sync, summed over the ranks together with this one
-            view.copy_(total)
-        else:
-            if p.grad is not None:
-                self.earlier[name] = p.grad.clone() if p.grad.data_ptr() == view.data_ptr() else p.grad
-            view.copy_(gradient)
+        self._place(name, p, gradient, replicas.views[name])
         bucket.missing.discard(name)
         if not bucket.missing and self.synchronise:
             assert bucket.flat is not None
             what = f"gradients of {bucket.names[0]}"
-            if self.trace is not None:
-                self.spans[id(bucket)] = self.trace.begin(what, "sync")
+            trace = self.trace
+            begun = None if trace is None else trace.begin(what, "sync")
             bucket.handle = self.comm.all_reduce(bucket.flat, bucket.group, "sync", what)
+            if trace is not None and begun is not None:
+                bucket.handle.when_done(partial(trace.end, begun))
+
+    def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
+        """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
+        local = self.replicas.local
+        if p.grad is None:
+            local.pop(name, None)
+            view.copy_(gradient)
+        elif name in local:
+            summed, total = local[name], gradient + p.grad
+            if self.synchronise and summed is not None:
+                total -= summed
+                self.earlier[name] = summed
+            view.copy_(total)
+        elif self.synchronise:
+            self.earlier[name] = p.grad.clone() if p.grad.data_ptr() == view.data_ptr() else p.grad
+            view.copy_(gradient)
+        else:
+            local[name] = p.grad.clone()
+            view.copy_(gradient + p.grad)
 
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient."""
         replicas = self.replicas
+        running = [bucket for bucket in replicas.buckets if bucket.handle is not None]
+        if running:
+            with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
+                for bucket in running:
+                    assert bucket.handle is not None
+                    bucket.handle.wait()
+                    bucket.handle = None
         for bucket in replicas.buckets:
             assert not bucket.missing, f"no gradient for {sorted(bucket.missing)}"
-            if bucket.handle is not None:
-                bucket.handle.wait()
-                bucket.handle = None
-                if self.trace is not None:
-                    self.trace.end(self.spans.pop(id(bucket)))
             for name in bucket.names:
+                p = replicas.parameters[name]
+                if not p.requires_grad:
+                    continue
                 view = replicas.views[name]
                 if name in self.earlier:
                     view += self.earlier[name]
-                replicas.parameters[name].grad = view
-                (replicas.local.discard if self.synchronise else replicas.local.add)(name)
+                p.grad = view
+                if self.synchronise:
+                    replicas.local.pop(name, None)
+                else:
+                    replicas.local.setdefault(name, None)
         for name, gradient in self.alone.items():
             p = replicas.parameters[name]
             p.grad = gradient if p.grad is None else p.grad + gradient

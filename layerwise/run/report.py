@@ -20,21 +20,25 @@ from layerwise.run.compare import Difference
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from layerwise.comm.base import Kind
     from layerwise.run.train import Step
 
-KINDS = ("transfers", "sync", "statistics")
-PREDICTED = {"transfers": "transfer_bytes", "sync": "sync_bytes", "statistics": "statistics_bytes"}
+KINDS: tuple[Kind, ...] = ("transfers", "sync", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to. sent: bytes a step, of all ranks together; None where there was no whole step."""
+    """What a run came to. sent: bytes a step, of all ranks together; None where there was no whole step.
+
+    planned: bytes of a batch, as `ParallelModule.predicted_bytes` has them.
+    """
 
     plan: Plan
     steps: list[Step]
     first: int  # steps done before, by the run that was resumed
     accuracy: float | None
-    sent: Mapping[str, float] | None
+    sent: Mapping[Kind, float] | None
+    planned: Mapping[Kind, float | None]
     accumulate: int
     compare: Difference | None
 
@@ -44,11 +48,10 @@ class Result:
         return median(step.seconds for step in self.steps) if self.steps else None
 
     @property
-    def predicted(self) -> dict[str, float | None]:
+    def predicted(self) -> dict[Kind, float | None]:
         """What the plan says of `sent`. Every batch of a step has its transfers; gradients are summed once a step."""
         times = {"transfers": self.accumulate, "sync": 1, "statistics": self.accumulate}
-        known = self.plan.predicted
-        return {k: _whole(times[k] * known[PREDICTED[k]]) if PREDICTED[k] in known else None for k in KINDS}
+        return {k: None if (each := self.planned[k]) is None else _whole(times[k] * each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
         """For --json. What is not a number is null, as JSON has it."""
@@ -95,7 +98,7 @@ def ending(result: Result, allowed: float, dtype: str) -> Table:
     if result.sent is not None:
         for kind in KINDS:
             known = result.predicted[kind]
-            said = "" if known is None else f" (predicted at float32: {decimal(int(known))})"
+            said = "" if known is None else f" (predicted: {decimal(int(known))})"
             table.add_row(f"{kind} sent", f"{decimal(int(result.sent[kind]))} a step, all ranks{said}")
     if result.compare is not None:
         beyond = result.compare.beyond(allowed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from layerwise import __version__
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
@@ -40,7 +40,7 @@ class Session:
         seed: int = 0,
         dtype: str = "float32",
         weights: str | None = None,
-        local_batch_norm: bool = False,
+        local_batch_norm: bool | None = None,
         checkpoint_activations: bool = False,
         compare: bool = False,
         folder: str | None = None,
@@ -87,7 +87,13 @@ class Session:
     def _progress(self, steps: int) -> dict[str, str | int]:
         """What a checkpoint must know to go on with the next sample; all but "steps" must be the same then."""
         size = self.schedule.batch * self.schedule.accumulate
-        return {"steps": steps, "data": self.data.name, "samples a step": size, "seed": self.seed}
+        return {
+            "steps": steps,
+            "data": self.data.name,
+            "samples a step": size,
+            "seed": self.seed,
+            "optimizer": self.settings.optimizer_text(),
+        }
 
     def resume(self) -> Path | None:
         """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
@@ -130,9 +136,10 @@ class Session:
         planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
         accuracy = evaluate(self.module, self.data)
-        return Result(self.plan, self.steps, self.first, accuracy, sent, self.schedule.accumulate, compare)
+        predicted = self.module.predicted_bytes()
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, self.schedule.accumulate, compare)
 
-    def _sent(self) -> dict[str, float] | None:
+    def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""
         told = [json.loads(text) for text in self.comm.tell_all(json.dumps(dict(self.trainer.sent)))]
         full = self.trainer.full

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from layerwise.chrome import CATEGORIES, Category, Told, chrome_trace
 from layerwise.comm.base import Comm
 from layerwise.files import write_text
-from layerwise.run.trace_file import CATEGORIES, Category, Told, chrome_trace
 
 if TYPE_CHECKING:
     import torch

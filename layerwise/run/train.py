@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.graph.structure import tensors
 from layerwise.plan import Plan
 from layerwise.run.data import Data, Schedule
 
@@ -34,6 +35,12 @@ class Settings:
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float | None = None
+
+    def optimizer_text(self) -> str:
+        """`momentum, lr 0.01, momentum 0.9, weight decay 0`: all that `build` depends on."""
+        lr = OPTIMIZERS[self.optimizer] if self.lr is None else self.lr
+        momentum = f", momentum {self.momentum:g}" if self.optimizer == "momentum" else ""
+        return f"{self.optimizer}, lr {lr:g}{momentum}, weight decay {self.weight_decay:g}"
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer: an element-wise one, so that a rank can step what it holds by itself."""
@@ -160,8 +167,7 @@ class Trainer:
             assert target is not None
             loss: Tensor = self.module(*inputs, target, batch=batch)
             return loss
-        made = self.module(*inputs, batch=batch)
-        outputs: tuple[Tensor, ...] = made if isinstance(made, tuple) else (made,)
+        outputs = tensors(self.module(*inputs, batch=batch))
         if target is None:
             return outputs[task.answer].mean()
         return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
@@ -225,7 +231,6 @@ def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor) -
         module.loss = _correct
         part: Any = module(*inputs, target)
     else:
-        outputs = module(*inputs)
-        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        first = tensors(module(*inputs))[0]
         part = _correct(first, target.to(first.device))
     return round(float(part) * target.numel())

@@ -7,7 +7,6 @@ place of an element in the whole tensor only, so that any cut of it, one device'
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -18,17 +17,16 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.graph.load import Network
 from layerwise.ops.base import Parameter
-from layerwise.ops.ends import Tied
 from layerwise.ops.random import combine, normal, uniform
 
 
 def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:
-    """PyTorch's default initial values for this kind of parameter."""
-    stream = combine(seed, zlib.crc32(name.encode()))
+    """PyTorch's default initial values for this kind of parameter; those of 16 bits are rounded from float32's."""
+    stream, exact = combine(seed, zlib.crc32(name.encode())), torch.promote_types(dtype, torch.float32)
     if p.initial == "uniform":
-        return (2.0 * uniform(stream, box, p.shape, dtype=dtype) - 1.0) * p.scale
+        return ((2.0 * uniform(stream, box, p.shape, dtype=exact) - 1.0) * p.scale).to(dtype)
     if p.initial == "normal":
-        return normal(stream, box, p.shape, dtype=dtype) * p.scale
+        return (normal(stream, box, p.shape, dtype=exact) * p.scale).to(dtype)
     return torch.full(box.shape, p.scale, dtype=dtype)
 
 
@@ -56,9 +54,3 @@ def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, s
             "with its constants, or give its weights"
         )
     return drawn(name, p, box, seed, dtype)
-
-
-def tied_parameter(layer: Layer, users: Mapping[str, Parameter]) -> Parameter:
-    """How to draw a tied parameter: as the first layer that uses it would."""
-    assert isinstance(layer.op, Tied)
-    return users[layer.name]

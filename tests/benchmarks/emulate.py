@@ -7,6 +7,9 @@ sends to it, so that incast is limited too. Ranks of one node talk over loopback
     python -m tests.benchmarks.emulate --nodes 2 --rate 1gbit -- python train.py
     python -m tests.benchmarks.emulate --nodes 4 --rate 100mbit --kill-rank 1@5 -- python train.py
     python -m tests.benchmarks.emulate --nodes 4 --rate 100mbit --cut-node 1@5 --heal-node 1@8 -- python train.py
+    python -m tests.benchmarks.emulate --nodes 4 --kill-rank 1@2 --after "step 1/" -- python train.py
+
+The seconds of a fault count from the start, or from the first line of rank 0 that has the text of --after.
 
 Each rank gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 MASTER_PORT), GLOO_SOCKET_IFNAME, OMP_NUM_THREADS, and EMU_RATE_BPS (0: unlimited).
@@ -96,6 +99,7 @@ class Rank:
 
     def __init__(self, cluster: Cluster, args: argparse.Namespace, rank: int, cgroup: Path | None) -> None:
         self.rank, self.node = rank, rank // args.ranks_per_node
+        self.awaited, self.said = args.after.encode(), threading.Event()
         self.injected, self.status = False, None
         self.tail: collections.deque[bytes] = collections.deque(maxlen=40)
         own = {
@@ -130,6 +134,8 @@ class Rank:
     def read(self) -> None:
         for line in self.process.stdout:
             self.tail.append(line)
+            if self.awaited in line:
+                self.said.set()
             if self.show:
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(self.prefix + line)
@@ -154,12 +160,15 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
     ranks = [Rank(cluster, args, rank, cgroups[rank] if cgroups else None) for rank in range(world)]
     kinds = (("kill", args.kill_rank), ("cut", args.cut_node), ("heal", args.heal_node))
     faults = sorted((at, what, i) for what, wanted in kinds for i, at in wanted)
-    result, deadline, injected = None, None, False
+    result, deadline, injected = None, None, None
+    began = None if args.after else 0.0  # when the clock of the faults starts
     while True:
         now = time.monotonic() - started
-        while faults and faults[0][0] <= now:
+        if began is None and ranks[0].said.is_set():
+            began = now
+        while faults and began is not None and faults[0][0] <= now - began:
             _, what, i = faults.pop(0)
-            injected = True
+            injected = now
             if what == "kill":
                 ranks[i].injected = ranks[i].poll() is None
                 ranks[i].signal(signal.SIGKILL)
@@ -169,9 +178,11 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
                 say(f"t={now:.1f}s: {'restored' if what == 'heal' else 'cut'} the link of node {i}")
         for r in [r for r in ranks if r.status is None]:
             r.status = r.poll()
+            if r.status is not None and injected is not None:
+                say(f"rank {r.rank} ended with {r.status} {now - injected:.1f} s after the fault")
             if r.status and not r.injected and result is None:
                 result = r.status
-                if not injected:
+                if injected is None:
                     deadline = now + args.grace  # the others may still want to complain
                 say(f"t={now:.1f}s: rank {r.rank} (node {r.node}) exited with {r.status}")
                 if not r.show:
@@ -203,9 +214,6 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
         say(f"CPU use over {span:.1f}s: ranks {mine / span:.2f} cores, everything else {other:.2f}")
     if other > 0.35:
         say(f"warning: {other:.2f} cores went to something else during this run: do not trust its timings")
-    if injected:
-        told = (f"rank {r.rank}: {r.poll()}{' (killed by the harness)' if r.injected else ''}" for r in ranks)
-        say("exit statuses: " + ", ".join(told))
     return result or 0
 
 
@@ -281,6 +289,7 @@ def main() -> int:
     p.add_argument("--kill-rank", type=parse_fault, action="append", default=[], metavar="RANK[@SEC]")
     p.add_argument("--cut-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
     p.add_argument("--heal-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
+    p.add_argument("--after", default="", metavar="TEXT", help="faults count from rank 0's first line that has it")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="wait so long until the CPUs are idle")
     p.add_argument("--quiet", action="store_true", help="no line of CPU use")
     p.add_argument("command", nargs=argparse.REMAINDER)

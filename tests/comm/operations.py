@@ -158,3 +158,13 @@ def expected_bytes(use: str, size: int, itemsize: int) -> dict[str, int]:
     sums = 2 * (size - 1) + (size - 2) + ((size + 1) // 2 - 1)
     transfers, statistics = size * 4 * itemsize, 2 * (size - 1) * 2 * itemsize
     return {"sync": 2 * sums * 33 * itemsize, "transfers": transfers, "statistics": statistics}
+
+
+def announced(comm: Comm) -> list[int]:
+    """How often each of some all-reduces has said that it is done, once it has been waited for."""
+    said: list[int] = []
+    for step in range(50):
+        handle = comm.all_reduce(torch.ones(1000), tuple(range(comm.size)), "sync", "sums")
+        handle.when_done(lambda step=step: said.append(step))  # type: ignore[misc]
+        handle.wait()
+    return said

@@ -101,3 +101,11 @@ def test_names_of_ranks() -> None:
     assert ranks([2], 4) == "rank 2 of 4"
     assert ranks([0, 2], None) == "ranks 0 and 2"
     assert ranks(range(9), 16) == "ranks 0, 1, 2, 3, 4, 5, 6 and 2 others of 16"
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_an_all_reduce_says_once_that_it_is_done(processes: bool) -> None:
+    steps = list(range(50))
+    told = run_ranks(2, "tests.comm.operations:announced") if processes else run_threads(2, operations.announced)
+    assert told == [steps] * 2
+    assert operations.announced(SoloComm()) == steps

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
 from layerwise.ops.conv import Conv
-from layerwise.ops.norm import LocalResponseNorm
+from layerwise.ops.norm import BatchNorm, InstanceNorm, LocalResponseNorm
 from layerwise.ops.pointwise import Binary, Unary
 from tests.graph.evaluate import imported
 from tests.graph.test_torch_ops import X, image
@@ -65,6 +66,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear without bias": (nn.Linear(5, 7, bias=False), (3, 5)),
     "group norm": (nn.GroupNorm(2, 4), X),
     "instance norm": (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), X),
+    "instance norm of a momentum": (nn.InstanceNorm2d(4, momentum=0.4, track_running_stats=True), X),
     "layer norm": (nn.LayerNorm((6, 5)), X),
     "layer norm without bias": (nn.LayerNorm(5, bias=False), X),
     "rms norm": (nn.RMSNorm(5), X),
@@ -89,6 +91,19 @@ def test_batch_norm() -> None:
     imported(nn.BatchNorm2d(4).double(), (image(*X),), times=1)  # with other samples it is another function
     graph = imported(nn.BatchNorm1d(4, affine=False, track_running_stats=False).double(), (image(3, 4, 5),), times=1)
     assert graph["batch_norm"].out.dims == ("n", "c", "l")
+
+
+def test_momenta() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(4, momentum=0.4, track_running_stats=True), nn.BatchNorm2d(4, momentum=0.3))
+    ops = [layer.op for layer in from_torch(model, (image(*X).float(),)).inner]
+    assert ops == [InstanceNorm(track=True, momentum=0.4), BatchNorm(momentum=0.3)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_cumulative_averages_are_refused(training: bool) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4, momentum=None))).train(training)
+    with pytest.raises(LayerwiseError, match=r"layer '1\.0': batch norm with momentum=None .* give it a momentum"):
+        from_torch(model, (image(*X).float(),))
 
 
 def test_local_response_norm_is_one_layer() -> None:

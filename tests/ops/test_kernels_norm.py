@@ -76,9 +76,7 @@ def test_instance_norm(data: st.DataObject) -> None:
     x = data.draw(images(low=2, high=5))
     affine, track, training = (data.draw(st.booleans()) for _ in range(3))
     op = InstanceNorm(affine, 1e-3, track, 0.3)
-    cuts = list(data.draw(degrees(space(op, (x,)))))
-    if track and training:
-        cuts[0] = 1
+    cuts = data.draw(degrees(space(op, (x,))))
 
     def reference(
         t: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, **p: Tensor
@@ -87,22 +85,6 @@ def test_instance_norm(data: st.DataObject) -> None:
         return F.instance_norm(t, running_mean, running_var, **p, use_input_stats=own, momentum=0.3, eps=op.eps)
 
     check_kernel(op, [x], cuts, reference, parameters=held(op, x), training=training)
-
-
-def half(op: Op, x: TensorSpec, dim: int, *, training: bool = True) -> Local:
-    """One of two cells along `dim`."""
-    at = whole(op, [x], training=training)
-    ends = tuple(s // 2 if i == dim else s for i, s in enumerate(x.shape))
-    return Local(at.space, at.specs, Box((0,) * len(ends), ends), (Box((0,) * len(ends), ends),), training, lambda t: t)
-
-
-def test_running_statistics_of_instances_need_all_samples() -> None:
-    x = TensorSpec((4, 3, 6), IMAGES[1])
-    op = InstanceNorm(True, track=True)
-    with pytest.raises(LayerwiseError, match="n whole"):
-        op.run(half(op, x, 0), [torch.rand(2, 3, 6)], held(op, x))
-    out = op.run(half(op, x, 0, training=False), [torch.rand(2, 3, 6).double()], held(op, x))
-    assert out.shape == (2, 3, 6)
 
 
 def test_cumulative_averages_are_refused() -> None:
@@ -140,6 +122,25 @@ def test_what_is_sent(op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> Non
     assert out.dtype == dtype
     out.backward(torch.rand_like(out))  # type: ignore[no-untyped-call]
     assert [(s.numel(), s.dtype) for s in sent] == [(statistics.per_key * keys, exact)] * 2
+
+
+@pytest.mark.parametrize("op", [BatchNorm(), BatchNorm(False), GroupNorm(2), InstanceNorm(True), InstanceNorm()])
+def test_nothing_is_sent_back_for_an_input(op: Op) -> None:
+    """Whose gradient nobody wants; the weights' are there all the same."""
+    x, sent = TensorSpec((4, 8, 6, 6), IMAGES[2]), []
+
+    def all_reduce(t: Tensor) -> Tensor:
+        sent.append(t)
+        return t.mul(2)
+
+    box = Box((0,) * 4, (4, 8, 6, 3))
+    at = Local(space(op, (x,)), (x,), box, (box,), True, all_reduce)
+    weights = {k: v.requires_grad_("running" not in k) for k, v in held(op, x).items()}
+    out = op.run(at, [torch.rand(4, 8, 6, 3).double()], weights)
+    if out.requires_grad:
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert len(sent) == 1
+    assert all(v.grad is not None and bool(v.grad.any()) for v in weights.values() if v.requires_grad)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

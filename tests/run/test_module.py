@@ -112,6 +112,49 @@ def test_tied_weights_dropout_and_odd_sizes(seed: int) -> None:
     check_equal(trained, single, plan)
 
 
+class Instances(nn.Module):
+    """Instance norm with running statistics, which are averages over the samples of all ranks; plain batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.conv = nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(4, momentum=0.3, affine=True, track_running_stats=True)
+        self.last = nn.Linear(4 * 7 * 5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.conv(self.plain(x)))).flatten(1))
+
+
+@cache
+def instances() -> tuple[Case, Trained]:
+    torch.manual_seed(2)
+    given = case(Instances(), (3, 7, 5), 6)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_running_statistics_of_instances(seed: int) -> None:
+    given, single = instances()
+    ranks = 2 + seed % 3
+    choose = (lambda configs: preferred(configs, ranks)) if seed < 3 else None
+    plan = random_plan(given.graph, ranks, seed, "sample", choose)
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm)), single, plan)
+
+
+def test_running_statistics_of_instances_are_plain_pytorchs() -> None:
+    _, single = instances()
+    torch.manual_seed(2)
+    module = Instances()
+    given = case(module, (3, 7, 5), 6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
+    for x, y in zip(given.inputs, given.targets, strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    for key, value in module.state_dict().items():
+        assert difference(single.state[key], value) <= 1e-9, key
+
+
 def test_a_pure_data_plan_sends_what_ddp_sends() -> None:
     given, _ = network("vgg16")
     plan = random_plan(

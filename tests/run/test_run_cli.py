@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from layerwise.run.__main__ import parser
+from layerwise.run.__main__ import _hushed, parser
 from tests.run.small_plans import plan
 
 MLP = "mlp:64x12x10"
@@ -26,6 +27,7 @@ RESULT = {
     "model", "io", "world_size", "steps", "losses", "accuracy", "step_time_s", "bytes_sent", "bytes_predicted",
     "compare",
 }  # fmt: skip
+PREDICTED = {"transfer_bytes": 2 * 2 * 4 * (4 * 12 + 4 * 5), "sync_bytes": 2 * 4 * 12 * 65, "statistics_bytes": 0}
 Run = Callable[..., str]
 
 
@@ -36,7 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     plan(MLP, 8, 1).save("one.json")
-    plan(MLP, 8, 2, {"0": {"n": 2}, "2": {"c": 2}}).save("two.json")
+    replace(plan(MLP, 8, 1), provenance={"cost_options": {"local_batch_norm": True}}).save("local.json")
+    two = plan(MLP, 8, 2, {"0": {"n": 2}, "2": {"c": 2}})
+    replace(two, predicted=PREDICTED).save("two.json")
     plan(MLP, 8, 2, {"0": {"c": 2}, "2": {"c": 2}}, "free").save("free.json")
     return tmp_path
 
@@ -164,6 +168,7 @@ BAD = [
     ("one.json --resume", "need --checkpoint DIR"),
     ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
     ("one.json --compare-single --local-batch-norm", "leave out --compare-single"),
+    ("local.json --compare-single", "give --no-local-batch-norm"),
     ("one.json --trace missing/t.json", "'missing/t.json' cannot be written"),
     ("one.json --weights missing.safetensors", "weights 'missing.safetensors' cannot be read as safetensors"),
     ("one.json --weights one.json", "weights 'one.json' cannot be read as safetensors"),
@@ -193,7 +198,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     for action in parser()._actions:
         assert action.help
     commands = re.findall(r"-m layerwise\.run (.*)", text.replace("\\\n", " "))
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:  # the examples are valid
         parser().parse_args(command.split())
 
@@ -230,6 +235,7 @@ def test_two_ranks_equal_one_device() -> None:
     assert result["bytes_sent"] == {
         "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "statistics": 0,
     }  # fmt: skip
+    assert result["bytes_predicted"] == result["bytes_sent"]  # though the plan counts in float32
     assert first.stderr.count("step 4/4") == 1  # rank 0 alone speaks
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
@@ -274,6 +280,38 @@ def test_a_mistake_under_torchrun_is_told_once() -> None:
     assert done.returncode != 0
     assert done.stderr.count("layerwise: error: plan 'missing.json' cannot be read") == 1
     assert 'Traceback (most recent call last):\n  File "' + str(Path(__file__).parents[2]) not in done.stderr
+
+
+def test_a_mistake_of_one_rank_is_told_by_all(here: Path) -> None:
+    """Rank 1 has no plan, rank 0 (which has) does not wait for the time-out."""
+    (here / "own_plan.py").write_text(
+        "import os, sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run import __main__ as room\n"
+        "room.PATIENCE_S = 5.0\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.argv[1] = 'missing.json'\n"
+        "sys.exit(run_main(room.main))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own_plan.py"]
+    done = subprocess.run(
+        [*command, "two.json", "--timeout", "200"], capture_output=True, text=True, timeout=150, env=environment()
+    )
+    told = "plan 'missing.json' cannot be read: No such file or directory"
+    assert f"layerwise: error: {told}\n" in done.stderr
+    assert f"layerwise: error: rank 1 of 2 failed before its first step: {told}" in done.stderr
+    assert "exitcode  : 2 " in done.stderr
+
+
+def test_ctrl_c_is_told_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "1")
+    assert _hushed(interrupted) == 130
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(KeyboardInterrupt):
+        _hushed(interrupted)
 
 
 def test_a_difference_ends_with_1(here: Path) -> None:

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from layerwise.chrome import CATEGORIES, Row, Told, chrome_trace, lanes
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.run import trace as room
+from layerwise.run.replicas import Gradients, Replicas
 from layerwise.run.trace import Trace, clock_offset
-from layerwise.run.trace_file import CATEGORIES, Row, Told, chrome_trace, lanes
+from tests.comm.pool import run_ranks
 
 Event = dict[str, Any]
 
@@ -183,3 +187,38 @@ def test_any_spans_make_a_sound_file(ranks: list[list[Row]]) -> None:
 def test_a_second_track_only_where_spans_cross() -> None:
     apart, nested, crossing = [(0, 0, 0, 4), (0, 0, 4, 8)], [(0, 0, 0, 9), (0, 0, 2, 4)], [(0, 0, 0, 4), (0, 0, 2, 6)]
     assert [len(lanes(rows)) for rows in (apart, nested, crossing)] == [1, 1, 2]
+
+
+def slow_peer(comm: Comm, ahead: str) -> list[tuple[str, str, float, float]]:
+    """A sum of gradients whose last member comes late, or which is over before the pass is. Called in every process."""
+    parameters = {"w": nn.Parameter(torch.zeros(1000))}
+    group = tuple(range(comm.size))
+    comm.prepare([group], "sync")
+    replicas, trace = Replicas(parameters, ["w"], {"w": group}), Trace()
+    comm.barrier()
+    gradients = Gradients(replicas, comm, synchronise=True, trace=trace)
+    if ahead == "exposed" and comm.rank == 1:
+        time.sleep(0.5)
+    gradients.add("w", torch.ones(1000))
+    if ahead == "hidden":
+        time.sleep(0.5)  # what else the backward pass computes
+    gradients.finish()
+    assert parameters["w"].grad is not None
+    assert bool((parameters["w"].grad == comm.size).all())
+    return [(span.name, span.category, span.start_s, span.end_s) for span in trace.spans()]
+
+
+@pytest.mark.parametrize("ahead", ["hidden", "exposed"])
+def test_a_sum_ends_when_it_ends_not_when_it_is_waited_for(ahead: str) -> None:
+    """A hidden sum is over before the wait begins, an exposed one only in it. By order, and not by time."""
+    told = run_ranks(2, "tests.run.test_trace:slow_peer", ahead)
+    spans = {name: (start, end) for name, category, start, end in told[0] if category == "sync"}
+    (sum_start, sum_end), (wait_start, wait_end) = spans["gradients of w"], spans["waiting for gradients"]
+    assert sum_start <= wait_start
+    assert sum_end <= wait_end
+    assert (sum_end < wait_start) == (ahead == "hidden")
+
+
+def test_sums_of_threads_have_spans() -> None:
+    for spans in run_threads(2, lambda comm: slow_peer(comm, "")):
+        assert [name for name, *_ in spans] == ["gradients of w", "waiting for gradients"]

@@ -325,4 +325,4 @@ def test_what_fails_on_rank_0_is_heard_of_everywhere() -> None:
             alone(comm, work)
         return str(error.value)
 
-    assert run_threads(2, rank) == ["out of luck", "on one device: rank 0 failed: out of luck"]
+    assert run_threads(2, rank) == ["out of luck", "rank 0 failed: out of luck"]

@@ -1,4 +1,4 @@
-"""The file of a trace: Chrome's JSON, one process a rank, one track (or more, where spans overlap) a category.
+"""A trace as a file: Chrome's JSON, one process a rank, one track (or more, where spans overlap) a category.
 
 The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -19,7 +19,7 @@ Row = tuple[int, int, int, int]  # name and category by number, start and end in
 class Told:
     """One rank's spans as they travel, on rank 0's clock."""
 
-    host: str
+    host: str  # where it ran
     names: list[str]
     rows: list[Row]
 

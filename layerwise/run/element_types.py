@@ -1,0 +1,109 @@
+"""What a plan predicts to be sent, at the element types of a run.
+
+A plan counts the bytes of a step by the types that the network's tensors have. A run may compute in others (`--dtype`),
+and may compute layers twice (activation checkpointing). What that changes follows from the schedule: the elements of
+every message, and its two item sizes. The plan's own number is kept, what may be wrong in it as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import torch
+
+from layerwise.comm.base import Comm, Kind, all_reduce_share
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import space
+from layerwise.ops.ends import Sink, Tied
+from layerwise.ops.fused import gradients_wanted
+from layerwise.run.replicas import Replicas
+from layerwise.run.schedule import Schedule, Step
+from layerwise.run.work import Work
+
+PREDICTED: Mapping[Kind, str] = {
+    "transfers": "transfer_bytes",
+    "sync": "sync_bytes",
+    "statistics": "statistics_bytes",
+}
+SUMS_BYTES = 4  # an element, at least: sums of 16-bit values travel in float32 (layerwise.ops.statistics)
+
+Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's types, and really
+
+
+def predicted_bytes(
+    planned: Mapping[str, float], schedule: Schedule, replicas: Replicas, comm: Comm, *, recompute: bool
+) -> dict[Kind, float | None]:
+    """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
+
+    planned: the plan's predictions. recompute: whether layers are computed once more in the backward pass.
+    """
+    more: Counter[Kind] = Counter()
+    for step in schedule.steps:
+        for kind, by_plan, real in _messages(step, schedule, recompute=recompute):
+            more[kind] += real - by_plan
+    for kind, by_plan, real in _sums(schedule.graph, replicas, comm.rank):
+        more[kind] += real - by_plan
+    told = [json.loads(text) for text in comm.tell_all(json.dumps(more))]
+    return {
+        kind: planned[name] + sum(one.get(kind, 0) for one in told) if name in planned else None
+        for kind, name in PREDICTED.items()
+    }
+
+
+def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Message]:
+    """Of one layer, forward and back."""
+    graph, layer = schedule.graph, step.layer
+    if not (isinstance(layer.op, Sink) and schedule.free):  # outputs are then nobody's prediction
+        for edge in step.edges:
+            forward = sum(box.volume for _, box in edge.transfer.sends)
+            back = sum(box.volume for _, box in edge.transfer.receives) if edge.backward else 0
+            source = graph[edge.source]
+            yield "transfers", (forward + back) * source.out.item_bytes, (forward + back) * _sent(schedule, source)
+    if step.work is None:
+        return
+    again = 1 + (recompute and step.backward)  # how often the layer is computed
+    if step.work.reduction is not None:
+        owned, rank = dict(step.work.reduction.owned), schedule.comm.rank
+        forward = sum(box.volume for r, box in owned.items() if r != rank)
+        back = owned[rank].volume * (len(owned) - 1) * step.backward
+        by_plan = (forward + back) * step.work.stages[0].local.space.out.item_bytes
+        yield "transfers", by_plan, (forward * again + back) * _sent(schedule, layer)
+    yield from _statistics(step.work, graph, layer, schedule, again)
+
+
+def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
+    wanted = gradients_wanted(layer.op, layer.specs, [graph.has_gradient[name] for name in layer.inputs])
+    for stage, group, back in zip(work.stages, work.statistics, wanted, strict=True):
+        out, box = stage.local.space.out, stage.local.out
+        statistics = stage.op.statistics(stage.local.specs, out)
+        if statistics is not None and group:
+            elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
+            member = len(group), group.index(schedule.comm.rank)
+            by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
+            real = all_reduce_share(elements * max(schedule.dtype.itemsize, SUMS_BYTES), *member)
+            yield "statistics", by_plan * (1 + back), real * (again + back)
+
+
+def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]:
+    """Of gradients over replicas."""
+    planned: dict[str, int] = {}
+    for layer in graph.layers:
+        if isinstance(layer.op, Tied):
+            planned[layer.name] = layer.out.item_bytes
+        else:
+            stages = [space(*stage) for stage in layer.op.stages(layer.specs)]
+            each = [s.out.item_bytes for s in stages for _ in s.parameters]
+            planned |= {name: each[i] for i, name in enumerate(layer.parameters) if i not in layer.tied}
+    for name, bucket in replicas.of.items():
+        p, member = replicas.parameters[name], (len(bucket.group), bucket.group.index(rank))
+        real = all_reduce_share(p.numel() * p.element_size(), *member)
+        yield "sync", all_reduce_share(p.numel() * planned[name], *member), real
+
+
+def _sent(schedule: Schedule, layer: Layer) -> int:
+    """Bytes an element of what a layer makes."""
+    dtype: torch.dtype | None = schedule.type_of(layer)
+    return layer.out.item_bytes if dtype is None else dtype.itemsize

@@ -1,0 +1,101 @@
+"""What is fed: this rank's samples, checked; and the network's constants, which nobody feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.load import Network
+from layerwise.ops.ends import Constant, Input
+from layerwise.plan import Plan
+from layerwise.run.place import samples
+from layerwise.run.schedule import Schedule
+
+
+class Inputs:
+    """What a rank of a plan is to be fed with."""
+
+    def __init__(self, network: Network, plan: Plan, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
+        self.plan, self.comm, self.device, self.dtype = plan, comm, device, dtype
+        layers = network.graph.layers
+        self._layers = [layer for layer in layers if type(layer.op) is Input]
+        self._constants = {
+            layer.name: _constant(network, layer.name).to(device) for layer in layers if isinstance(layer.op, Constant)
+        }
+
+    def share(self, batch: int | None = None) -> slice:
+        """Which samples of a global batch (default: the plan's) this rank feeds."""
+        return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
+
+    def batch(self, inputs: Sequence[Tensor], batch: int | None, *, target: bool) -> int:
+        """The global batch that these are of. LayerwiseError where they are too many, or not this rank's share."""
+        if len(inputs) != len(self._layers):
+            raise LayerwiseError(
+                f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)})"
+                f"{' and the target' if target else ''}, not {len(inputs)}"
+            )
+        pairs = zip(self._layers, inputs, strict=True)
+        fed = next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
+        share = self.share()
+        if batch is None:
+            batch = fed if self.plan.io == "free" else fed * self.comm.size
+            if self.plan.io == "sample" and fed == share.stop - share.start:
+                batch = self.plan.batch
+            elif self.plan.io == "sample":
+                self._agree(fed)
+        share = self.share(batch)
+        if fed != share.stop - share.start or fed == 0:
+            raise LayerwiseError(
+                f"rank {self.comm.rank} was given {fed} samples; of a global batch of {batch} its share is "
+                f"{share.stop - share.start}: give module(..., batch=B) the number of samples of all ranks"
+            )
+        return batch
+
+    def _agree(self, fed: int) -> None:
+        """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
+        told = self.comm.tell_all(str(fed)) if self.comm.size > 1 else []
+        if len(set(told)) > 1:
+            raise LayerwiseError(
+                f"the ranks were given {', '.join(told)} samples: give module(..., batch=B) the number of samples of "
+                "all ranks, and each rank its share"
+            )
+
+    def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape."""
+        given = {
+            layer.name: self._checked(schedule, layer.name, x.to(self.device))
+            for layer, x in zip(self._layers, inputs, strict=True)
+        }
+        for name, value in self._constants.items():
+            shape = schedule.graph[name].out.shape
+            given[name] = value if tuple(value.shape) == shape else _repeated(name, value, shape)
+        return given
+
+    def _checked(self, schedule: Schedule, name: str, x: Tensor) -> Tensor:
+        spec = schedule.graph[name].out
+        own = schedule.places[name].owned[self.comm.rank]
+        wanted = spec.shape if own is None else own.shape
+        if x.requires_grad and torch.is_grad_enabled():
+            raise LayerwiseError(f"input {name!r} requires a gradient, which is not made: give it detached")
+        if tuple(x.shape) != wanted:
+            raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
+        return x.to(self.dtype) if spec.differentiable else x.to(getattr(torch, spec.dtype))
+
+
+def _constant(network: Network, name: str) -> Tensor:
+    read = network.stored.get(name) or network.stored.get(name.partition(":")[0])
+    value = None if read is None else read()
+    if value is None or (isinstance(value, Tensor) and value.is_meta):
+        raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device): build it for real")
+    return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def _repeated(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A constant with a row a sample, at another batch: all rows must be alike."""
+    if value.dim() != len(shape) or not bool((value == value[:1]).all()):
+        raise LayerwiseError(f"constant {name!r} of shape {tuple(value.shape)} does not follow the batch to {shape}")
+    return value[:1].expand(shape)

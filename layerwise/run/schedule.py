@@ -1,0 +1,120 @@
+"""Schedule: what a rank does of a plan, layer by layer: its edges, its work, and the types that travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from layerwise.comm.base import Comm, Group
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.ends import Input, Sink
+from layerwise.plan import Plan
+from layerwise.run.exchange import Transfer, groups_of, transfer
+from layerwise.run.place import Boxes, Place, needed, places
+from layerwise.run.work import Work, statistics_groups, work
+
+GEMMS = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One input of a layer: where it comes from, how it travels, and whether a gradient comes back."""
+
+    source: str
+    transfer: Transfer
+    backward: bool
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A layer on this rank. parameters: the model's names, or None for a tied one, which is an edge."""
+
+    layer: Layer
+    edges: tuple[Edge, ...]
+    work: Work | None
+    parameters: tuple[str | None, ...]
+    dtype: torch.dtype | None  # of the floating-point output; None: as it comes
+    backward: bool
+
+
+class Schedule:
+    """One rank's steps for one global batch.
+
+    groups: of ranks whose transfers are collectives; statistics: of ranks that share a layer's. sinks: the boxes that
+    the ranks get of each output.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        plan: Plan,
+        comm: Comm,
+        *,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None,
+        whole_classes: bool,
+        local_batch_norm: bool,
+    ) -> None:
+        self.graph, self.comm, self.dtype, self.autocast = graph, comm, dtype, autocast
+        self.places = places(graph, plan)
+        self.free, self.whole_classes = plan.io == "free", whole_classes
+        self.groups: set[Group] = set()
+        self.statistics: set[Group] = set()
+        self.sinks: list[Boxes] = []
+        self.steps = tuple(self._step(i, layer, local_batch_norm) for i, layer in enumerate(graph.layers))
+        self.last_use = {edge.source: i for i, step in enumerate(self.steps) for edge in step.edges}
+
+    def _step(self, number: int, layer: Layer, local_batch_norm: bool) -> Step:
+        place, rank, flows = self.places[layer.name], self.comm.rank, self.graph.has_gradient
+        edges = []
+        for slot, source in enumerate(layer.inputs):
+            at = self.places[source]
+            need = self._sink_need(layer, slot) if isinstance(layer.op, Sink) else self._need(layer, slot, place)
+            part = transfer(at.owned, need, rank, everywhere=at.everywhere)
+            if self.comm.collectives and not at.everywhere:
+                self.groups |= groups_of(at.owned, need)
+            backward = flows[source] and (flows[layer.name] or isinstance(layer.op, Sink))
+            edges.append(Edge(source, part, backward, f"{source} -> {layer.name}"))
+        own: tuple[str | None, ...] = tuple(
+            None if i in layer.tied else name for i, name in enumerate(layer.parameters)
+        )
+        if isinstance(layer.op, Input | Sink):
+            return Step(layer, tuple(edges), None, own, self.type_of(layer), flows[layer.name])
+        for r in range(self.comm.size):
+            groups = statistics_groups(layer, place, r, local_batch_norm=local_batch_norm)
+            self.statistics.update(group for group in groups if group)
+        mine = work(layer, number, place, rank, local_batch_norm=local_batch_norm)
+        return Step(layer, tuple(edges), mine, own, self.type_of(layer), flows[layer.name])
+
+    def _need(self, layer: Layer, slot: int, place: Place) -> Boxes:
+        where = layer.space
+        if slot < len(layer.specs):
+            maps, late = where.needs[slot], where.late_inputs[slot]
+        else:
+            parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
+            maps, late = parameter.maps, parameter.late
+        return needed(maps, place.owned if late else place.cells)
+
+    def _sink_need(self, sink: Layer, slot: int) -> Boxes:
+        """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""
+        place, source = self.places[sink.name], self.places[sink.inputs[slot]]
+        spec = sink.specs[slot]
+        if self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
+            wide = [b and Box((b.lo[0], 0, *b.lo[2:]), (b.hi[0], spec.shape[1], *b.hi[2:])) for b in source.owned]
+            found: Boxes = tuple(b if b not in wide[:i] else None for i, b in enumerate(wide))
+        else:
+            found = needed(sink.space.needs[slot], place.cells)
+        self.sinks.append(found)
+        return found
+
+    def type_of(self, layer: Layer) -> torch.dtype | None:
+        """The element type that a layer's output has on the wire."""
+        if not layer.out.differentiable:
+            return None if isinstance(layer.op, Input) else getattr(torch, layer.out.dtype)
+        kind = layer.op.main.kind if hasattr(layer.op, "main") else layer.op.kind
+        if self.autocast is not None and not isinstance(layer.op, Input | Sink) and kind in GEMMS:
+            return self.autocast
+        return self.dtype

@@ -1,0 +1,191 @@
+"""State: this rank's boxes of a network's parameters and buffers, and what the whole network's state dict has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm, Group
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer import LayerGraph
+from layerwise.graph.load import Network
+from layerwise.ops.base import space
+from layerwise.ops.ends import Tied
+from layerwise.run.exchange import transfer
+from layerwise.run.place import Boxes, sharing
+from layerwise.run.shard import Shard
+from layerwise.run.weights import initial
+
+COUNT = "num_batches_tracked"
+
+
+class State:
+    """tree: the boxes as parameters and buffers of nested modules, by the model's names. boxes: of every rank, by name.
+
+    extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        boxes: Mapping[str, Boxes],
+        comm: Comm,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self.graph, self.boxes, self.comm, self.device, self.dtype = network.graph, boxes, comm, device, dtype
+        self.tree = nn.Module()
+        self.extra: dict[str, Tensor] = {}
+        self._keys, self._stored = dict(network.keys), network.stored
+        self._uncounted = _modules_of(self.graph, "instance_norm")  # PyTorch has a counter there, which stays 0
+        self._fill(network, seed)
+
+    def _fill(self, network: Network, seed: int) -> None:
+        """Creates the boxes."""
+        users = {
+            layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
+            for layer in reversed(self.graph.layers)
+            for i, p in enumerate(layer.tied)
+        }
+        for layer in self.graph.layers:
+            own = list(layer.own_parameters())
+            if isinstance(layer.op, Tied):  # drawn as the first layer that uses it would
+                own = [(layer.name, users[layer.name])]
+            for name, p in own:
+                box = self.boxes[name][self.comm.rank]
+                if box is not None:
+                    value = initial(network, layer, name, p, box, seed, self.dtype)
+                    _place(self.tree, name, value.to(self.device), p.trainable)
+        for key, name in self._keys.items():
+            if name not in self.boxes:  # counters, and what the network does not use
+                kept = self._read(name)
+                if kept is not None:
+                    value = torch.zeros(kept.shape, dtype=kept.dtype) if kept.is_meta else kept.detach().clone()
+                    self.extra[key] = value.cpu()
+
+    def count(self) -> None:
+        """A training step more, for the counters."""
+        for key, value in self.extra.items():
+            module, _, name = key.rpartition(".")
+            if name == COUNT and module not in self._uncounted:
+                value += 1
+
+    def sharing(self, name: str) -> Group:
+        """The ranks that hold the same box as this one."""
+        return sharing(self.boxes[name], self.comm.rank)
+
+    def shards(self) -> list[Shard]:
+        """Every parameter and buffer that this rank holds."""
+        result = []
+        aliases: dict[str, list[str]] = {}
+        for key, name in self._keys.items():
+            if key != name:
+                aliases.setdefault(name, []).append(key)
+        held = dict(self.tree.named_parameters()) | dict(self.tree.named_buffers())
+        shapes = self._shapes()
+        for name, tensor in held.items():
+            box = self.boxes[name][self.comm.rank]
+            assert box is not None
+            group = self.sharing(name)
+            trainable = isinstance(tensor, nn.Parameter)
+            result.append(
+                Shard(
+                    name,
+                    tuple(aliases.get(name, ())),
+                    shapes[name],
+                    box,
+                    tensor.detach(),
+                    trainable,
+                    group[0] == self.comm.rank,
+                )
+            )
+        for key, value in self.extra.items():
+            shape = tuple(value.shape)
+            result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
+        return result
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
+        return shapes | {layer.name: layer.out.shape for layer in self.graph.layers if isinstance(layer.op, Tied)}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        held = {shard.name: shard.tensor for shard in self.shards()}
+        shapes = self._shapes()
+        whole = {key: value.clone() for key, value in self.extra.items()}
+        for name, boxes in self.boxes.items():
+            lowest: Boxes = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
+            every = Box((0,) * len(shapes[name]), shapes[name])
+            part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
+            mine = held.get(name) if lowest[self.comm.rank] is not None else None
+            like = torch.empty(0, dtype=self._type(name), device=self.device)
+            full = part.forward(self.comm, mine, like, f"state of {name}", "io")
+            assert full is not None
+            whole[name] = full.detach().cpu().clone()
+        return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
+
+    def _type(self, name: str) -> torch.dtype:
+        """The same on every rank, whether it has a box or not."""
+        value = self._read(name)
+        return value.dtype if value is not None and not value.is_floating_point() else self.dtype
+
+    def _read(self, name: str) -> Tensor | None:
+        """The network's own value, where it has one."""
+        read = self._stored.get(name)
+        value = read() if read else None
+        return value if isinstance(value, Tensor) else None
+
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        """Takes boxes of this rank or whole tensors; returns the names that are missing, and those of nothing."""
+        missing = []
+        with torch.no_grad():
+            for shard in self.shards():
+                value = next((state_dict[key] for key in (shard.name, *shard.aliases) if key in state_dict), None)
+                if value is None:
+                    missing.append(shard.name)
+                elif tuple(value.shape) == shard.shape:
+                    shard.tensor.copy_(value[shard.box.slices()] if shard.shape else value)
+                elif tuple(value.shape) == shard.box.shape:
+                    shard.tensor.copy_(value[...])
+                else:
+                    raise LayerwiseError(
+                        f"{shard.name!r} has shape {tuple(value.shape)} in the state dict; the model has "
+                        f"{shard.shape}, of which this rank holds {shard.box.shape}"
+                    )
+        known = set(self._keys) | set(self.boxes)
+        odd = [key for key in state_dict if key not in known]
+        if strict and (missing or odd):
+            what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
+            raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
+        return missing, odd
+
+
+def _modules_of(graph: LayerGraph, kind: str) -> set[str]:
+    """The model's modules whose parameters operators of this kind have."""
+    found: set[str] = set()
+    for layer in graph.layers:
+        kinds = (op.kind for op, specs in layer.op.stages(layer.specs) for _ in space(op, specs).parameters)
+        pairs = zip(kinds, layer.parameters, strict=True)
+        found.update(name.rpartition(".")[0] for own, name in pairs if own == kind)
+    return found
+
+
+def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
+    """Puts a tensor into nested modules, as its dotted name says."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in tree._modules:
+            tree.add_module(part, nn.Module())
+        child = tree._modules[part]
+        assert child is not None
+        tree = child
+    if trainable:
+        tree.register_parameter(last, nn.Parameter(value))
+    else:
+        tree.register_buffer(last, value)

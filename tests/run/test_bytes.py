@@ -1,0 +1,141 @@
+"""Bytes predicted are bytes sent, also where a run computes in other element types than the plan counts in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.comm.thread import run_threads
+from layerwise.config import Config
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import Network, network_of
+from layerwise.plan import Plan
+from layerwise.run.element_types import PREDICTED
+from layerwise.run.load import load
+from tests.run.plans import random_plan
+
+KINDS = tuple(PREDICTED)
+TYPES = {
+    "float64": {"dtype": torch.float64},
+    "float32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.float32, "autocast": torch.bfloat16},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+class Words(nn.Module):
+    """Integers, an embedding (which k splits), layer norm, attention, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.norm(self.embedding(words))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = torch.relu(self.inner(self.inner(x)))
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+class Images(nn.Module):
+    """Norms with and without weights, directly on the input and later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.scaled = nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4)
+        self.grouped, self.instance = nn.GroupNorm(2, 4), nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+        self.first, self.second, self.last = nn.Conv2d(12, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8 * 16, 6)
+        self.after = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([torch.relu(self.plain(x)), self.scaled(x), self.grouped(x)], 1)
+        x = self.instance(self.first(x))
+        return self.last(torch.relu(self.after(self.second(x))).flatten(1))
+
+
+@cache
+def network(name: str, dtype: torch.dtype) -> Network:
+    torch.manual_seed(0)
+    if name == "words":
+        return network_of(Words().to(dtype), (torch.zeros(2, 6, dtype=torch.int64),), 4, name)
+    return network_of(Images().to(dtype), (torch.zeros(2, 4, 6, 6, dtype=dtype),), 4, name)
+
+
+def made(given: Network, ranks: int, seed: int, choose: Callable[..., Config] | None = None) -> Plan:
+    return random_plan(fuse(given.graph), ranks, seed, "sample", choose)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [("words", torch.float32), ("images", torch.float32), ("images", torch.bfloat16), ("words", torch.float64)],
+)
+def test_predicted_are_sent(name: str, planned: torch.dtype, types: str, recompute: bool) -> None:
+    given = network(name, planned)
+    torch.set_num_threads(1)
+    for seed in range(2):
+        plan = made(given, 2 + 2 * seed, seed)
+
+        def run(comm: Comm, plan: Plan = plan) -> tuple[dict[str, float | None], dict[str, int]]:
+            module = load(plan, given, comm=comm, checkpoint_activations=recompute, **TYPES[types])
+            before = comm.sent.copy()
+            x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6)
+            module(x[module.share()]).float().mean().backward()
+            sent = comm.sent - before
+            return module.predicted_bytes(), {kind: sent[kind] for kind in KINDS}
+
+        ranks = run_threads(plan.gpus, run)
+        total = {kind: sum(sent[kind] for _, sent in ranks) for kind in KINDS}
+        assert all(predicted == pytest.approx(total, abs=1e-3) for predicted, _ in ranks)
+        if types == str(planned).removeprefix("torch.") and not recompute:  # as planned, without our doing
+            assert ranks[0][0] == {kind: plan.predicted[PREDICTED[kind]] for kind in KINDS}
+
+
+def test_integers_are_sent_as_they_are() -> None:
+    """The embedding is cut along s, its input along n: each of two ranks sends 2 x 3 words of 8 bytes."""
+    given = network("words", torch.float32)
+    plan = made(given, 2, 0, lambda configs: next((c for c in configs if c == Config((("s", 2),))), configs[0]))
+
+    def transfers(comm: Comm, dtype: torch.dtype) -> float:
+        predicted = load(plan, given, comm=comm, dtype=dtype).predicted_bytes()["transfers"]
+        assert predicted is not None
+        return predicted
+
+    single, double = (run_threads(2, lambda comm, t=t: transfers(comm, t))[0] for t in (torch.float32, torch.float64))
+    assert single == plan.predicted["transfer_bytes"]
+    assert double == 2 * single - 2 * 2 * 3 * 8
+
+
+def test_nothing_is_predicted_of_other_statistics() -> None:
+    given = network("images", torch.float32)
+    plan = made(given, 2, 0)
+
+    def predicted(comm: Comm, local: bool) -> float | None:
+        return load(plan, given, comm=comm, local_batch_norm=local).predicted_bytes()["statistics"]
+
+    assert run_threads(2, lambda comm: predicted(comm, True)) == [None, None]
+    assert None not in run_threads(2, lambda comm: predicted(comm, False))
+
+
+def test_local_batch_norm_as_the_plan_was_searched() -> None:
+    given = network("images", torch.float32)
+    plan = made(given, 2, 0, lambda configs: next((c for c in configs if c == Config((("n", 2),))), configs[0]))
+    plan = replace(plan, provenance={"cost_options": {"local_batch_norm": True}})
+
+    def statistics(comm: Comm, **options: bool) -> int:
+        module = load(plan, given, comm=comm, **options)
+        module(torch.randn(4, 4, 6, 6)[module.share()]).mean().backward()
+        return comm.sent["statistics"]
+
+    planned = run_threads(2, statistics)
+    assert planned == run_threads(2, lambda comm: statistics(comm, local_batch_norm=True))
+    assert planned[0] < run_threads(2, lambda comm: statistics(comm, local_batch_norm=False))[0]

@@ -1,0 +1,162 @@
+"""Memory: no rank ever makes a whole parameter that it does not own, nor while initialising, loading or resuming."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layerwise.comm.base import Comm
+from layerwise.comm.thread import run_threads
+from layerwise.plan import Plan
+from layerwise.run import checkpoint
+from layerwise.run.load import load
+from layerwise.run.module import ParallelModule
+from layerwise.run.weights_file import weights_file
+from tests.run import small_plans
+
+MODEL, RANKS, BATCH = "mlp:1024x2048x1024x10", 4, 8
+WEIGHT_BYTES = 1024 * 2048 * 4  # of each of the two large ones
+BOX_BYTES = WEIGHT_BYTES // RANKS
+# The first is cut in output channels, the second in input ones, so that a box is no run of rows of either file.
+CUT = {"0": {"c": RANKS}, "2": {"k": RANKS}, "4": {"c": 2}}
+WHOLE: dict[str, dict[str, int]] = {"0": {}, "2": {"n": 4}, "4": {}}  # all weights on every rank, or on the first
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest memory that a tensor of this thread has had under it; a file that is mapped is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, Tensor) and x.device.type != "meta":
+                memory = x.untyped_storage()
+                if memory.nbytes() > self.bytes and not is_file(memory.data_ptr()):
+                    self.bytes = memory.nbytes()
+        return out
+
+
+def is_file(address: int) -> bool:
+    """Whether this address belongs to a file that the kernel maps, page by page as they are read."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, *_, path = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
+        low, high = (int(end, 16) for end in area.split("-"))
+        if low <= address < high:
+            return path.startswith("/")
+    return False
+
+
+def plan(degrees: dict[str, dict[str, int]]) -> Plan:
+    return small_plans.plan(MODEL, BATCH, RANKS, degrees)
+
+
+def module_of(found: Plan, comm: Comm, weights: Path | None = None) -> ParallelModule:
+    given = weights_file(weights) if weights is not None else None
+    return load(found, small_plans.network(MODEL, BATCH), comm=comm, weights=given)
+
+
+def train(module: ParallelModule, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    share = module.share()
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        x, y = torch.randn(BATCH, 1024, generator=draw)[share], torch.randint(10, (BATCH,), generator=draw)[share]
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+
+
+def adam(module: ParallelModule) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=1e-3)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The most that Python and numpy have held at once within it, of all threads together; torch's memory apart."""
+    peak: list[int] = []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        yield peak
+        peak.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_initialising_and_training_make_no_more_than_boxes(tmp_path: Path) -> None:
+    found = plan(CUT)
+
+    def run(comm: Comm) -> int:
+        with Largest() as largest:
+            module = module_of(found, comm)
+            optimizer = adam(module)
+            train(module, optimizer)
+            checkpoint.save(tmp_path, module, optimizer, {})
+            checkpoint.load(tmp_path, module, optimizer)
+        return largest.bytes
+
+    with counted() as peak:
+        largest = run_threads(RANKS, run)
+    assert largest == [BOX_BYTES] * RANKS
+    assert peak[0] < BOX_BYTES
+
+
+def test_weights_from_a_file_are_read_as_far_as_they_are_owned(tmp_path: Path) -> None:
+    shapes = {"0.weight": (2048, 1024), "0.bias": (2048,), "2.weight": (1024, 2048), "2.bias": (1024,)}
+    shapes |= {"4.weight": (10, 1024), "4.bias": (10,)}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(whole, tmp_path / "whole.safetensors")
+    found = plan(CUT)
+
+    def run(comm: Comm) -> int:
+        with Largest() as largest:
+            module = module_of(found, comm, tmp_path / "whole.safetensors")
+        for shard in module.shards():
+            assert torch.equal(shard.tensor, whole[shard.name][shard.box.slices()])
+        return largest.bytes
+
+    assert run_threads(RANKS, run) == [BOX_BYTES] * RANKS
+
+
+def test_another_plans_checkpoint_is_read_as_far_as_it_is_owned(tmp_path: Path) -> None:
+    """Written by ranks that had whole weights."""
+
+    def write(comm: Comm) -> int:
+        with Largest() as largest:
+            module = module_of(plan(WHOLE), comm)
+            optimizer = adam(module)
+            train(module, optimizer, 1)
+            checkpoint.save(tmp_path, module, optimizer, {})
+        return largest.bytes
+
+    def read(comm: Comm) -> int:
+        with Largest() as largest:
+            module = module_of(plan(CUT), comm)
+            checkpoint.load(tmp_path, module, adam(module))
+        return largest.bytes
+
+    assert max(run_threads(RANKS, write)) >= WEIGHT_BYTES  # so Largest does see a whole weight
+    with counted() as peak:
+        assert run_threads(RANKS, read) == [BOX_BYTES] * RANKS
+    assert peak[0] < BOX_BYTES

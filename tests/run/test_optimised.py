@@ -1,0 +1,56 @@
+"""Laws 6 and 7 for the plans that are run in earnest: the optimised ones, of every network that the README names."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.thread import run_threads
+from layerwise.config import Config
+from tests.run.plans import Case, Trained, check_equal, optimised_plan, random_plan, small, train
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def network(name: str) -> tuple[Case, Trained]:
+    given = small(name)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+
+
+def kinds(strategy: dict[str, Config]) -> set[str]:
+    """Which dimensions are cut: "n", "c", "hw", or "" for a layer on one device."""
+    return {"".join(label for label, _ in config.degrees) for config in strategy.values()}
+
+
+def check(name: str, ranks: int) -> None:
+    given, single = network(name)
+    plan = optimised_plan(given.graph, ranks)
+    found = kinds(plan.strategy)
+    assert len(found) >= 2, found  # a mix, not plain data parallelism
+    if name.startswith("unet"):
+        assert any(set(kind) & set("dhw") for kind in found), found
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm)), single, plan)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["lenet5", "alexnet", "vgg16", "unet2d", "unet3d"])
+def test_optimised_plans_equal_one_device(name: str, ranks: int) -> None:
+    check(name, ranks)
+
+
+@pytest.mark.parametrize("name", ["inception_v3", "resnet50", "densenet121"])
+def test_optimised_plans_of_large_networks_on_two_ranks(name: str) -> None:
+    check(name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inception_v3", "resnet50", "densenet121"])
+def test_optimised_plans_of_large_networks_on_four_ranks(name: str) -> None:
+    check(name, 4)

@@ -1,0 +1,85 @@
+"""A planned module returns what its model returns: one tensor, a tuple, a dict, a dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.comm.base import Comm
+from layerwise.comm.thread import run_threads
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import network_of
+from layerwise.run.load import load
+from tests.run.plans import random_plan
+
+
+@dataclass
+class Found:
+    """As models of transformers' return them."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    note: str | None = None
+
+
+torch.export.register_dataclass(Found)
+
+
+class Returns(nn.Module):
+    """Two linear layers; `pack` says how their results are returned."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.second, self.pack = nn.Linear(6, 8), nn.Linear(8, 4), pack
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.first(x)
+        return self.pack(hidden, self.second(hidden))
+
+
+PACKS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "one": lambda a, b: b,
+    "tuple": lambda a, b: (b, a),
+    "list": lambda a, b: [b, a],
+    "tuple of one": lambda a, b: (b,),
+    "dict": lambda a, b: {"logits": b, "hidden": a},
+    "nested": lambda a, b: {"y": (b, {"x": [a]}), "none": None, "number": 3},
+    "dataclass": lambda a, b: Found(b, (a,), "as they are"),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("io", ["sample", "free"])
+def test_the_models_own_structure(pack: str, io: str) -> None:
+    torch.manual_seed(0)
+    model = Returns(PACKS[pack])
+    network = network_of(model, (torch.zeros(2, 6),), 4, "returns")
+    plan = random_plan(fuse(network.graph), 2, 0, io)
+    x = torch.randn(4, 6)
+    wanted, tree = pytree.tree_flatten(model(x))
+
+    def run(comm: Comm) -> None:
+        module = load(plan, network, comm=comm)
+        share = module.share()
+        found, own = pytree.tree_flatten(module(x[share]))
+        assert own == tree
+        for value, leaf in zip(found, wanted, strict=True):
+            if isinstance(leaf, Tensor):
+                torch.testing.assert_close(value, leaf[share])
+            else:
+                assert value == leaf
+        sum(leaf.sum() for leaf in found if isinstance(leaf, Tensor)).backward()
+
+    run_threads(2, run)
+
+
+def test_outputs_that_are_one_tensor_twice_come_flat() -> None:
+    network = network_of(Returns(lambda a, b: {"logits": b, "same": b.view(-1, 4)}), (torch.zeros(2, 6),), 4, "twice")
+    plan = random_plan(fuse(network.graph), 1, 0, "sample")
+    (made,) = run_threads(1, lambda comm: load(plan, network, comm=comm)(torch.zeros(4, 6)))
+    assert isinstance(made, Tensor | tuple | dict)
