@@ -9,13 +9,15 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any
 
 from layerwise.config import Config, parse
 from layerwise.errors import LayerwiseError
-from layerwise.files import read_json, write_text
+from layerwise.files import read_json, without_repeats, write_text
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Dim
+from layerwise.picture import runs, svg, table
 
 FORMAT, VERSION = "layerwise-plan", 1
 
@@ -25,7 +27,8 @@ class Plan:
     """What runs where. `strategy` has the configuration of every layer but inputs and sink.
 
     model: as given on the command line; digest: of the fused graph at `batch` samples; device_order: the rank that is
-    each of the planned devices; predicted: seconds and bytes a step; provenance: versions, profile, the search's facts.
+    each of the planned devices; predicted: seconds and bytes a step; provenance: versions, profile, the search's facts;
+    predicted_layers: seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
     """
 
     model: str
@@ -39,6 +42,7 @@ class Plan:
     device_order: tuple[int, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
+    predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -57,6 +61,11 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, whole or not at all."""
         write_text(path, self.dumps())
+
+    def _repr_html_(self) -> str:
+        rows = [(title, str(config) if config.total > 1 else "one device") for title, config, _ in runs(self.strategy)]
+        title = f"<p><b>{escape(self.model)}</b> on {self.gpus} devices, {self.batch:,} samples a step</p>"
+        return title + svg(self.strategy, self.gpus) + table(rows, ("layers", "configuration"), left=2)
 
     def check(self, graph: LayerGraph, world_size: int | None = None) -> None:
         """LayerwiseError unless this plan is for `graph` (fused as the plan says, at its batch) on that many ranks."""
@@ -84,8 +93,20 @@ class Plan:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan. LayerwiseError where the file is not a sound plan; whether it fits a model says `Plan.check`."""
-    where = f"plan {os.fspath(path)!r}"
-    raw = _object(read_json(path, "plan"), where)
+    return _plan(read_json(path, "plan"), f"plan {os.fspath(path)!r}")
+
+
+def parse_plan(text: str, where: str) -> Plan:
+    """A plan from the text that `Plan.dumps` makes. `where` is how errors call it."""
+    try:
+        value = json.loads(text, object_pairs_hook=without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise LayerwiseError(f"{where} is not JSON: {error}") from None
+    return _plan(value, where)
+
+
+def _plan(value: object, where: str) -> Plan:
+    raw = _object(value, where)
     if raw.get("format") != FORMAT:
         raise LayerwiseError(f"{where} is not a layerwise plan (its 'format' is {raw.get('format')!r})")
     if raw.get("version") != VERSION:
@@ -102,10 +123,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     sound = isinstance(order, list) and len(order) == raw["gpus"] and all(type(rank) is int for rank in order)
     if not isinstance(order, list) or not sound or sorted(order) != list(range(raw["gpus"])):
         raise LayerwiseError(f"{where}: 'device_order' must name each of the {raw['gpus']} ranks once")
-    predicted = _object(raw.get("predicted"), f"{where}: 'predicted'")
-    for key, value in predicted.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-            raise LayerwiseError(f"{where}: predicted {key!r} must be a finite number of at least 0, not {value!r}")
+    predicted = _numbers(raw.get("predicted"), f"{where}: 'predicted'")
+    layers = _object(raw.get("predicted_layers", {}), f"{where}: 'predicted_layers'")  # older plans have none
+    predicted_layers = {name: _numbers(times, f"{where}: predicted_layers {name!r}") for name, times in layers.items()}
     strategy = {
         name: parse(degrees, _anything(degrees), raw["gpus"], name)
         for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
@@ -118,7 +138,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         )
     return Plan(
         raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance,
+        strategy, tuple(order), predicted, provenance, predicted_layers,
     )  # fmt: skip
 
 
@@ -169,6 +189,14 @@ def _anything(degrees: object) -> list[Dim]:
     """Dimensions of a layer that is not known yet: any label, as much room as asked for."""
     labels = degrees if isinstance(degrees, Mapping) else {}
     return [Dim(str(label), 2**40) for label in labels if label != "placement"] + [Dim("n", 2**40)]
+
+
+def _numbers(value: object, where: str) -> dict[str, float]:
+    found = _object(value, where)
+    for key, number in found.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= sys.float_info.max:
+            raise LayerwiseError(f"{where}: {key!r} must be a finite number of at least 0, not {number!r}")
+    return found
 
 
 def _object(value: object, where: str) -> dict[str, Any]:

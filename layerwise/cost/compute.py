@@ -1,8 +1,9 @@
 """t_C: the time to compute a layer's largest cell, forward and backward, and to update its parameters.
 
-An analytic roofline: a kernel takes the longer of its arithmetic and its memory traffic, and never less than the
-launch floor. Matrix products run in tiles spread over the device's processors in waves: a last wave that is half
-empty costs as much as a full one, so a quarter of the work can take more than a quarter of the time.
+Where a profile has measured it, `measured` replaces what stands here, an analytic roofline: a kernel takes the longer
+of its arithmetic and its memory traffic, and never less than the launch floor. Matrix products run in tiles spread over
+the device's processors in waves: a last wave that is half empty costs as much as a full one, so a quarter of the work
+can take more than a quarter of the time.
 """
 
 from __future__ import annotations
@@ -28,15 +29,39 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of t
 
 @dataclass(frozen=True, slots=True)
 class ComputeTime:
-    """Seconds of each configuration, arrays of shape (C,)."""
+    """Seconds of each configuration, arrays of shape (C,). measured, fitted: how many of them rest on what."""
 
     forward: Floats
     backward: Floats
     update: Floats
+    measured: Floats
+    fitted: Floats
 
     @property
     def total(self) -> Floats:
         return self.forward + self.backward + self.update
+
+
+class Roofline:
+    """One direction of a layer under C configurations. seconds: of its kernels, each bound by the longest of launch,
+    arithmetic and memory; kernels, arithmetic_s, memory_s: the sums of these by themselves. All of shape (C,)."""
+
+    def __init__(self, count: int, processor: Processor) -> None:
+        self.processor = processor
+        self.seconds, self.kernels, self.arithmetic_s, self.memory_s = (np.zeros(count) for _ in range(4))
+
+    def add(self, arithmetic_s: Floats, moved_bytes: Floats) -> None:
+        """Another kernel."""
+        memory_s = moved_bytes / self.processor.memory_bandwidth_bytes_per_s
+        self.seconds += np.maximum(np.maximum(arithmetic_s, memory_s), self.processor.kernel_floor_s)
+        self.kernels += 1
+        self.arithmetic_s += arithmetic_s
+        self.memory_s += memory_s
+
+    @property
+    def work(self) -> Floats:
+        """(C, 3): kernels, arithmetic, memory."""
+        return np.stack([self.kernels, self.arithmetic_s, self.memory_s], axis=1)
 
 
 def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
@@ -109,12 +134,22 @@ def held(layer: Layer) -> list[tuple[Parameter, int]]:
 def compute_time(
     layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
-    """Time of all configurations of a layer: its stages one after the other, as an eager framework runs them.
+    """Analytic time of all configurations of a layer.
 
     needs_gradient: whether the gradient of each of the layer's inputs is wanted.
     """
+    forward, backward = rooflines(layer, lay, needs_gradient, processor, dtype)
+    update = update_roofline(layer, lay, processor, optimizer)
+    zeros = np.zeros(len(lay.degrees))
+    return ComputeTime(forward.seconds, backward.seconds, update.memory_s, zeros, zeros)
+
+
+def rooflines(
+    layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str
+) -> tuple[Roofline, Roofline]:
+    """Forward and backward: a layer's stages one after the other, as an eager framework runs them."""
     peak = processor.peak(dtype)
-    forward, backward = np.zeros(len(lay.degrees)), np.zeros(len(lay.degrees))
+    forward, backward = Roofline(len(lay.degrees), processor), Roofline(len(lay.degrees), processor)
     wanted = False  # whether the gradient of the running result is
     taken = 0
     for number, (stage, inputs) in enumerate(layer.op.stages(layer.specs)):
@@ -130,37 +165,30 @@ def compute_time(
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.gemms(inputs, extents)
         if gemms:
-            forward += _kernel(_sum([gemm_s(g, processor, peak) for g in gemms]), moved, processor)
+            forward.add(_sum([gemm_s(g, processor, peak) for g in gemms]), moved)
             if any(fed[:1]):  # gradient of the inputs: (rows x columns) @ (columns x depth)
                 times = [gemm_s(Gemm(g.rows, g.depth, g.columns, g.count), processor, peak) for g in gemms]
-                backward += _kernel(_sum(times), moved, processor)
+                backward.add(_sum(times), moved)
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
-                backward += _kernel(_sum(times), moved, processor)
+                backward.add(_sum(times), moved)
         elif not stage.view and stage.kind not in ("input", "tied", "sink"):
             arithmetic = stage.flops(inputs, extents) / peak
-            forward += _kernel(arithmetic, moved, processor)
+            forward.add(arithmetic, moved)
             if wanted or trains or any(fed):  # reads the output's gradient and what was saved, writes the input's
-                backward += _kernel(arithmetic, moved + read, processor)
+                backward.add(arithmetic, moved + read)
         wanted = wanted or trains or any(fed)
-    return ComputeTime(forward, backward, _update(layer, lay, processor, optimizer))
+    return forward, backward
 
 
-def _kernel(arithmetic: Floats, moved: Floats, processor: Processor) -> Floats:
-    time: Floats = np.maximum(
-        np.maximum(arithmetic, moved / processor.memory_bandwidth_bytes_per_s), processor.kernel_floor_s
-    )
-    return time
-
-
-def _update(layer: Layer, lay: Layout, processor: Processor, optimizer: str) -> Floats:
-    """The optimizer reads parameter, gradient and state and writes parameter and state."""
-    moved = np.zeros(len(lay.degrees))
+def update_roofline(layer: Layer, lay: Layout, processor: Processor, optimizer: str) -> Roofline:
+    """The optimizer reads parameter, gradient and state and writes parameter and state. Its launches count nothing."""
+    found = Roofline(len(lay.degrees), processor)
     for p, item_bytes in held(layer):
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, lay.own_degrees if p.late else lay.degrees) * item_bytes
-            moved += size * (3 + 2 * OPTIMIZERS[optimizer])
-    return moved / processor.memory_bandwidth_bytes_per_s
+            found.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
+    return found
 
 
 def _sum(arrays: Sequence[Floats]) -> Floats:

@@ -31,6 +31,8 @@ class LayerPrice:
     sync_bytes: float
     statistics_bytes: float
     memory_bytes: float  # of the fullest device
+    measured_s: float = 0.0  # of compute_s, what rests on measured times; fitted_s: on the fit to them
+    fitted_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -97,8 +99,11 @@ def price(model: CostModel, strategy: Strategy) -> Price:
             collective["sync"],
             collective["statistics"],
             gathered_bytes + _held_bytes(model, layer, config),
+            float(cost.compute.measured[0]),
+            float(cost.compute.fitted[0]),
         )
     memory = sum(p.memory_bytes for p in layers.values()) + buffer_bytes
+    memory = max(memory, sum(_update_bytes(model, layer, layers[layer.name].config) for layer in model.graph.layers))
     return Price(layers, sum(p.total_s for p in layers.values()), memory)
 
 
@@ -126,7 +131,7 @@ def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[st
     lay = model.layout(layer, (config,))
     for kind, found, times in (
         ("sync", model.gradients_of(layer, lay), 1),
-        ("statistics", model.statistics_of(layer, lay), 2),  # forward and backward
+        ("statistics", model.statistics_of(layer, lay), 1),  # forward and backward are two of them
         ("reduction", model.reductions_of(layer, lay), 1),  # a reduce-scatter and an all-gather: one all-reduce's worth
     ):
         for c in found:
@@ -141,14 +146,29 @@ def _needed_bytes(model: CostModel, layer: Layer, slot: int, config: Config) -> 
     return float(largest_box(maps, layer.space.dims, degrees)[0]) * model.graph[layer.inputs[slot]].out.item_bytes
 
 
-def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
-    """Parameters, gradients, optimizer state and the activations that the backward pass needs."""
+def _parameter_bytes(model: CostModel, layer: Layer, config: Config, extra: int = 0) -> float:
+    """Parameters, gradients and optimizer state, and `extra` more copies of what is trained."""
     lay = model.layout(layer, (config,))
     total = 0.0
     for p, item_bytes in held(layer):
         degrees = lay.own_degrees if p.late else lay.degrees
-        copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
+        copies = 2 + OPTIMIZERS[model.options.optimizer] + extra if p.trainable else 1
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
+    return total
+
+
+def _update_bytes(model: CostModel, layer: Layer, config: Config) -> float:
+    """What is held while the optimizer steps: activations are gone, but Adam has its denominators in a copy more.
+
+    https://pytorch.org/docs/stable/generated/torch.optim.Adam.html: foreach takes sizeof(params) more at its peak.
+    """
+    return _parameter_bytes(model, layer, config, int(model.options.optimizer == "adam"))
+
+
+def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
+    """Parameters, gradients, optimizer state and the activations that the backward pass needs."""
+    total = _parameter_bytes(model, layer, config)
+    lay = model.layout(layer, (config,))
     if isinstance(layer.op, Tied):
         return total
     rank = len(layer.out.shape)

@@ -1,7 +1,8 @@
 """t_S and the collectives inside a layer: who takes part, and how long it takes.
 
 Devices with the same parameter box form a group; a group is described by how many members it has at each level of the
-links and how many such groups share a port. Times are Hockney's alpha-beta model (FORMULAS: ring, tree, hierarchical).
+links and how many such groups share a port. Times are as measured, where the profile has a group of that shape, else of
+Hockney's alpha-beta model (FORMULAS: ring, tree, hierarchical).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import BUCKET_BYTES, Layout
-from layerwise.machine import DeviceGraph
+from layerwise.machine import DeviceGraph, Overlap
+from layerwise.machine.curves import Operation
 
 Floats = NDArray[np.float64]
 
@@ -98,23 +100,51 @@ def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     """
     if group.size == 1 or size_bytes == 0:
         return 0.0
+    measured = _measured_s("all_reduce", size_bytes, group, graph)
+    if measured is not None:
+        return measured
     alpha, beta = _slowest(group, graph)
     depth = ceil(log2(group.size))
     chunks = max(1.0, sqrt(depth * size_bytes * beta / (2 * alpha)))
     tree = 2 * (depth + chunks) * (alpha + size_bytes / (2 * chunks) * beta)
     least = 2 * (group.size - 1) / group.size * size_bytes * beta
-    return min(max(tree, least), 2 * reduce_scatter_s(size_bytes, group, graph))
+    return min(max(tree, least), 2 * _scatter_s(size_bytes, group, graph))
 
 
 def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     """Of a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
     if group.size == 1:
         return 0.0
+    measured = _measured_s("reduce_scatter", size_bytes, group, graph)
+    return _scatter_s(size_bytes, group, graph) if measured is None else measured
+
+
+def _scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+    """By the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)
     ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
     # Shards are equal only where all members of a level have as many members inside.
     even = prod(group.fan) == group.size
     return min(ring, _hierarchical_s(size_bytes, group, graph)) if even else ring
+
+
+def _measured_s(operation: Operation, size_bytes: float, group: Group, graph: DeviceGraph) -> float | None:
+    """None: nobody has measured groups of this shape."""
+    if graph.links is None or prod(group.fan) != group.size:
+        return None
+    curve = graph.links.curve(operation, group.fan, load(group))
+    return None if curve is None else float(curve.seconds(np.array(size_bytes)))
+
+
+def load(group: Group) -> int:
+    """How many such groups share a port of the outermost level that they span."""
+    return next((rings for fan, rings in zip(group.fan[::-1], group.rings[::-1], strict=True) if fan > 1), 1)
+
+
+def overlap(group: Group, graph: DeviceGraph) -> Overlap:
+    """At what share of their speed an all-reduce and the computation beside it go on. Not measured: at all of it."""
+    found = None if graph.links is None else graph.links.overlap(group.fan, load(group))
+    return found or Overlap(group.fan, 1, 1.0, 1.0)
 
 
 def _slowest(group: Group, graph: DeviceGraph) -> tuple[float, float]:

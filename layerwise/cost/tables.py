@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config, Layout, layout
 from layerwise.cost.compute import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
+from layerwise.cost.fullest import gradient_uses
+from layerwise.cost.measured import Measurements, chosen
 from layerwise.cost.sync import Group, all_reduce_s, group_of, groups, reduce_scatter_s, sync_rate
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Dim, Maps, space
-from layerwise.ops.ends import Constant, Tied
+from layerwise.ops.ends import Constant, Sink, Tied
+from layerwise.ops.fused import gradients_wanted
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.float64]
@@ -101,6 +104,13 @@ class CostModel:
         self._nodes: dict[object, NodeCost] = {}
         self._seconds: dict[object, Floats] = {}
         self.has_gradient = self.graph.has_gradient
+        self.uses = gradient_uses(self.graph)
+        times, options = chosen(self.devices.layers, self.options.dtype), self.options
+        self.measurements = (
+            Measurements(times, self.devices.processor, options.dtype, options.optimizer, options.local_batch_norm)
+            if times is not None
+            else None
+        )
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
@@ -115,25 +125,37 @@ class CostModel:
         """Costs of a layer by itself under each configuration."""
         wanted = tuple(self.has_gradient[name] for name in layer.inputs)
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
-        key = (layer.space, wanted, owned, configs)
+        key = (layer.space, wanted, owned, self.uses[layer.name], configs)
         if key not in self._nodes:
             self._nodes[key] = self._node_cost(layer, configs, wanted)
         return self._nodes[key]
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         zeros = np.zeros(len(configs))
+        lay = self.layout(layer, configs)
+        compute = self._compute_time(layer, lay, wanted)
         if layer.end:
-            return NodeCost(ComputeTime(zeros, zeros, zeros), zeros, zeros, zeros)
-        lay, options = self.layout(layer, configs), self.options
-        compute = compute_time(layer, lay, wanted, self.devices.processor, options.dtype, options.optimizer)
+            return NodeCost(compute, zeros, zeros, zeros)
         sync, statistics, reduction = zeros.copy(), zeros.copy(), zeros.copy()
         for c in self.gradients_of(layer, lay):
             sync += c.size_bytes * [sync_rate(g, self.devices, self.options.sync) for g in c.groups]
         for c in self.statistics_of(layer, lay):
-            statistics += 2 * self._each(all_reduce_s, c)
+            statistics += self._each(all_reduce_s, c)
         for c in self.reductions_of(layer, lay):
             reduction += 2 * self._each(reduce_scatter_s, c)
         return NodeCost(compute, sync, statistics, reduction)
+
+    def _compute_time(self, layer: Layer, lay: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
+        """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
+        measured, options = self.measurements, self.options
+        if layer.end:
+            if measured is not None and isinstance(layer.op, Sink):
+                return measured.sink_time(layer, lay)
+            zeros = np.zeros(len(lay.degrees))
+            return ComputeTime(zeros, zeros, zeros, zeros, zeros)
+        if measured is not None:
+            return measured.compute_time(layer, lay, wanted, self.uses[layer.name])
+        return compute_time(layer, lay, wanted, self.devices.processor, options.dtype, options.optimizer)
 
     def _each(self, cost: Callable[[float, Group, DeviceGraph], float], c: Collective) -> Floats:
         pairs = zip(c.size_bytes.tolist(), c.groups, strict=True)
@@ -165,8 +187,9 @@ class CostModel:
         return Collective(size, total, groups(lay, tuple(keys), late, self.devices), lay, tuple(keys), late)
 
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
-        """All-reduces inside the layer, in one direction; the other does the same."""
-        found = []
+        """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
+        found: list[Collective] = []
+        wanted = gradients_wanted(layer.op, layer.specs, [self.has_gradient[name] for name in layer.inputs])
         for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
             s = space(stage, specs)
             statistics = stage.statistics(specs, s.out)
@@ -179,7 +202,7 @@ class CostModel:
             size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
             spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
             total = degrees[:, spare].prod(1) * prod(s.out.shape[i] for i in statistics.keys) * each
-            found.append(self._collective(size, total, lay, keys, number > 0))
+            found += [self._collective(size, total, lay, keys, number > 0)] * (1 + wanted[number])
         return found
 
     def reductions_of(self, layer: Layer, lay: Layout) -> list[Collective]:

@@ -5,6 +5,8 @@ carries is a product of one-dimensional sums: what device q receives from its gr
 group's cells, what device p sends to its group is p's box summed over the group's cells. The one-dimensional sums
 depend only on two degrees and two ranges of cells, of which there are few patterns: they are tabulated once
 (`_Dimension`) and then gathered for every pair of configurations and every device.
+
+A port takes what was measured of it, by its bytes and messages; where nobody has, bytes · beta + messages · alpha.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from layerwise.config import Layout
 from layerwise.cost.cells import Cells, cells
 from layerwise.geometry import AxisMap, boundaries, interval_overlap, whole
-from layerwise.machine import DeviceGraph
+from layerwise.machine import Curve, DeviceGraph
 from layerwise.ops.base import Dim, Maps
 from layerwise.tensor import TensorSpec
 
@@ -34,8 +36,8 @@ class Traffic:
     """What the ports of each level carry in one direction, for C_u x C_v pairs of configurations.
 
     bytes, messages: (C_u, C_v, levels), the busiest port's; messages that come from further up count as alpha_there /
-    alpha_here. total_bytes: (C_u, C_v, levels), all that is sent at each level. received_bytes: (C_u, C_v), the most
-    that one device receives.
+    alpha_here where the port is not measured. total_bytes: (C_u, C_v, levels), all that is sent at each level.
+    received_bytes: (C_u, C_v), the most that one device receives.
     """
 
     bytes: Floats
@@ -50,8 +52,9 @@ def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
     if link_model == "sum":
         total: Floats = load.total_bytes @ beta
         return total
-    alpha = np.array([level.alpha_s for level in graph.levels])
-    slowest: Floats = (load.bytes * beta + load.messages * alpha).max(-1)
+    levels = range(len(graph.levels))
+    times = [_port_time(load.bytes[..., at], load.messages[..., at], at, graph) for at in levels]
+    slowest: Floats = np.max(times, axis=0)
     return slowest
 
 
@@ -65,7 +68,6 @@ def traffic(
     pairs, levels = (len(u.degrees), len(v.degrees)), len(graph.levels)
     busiest, messages, total = (np.empty((*pairs, levels)) for _ in range(3))
     received_bytes = np.empty(pairs)
-    alpha = [level.alpha_s for level in graph.levels]
     everyone = range(graph.count)
     for rows, received, sent in _sweep(source, u, maps, dims, v, late, graph, tuple(everyone)):
         received_bytes[rows] = sum_of(received)[..., 0].max(-1) * source.item_bytes
@@ -75,12 +77,12 @@ def traffic(
             loads = [
                 (
                     _by_port(sum_of([way[m][..., 0] for m in passing]) * source.item_bytes, share, everyone),
-                    _by_port(sum_of([way[m][..., 1] * (alpha[m] / alpha[at]) for m in passing]), share, everyone),
+                    _by_port(sum_of([way[m][..., 1] * _messages(m, at, graph) for m in passing]), share, everyone),
                 )
                 for way in (received, sent)
             ]
             size, count = (np.concatenate(parts, axis=-1) for parts in zip(*loads, strict=True))
-            worst = (size * level.beta_s_per_byte + count * level.alpha_s).argmax(-1)[..., None]
+            worst = _port_time(size, count, at, graph).argmax(-1)[..., None]
             busiest[rows, :, at] = np.take_along_axis(size, worst, -1)[..., 0]
             messages[rows, :, at] = np.take_along_axis(count, worst, -1)[..., 0]
     return Traffic(busiest, messages, total, received_bytes)
@@ -103,10 +105,10 @@ def port_seconds(
     slowest = np.zeros((len(u.degrees), len(v.degrees)))
     seen = tuple(range(graph.count)) if watched is None else watched
     for rows, *ways in _sweep(source, u, maps, dims, v, late, graph, seen):
-        for at, level in enumerate(graph.levels):
+        for at in range(len(graph.levels)):
             for way in ways:
-                times = _times(way, at, graph, source.item_bytes)
-                np.maximum(slowest[rows], _by_port(times, level.devices_per_port, seen).max(-1), out=slowest[rows])
+                times = _ports(way, at, graph, source.item_bytes, seen).max(-1)
+                np.maximum(slowest[rows], times, out=slowest[rows])
     return slowest
 
 
@@ -133,17 +135,39 @@ def busiest_device(
     everyone = tuple(range(graph.count))
     ((_, *ways),) = _sweep(source, u, maps, dims, v, late, graph, everyone)
     worst = np.zeros(graph.count)
-    for at, level in enumerate(graph.levels):
+    for at in range(len(graph.levels)):
         for way in ways:
-            ports = _by_port(_times(way, at, graph, source.item_bytes), level.devices_per_port, everyone)[0, 0]
+            ports = _ports(way, at, graph, source.item_bytes, everyone)[0, 0]
             worst = np.maximum(worst, ports[graph.port(at)])
     return int(worst.argmax())
 
 
-def _times(way: Sequence[Floats], at: int, graph: DeviceGraph, item_bytes: int) -> Floats:
-    """(rows, C_v, W) seconds that each device's share of the traffic through its port at a level takes."""
-    beta = graph.levels[at].beta_s_per_byte
-    return sum_of([way[m] @ np.array([item_bytes * beta, graph.levels[m].alpha_s]) for m in _passing(at, graph)])
+def _ports(way: Sequence[Floats], at: int, graph: DeviceGraph, item_bytes: int, watched: Sequence[int]) -> Floats:
+    """(rows, C_v, ports) seconds that the traffic of the watched devices through each port of a level takes."""
+    passing, share = _passing(at, graph), graph.levels[at].devices_per_port
+    if _curve(at, graph) is None:  # additive: a product first, then a sum, is the faster way
+        rates = [np.array([item_bytes * graph.levels[at].beta_s_per_byte, graph.levels[m].alpha_s]) for m in passing]
+        return _by_port(sum_of([way[m] @ rate for m, rate in zip(passing, rates, strict=True)]), share, watched)
+    both = sum_of([way[m] for m in passing])
+    loads = _by_port(both[..., 0] * item_bytes, share, watched), _by_port(both[..., 1], share, watched)
+    return _port_time(*loads, at, graph)
+
+
+def _port_time(size_bytes: Floats, messages: Floats, at: int, graph: DeviceGraph) -> Floats:
+    """Seconds of ports of a level with these loads."""
+    curve, level = _curve(at, graph), graph.levels[at]
+    if curve is None:
+        return size_bytes * level.beta_s_per_byte + messages * level.alpha_s
+    return curve.ports_seconds(size_bytes, messages)
+
+
+def _messages(m: int, at: int, graph: DeviceGraph) -> float:
+    """What a message of level `m` counts as at the ports of level `at`."""
+    return graph.levels[m].alpha_s / graph.levels[at].alpha_s if _curve(at, graph) is None else 1.0
+
+
+def _curve(at: int, graph: DeviceGraph) -> Curve | None:
+    return None if graph.links is None else graph.links.port(at)
 
 
 def _passing(at: int, graph: DeviceGraph) -> list[int]:

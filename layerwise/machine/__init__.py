@@ -1,5 +1,6 @@
 """Machines: devices, the links between them, and the profiles that say where every number came from."""
 
+from layerwise.machine.curves import Curve, Links, Overlap
 from layerwise.machine.devices import DTYPES, DeviceGraph, Level, Processor, Tile
 from layerwise.machine.profile import MAX_GPUS, Link, LinkLevel, Profile
 from layerwise.machine.profiles import DEFAULT, load, names, save
@@ -8,10 +9,13 @@ __all__ = [
     "DEFAULT",
     "DTYPES",
     "MAX_GPUS",
+    "Curve",
     "DeviceGraph",
     "Level",
     "Link",
     "LinkLevel",
+    "Links",
+    "Overlap",
     "Processor",
     "Profile",
     "Tile",

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from layerwise.errors import LayerwiseError
+from layerwise.machine.curves import Links
+from layerwise.machine.layer_times import LayerTimes
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
@@ -78,12 +80,16 @@ class DeviceGraph:
     `levels` go from the inside out; `levels[0]` is the node, and the last one has `devices == count`. Each level's
     size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136 are a rack of
     136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
+
+    `links`: what was measured of them, where that has been done; `layers`: measured times of layers, likewise.
     """
 
     name: str
     count: int
     processor: Processor
     levels: tuple[Level, ...]
+    links: Links | None = field(default=None, hash=False)  # long to hash
+    layers: tuple[LayerTimes, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

@@ -84,6 +84,38 @@ class Field:
             raise value.error(f"expected {allowed}, found {value.value!r}")
         return value.value
 
+    def plain_number(self) -> float:
+        """A finite number of at least 0 without a source of its own: one of many measured ones."""
+        number = self.value
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise self.error(f"expected a number, found {kind(number)}")
+        if not 0 <= number <= sys.float_info.max:
+            raise self.error(f"expected a finite number of at least 0, found {str(number)[:40]}")
+        return float(number)
+
+    def plain_whole(self) -> int:
+        """A whole number of at least 0 without a source of its own."""
+        number = self.plain_number()
+        if number != int(number):
+            raise self.error(f"expected a whole number, found {number}")
+        return int(number)
+
+    def plain_numbers(self, count: int) -> tuple[float, ...]:
+        """A list of `count` plain numbers."""
+        if not isinstance(self.value, list) or len(self.value) != count:
+            raise self.error(f"expected a list of {count} numbers, found {kind(self.value)}")
+        return tuple(item.plain_number() for item in self.items())
+
+    def wholes(self) -> tuple[int, ...]:
+        """A list of plain whole numbers, possibly empty."""
+        return () if self.value == [] else tuple(item.plain_whole() for item in self.items())
+
+    def flag(self) -> bool:
+        """true or false."""
+        if not isinstance(self.value, bool):
+            raise self.error(f"expected true or false, found {kind(self.value)}")
+        return self.value
+
     def _sourced(self) -> Field:
         members = self.members(("value", "source"))
         self.sources[self.path] = members["source"].text()

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from layerwise.errors import LayerwiseError
+from layerwise.machine.curves import Links
 from layerwise.machine.devices import DeviceGraph, Level, Processor
+from layerwise.machine.layer_times import LayerTimes
 
 MAX_GPUS = 65_536
 
@@ -40,7 +42,8 @@ class Profile:
     """A machine: its device, and the levels of its links from the inside out.
 
     `sources` says where each number came from, by its path in the file (`levels[1].latency_s`). `other_links` serve
-    closed forms that name them. `measured` holds the sections that `layerwise.measure` writes, as plain JSON values.
+    closed forms that name them. What `layerwise.measure` found: `links`; and `layers`, times of layers, a set for each
+    of the conditions under which they were taken, the latest last.
     """
 
     name: str
@@ -49,7 +52,8 @@ class Profile:
     levels: tuple[LinkLevel, ...]
     sources: Mapping[str, str] = field(hash=False)  # a dict has no hash
     other_links: tuple[Link, ...] = ()
-    measured: Mapping[str, object] = field(default_factory=dict, hash=False)
+    layers: tuple[LayerTimes, ...] = ()
+    links: Links | None = field(default=None, hash=False)
 
     @property
     def gpus_per_node(self) -> int:
@@ -80,7 +84,7 @@ class Profile:
             levels.append(Level(stated.name, size, stated.latency_s, 1 / stated.bandwidth_bytes_per_s, sharing))
             if size == gpus:
                 break
-        return DeviceGraph(self.name, gpus, self.processor, tuple(levels))
+        return DeviceGraph(self.name, gpus, self.processor, tuple(levels), self.links, self.layers)
 
     def _check(self, gpus: int, node: int) -> None:
         if not 1 <= gpus <= MAX_GPUS:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import without_repeats
+from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import DTYPES, Processor, Tile
 from layerwise.machine.fields import Field
+from layerwise.machine.layer_times_json import read, written
 from layerwise.machine.profile import Link, LinkLevel, Profile
 
 FORMAT = "layerwise-profile"
 VERSION = 1
-MEASURED = ("conditions", "layers", "collectives")  # for `layerwise.measure`; kept as they stand
 DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
 LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
@@ -31,7 +32,9 @@ def parse(text: str, file: str) -> Profile:
     version = document.get("version")
     if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
         raise root.error(f"version: this layerwise reads version {VERSION} only, found {json.dumps(version)[:40]}")
-    top = root.members(("format", "version", "name", "description", "device", "levels"), ("other_links", *MEASURED))
+    required = ("format", "version", "name", "description", "device", "levels")
+    optional = ("other_links", "links", "layers")
+    top = root.members(required, optional)
     return Profile(
         name=top["name"].text(),
         description=top["description"].text(),
@@ -39,7 +42,8 @@ def parse(text: str, file: str) -> Profile:
         levels=_levels(top["levels"]),
         sources=root.sources,
         other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
-        measured={name: _finite(top[name]) for name in MEASURED if name in top},
+        layers=read(top["layers"]) if "layers" in top else (),
+        links=parse_links(top["links"]) if "links" in top else None,
     )
 
 
@@ -73,9 +77,20 @@ def write(profile: Profile) -> str:
             {"name": link.name} | numbers(f"other_links[{i}]", link, LINK[1:])
             for i, link in enumerate(profile.other_links)
         ]
-    document |= profile.measured
+    if profile.links is not None:
+        document["links"] = profile.links.as_json()
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    return re.sub(r'\{\s+("value": .*),\s+("source": .*)\s+\}', r"{\1, \2}", text) + "\n"
+    text = re.sub(r'\{\s+("value": .*),\s+("source": .*)\s+\}', r"{\1, \2}", text)
+    text = re.sub(r"\[\s+([\d.e+-]+),\s+([\d.e+-]+)\s+\]", r"[\1, \2]", text)  # the knots of a curve
+    if profile.layers:
+        text = text.removesuffix("\n}") + ',\n "layers": ' + _a_line_a_cell(written(profile.layers)) + "\n}"
+    return text + "\n"
+
+
+def _a_line_a_cell(section: dict[str, object]) -> str:
+    """The measured times as text: there are thousands."""
+    text = json.dumps(section, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n ")
+    return re.sub(r'\{\s+"extents": [^{}]*\}', lambda cell: json.dumps(json.loads(cell[0])), text)
 
 
 def _processor(device: Field) -> Processor:
@@ -126,11 +141,3 @@ def _levels(section: Field) -> tuple[LinkLevel, ...]:
 def _link(item: Field) -> Link:
     at = item.members(LINK)
     return Link(at["name"].text(), at["latency_s"].number(), at["bandwidth_bytes_per_s"].number())
-
-
-def _finite(section: Field) -> object:
-    try:
-        json.dumps(section.value, allow_nan=False)
-    except ValueError as error:
-        raise section.error("holds a number that is not finite") from error
-    return section.value

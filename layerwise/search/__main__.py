@@ -30,11 +30,13 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.load import HELP, load_model
 from layerwise.machine import load
 from layerwise.plan import parse_strategy
-from layerwise.search import report
+from layerwise.search import grid_report, report
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
+from layerwise.search.grid import grid_plan, grids, parse_grid, study
 from layerwise.search.make_plan import make_plan
+from layerwise.search.timeline_file import write_timeline
 from layerwise.tensor import LABELS
 
 EPILOG = """examples:
@@ -44,6 +46,8 @@ EPILOG = """examples:
       fewer samples than GPUs: split space
   python -m layerwise.search net.onnx --gpus 16 --profile p100 --out plan.json
       a model and a machine of your own, and a plan to run
+  python -m layerwise.search mlp:784x1024x1024x10 --gpus 8 --grid all
+      the process grids of an MLP, batch x model, beside the layer-wise optimum
   python -m layerwise.search vgg16 --gpus 4 --profile p100 --link-model sum \\
       --sync parameter-server --io free --objective additive
       the ICML 2018 paper's own choices (its table 5)
@@ -72,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
+    )
+    g.add_argument(
+        "--grid",
+        metavar="all|RxC",
+        help="of an MLP: price process grids, samples over R groups, outputs over C",
     )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
@@ -108,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--json", action="store_true", help="everything, for programs")
     g.add_argument("--layers", action="store_true", help="a row for every layer")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
+    g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
     g.add_argument(
         "--price", metavar="STRATEGY.json", help="price this strategy ({layer: {dim: degree}}) instead of searching"
     )
@@ -125,9 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
     space = search_space(args.dims, args.gpus, args.degrees == "powers-of-two", devices.nodes > 1)
-    writes = [path for path in (args.out, args.export_costs) if path is not None]
-    if args.price is not None and (writes or args.depth_first):
+    writes = [path for path in (args.out, args.export_costs, args.timeline) if path is not None]
+    if args.price is not None and (args.out or args.export_costs or args.depth_first):
         raise LayerwiseError("--price does not search: leave out --out, --export-costs and --depth-first")
+    _check_grid(args)
     for path in writes:
         check_writable(path)
     started = time.perf_counter()
@@ -139,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = CostModel(graph, devices, options)
     if args.price is not None:
         return _price(model, args, console())
+    if args.grid is not None:
+        return _grid(model, space, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
             model, space, objective=args.objective, memory_bytes=args.search_memory * 2**30, progress=progress
@@ -157,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.model, args.profile, model, space, result, fused=not args.no_fuse, input_shape=args.input_shape
         )
         plan.save(args.out)
+    if args.timeline is not None:
+        write_timeline(model, result.best.strategy, args.timeline)
     if args.json:
         print(json.dumps(report.as_dict(model, result, args.model, seconds, enumerated), indent=1))
         return 0
@@ -166,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.print(report.show(model, result, seconds, every_layer=args.layers))
     if enumerated is not None:
         out.print(report.depth_first_line(enumerated, result))
-    for what, path in (("plan", args.out), ("cost tables", args.export_costs)):
+    for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
         if path is not None:
             out.print(f"{what} written to {path}", soft_wrap=True)
     return 0
@@ -183,11 +198,45 @@ def search_space(dims: str | None, gpus: int, powers_of_two: bool, spread: bool)
     return SearchSpace(gpus, chosen, powers_of_two, spread)
 
 
+def _check_grid(args: argparse.Namespace) -> None:
+    """What does not go with --grid."""
+    if args.grid is None:
+        return
+    if args.price is not None or args.export_costs is not None or args.depth_first is not None or args.no_fuse:
+        raise LayerwiseError("--grid prices grids: leave out --price, --export-costs, --depth-first and --no-fuse")
+    if args.grid == "all" and args.out is not None:
+        raise LayerwiseError("--out with --grid all: say which grid to write, such as --grid 2x2, or leave out --grid")
+    if args.grid != "all" and (processes := parse_grid(args.grid).processes) != args.gpus:
+        raise LayerwiseError(f"--grid {args.grid} has {processes} processes: give --gpus {processes}")
+
+
+def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int:
+    """--grid: process grids beside the layer-wise optimum."""
+    every = args.grid == "all"
+    wanted = grids(model.devices.count, model.graph) if every else [parse_grid(args.grid)]
+    with progress_bar("pricing transfers", quiet=args.json) as progress:
+        found = study(model, space, wanted, memory_bytes=args.search_memory * 2**30, progress=progress)
+    if args.out is not None:
+        grid_plan(args.model, args.profile, model, space, found, input_shape=args.input_shape).save(args.out)
+    if args.json:
+        print(json.dumps(grid_report.as_dict(model, found, args.model), indent=1))
+        return 0
+    out = console()
+    title = f" on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step\n"
+    out.print(Text.assemble((args.model, "bold"), title))
+    out.print(grid_report.show(model, found))
+    if args.out is not None:
+        out.print(f"plan of grid {args.grid} written to {args.out}", soft_wrap=True)
+    return 0
+
+
 def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
     """--price: one strategy beside the baselines."""
     strategy = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count)
     found = candidate(model, "yours", strategy)
     baselines = {name: candidate(model, name, baseline(model, name)) for name in NAMES}
+    if args.timeline is not None:
+        write_timeline(model, strategy, args.timeline)
     if args.json:
         print(json.dumps(report.price_dict(model, found, baselines, args.model), indent=1))
         return 0

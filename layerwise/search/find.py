@@ -35,6 +35,11 @@ class Candidate:
     timeline: Timeline
     fits: bool
 
+    def _repr_html_(self) -> str:
+        from layerwise.search.html import candidate_html  # which needs this module
+
+        return candidate_html(self, max(config.total for config in self.strategy.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
@@ -46,6 +51,11 @@ class SearchResult:
     optimum: Optimum
     seconds: dict[str, float]  # tables, search
     configurations: dict[str, int]  # of the whole space: largest of a layer, sum over layers, kept after pruning
+
+    def _repr_html_(self) -> str:
+        from layerwise.search.html import result_html
+
+        return result_html(self)
 
 
 def search(

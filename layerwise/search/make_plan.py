@@ -8,9 +8,11 @@ from importlib.metadata import version
 
 from layerwise import __version__
 from layerwise.config import SearchSpace
+from layerwise.cost.basis import basis
 from layerwise.cost.tables import CostModel
 from layerwise.plan import Plan
 from layerwise.search.find import SearchResult
+from layerwise.search.predicted import layer_times
 
 
 def make_plan(
@@ -41,6 +43,9 @@ def make_plan(
         predicted={
             "step_time_s": best.price.step_time_s,
             "timeline_s": best.timeline.total_s,
+            "forward_s": best.timeline.forward_s,
+            "backward_s": best.timeline.backward_s,
+            "exposed_sync_s": best.timeline.exposed_sync_s,
             "transfer_bytes": best.price.transfer_bytes,
             "sync_bytes": best.price.sync_bytes,
             "statistics_bytes": best.price.statistics_bytes,
@@ -53,7 +58,8 @@ def make_plan(
             "fits": best.fits,
             "additive_optimum_proven": result.optimum.proven,
             "profile": profile,
-            "compute_time": "analytic roofline",
+            "compute_time": basis(model, best.price).as_dict(),
+            "links": "as stated" if model.devices.links is None else dict(model.devices.links.conditions),
             "cost_options": asdict(options),
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
@@ -62,4 +68,5 @@ def make_plan(
             "torch": version("torch"),
             "python": platform.python_version(),
         },
+        predicted_layers=layer_times(model, best.strategy),
     )

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerwise.config import Config
+from layerwise.cost.basis import basis, told, warnings
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.tables import CostModel
 from layerwise.graph.layer import Layer
@@ -237,10 +238,8 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             f"{units(result.additive.timeline.total_s, 's')}."
         )
     processor = model.devices.processor
-    yield (
-        f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
-        f"(profile {model.devices.name})."
-    )
+    yield told(model, basis(model, best.price))
+    yield from warnings(model)
     statistics = sum(p.statistics_s for p in data.price.layers.values()) / data.price.step_time_s
     if statistics > 0.05:
         yield (
@@ -303,7 +302,8 @@ def as_dict(
         "elimination_order": list(optimum.order),
         "seconds": dict(seconds),
         "configurations": result.configurations,
-        "compute_time": "analytic roofline",
+        "compute_time": basis(model, best.price).as_dict(),
+        "warnings": list(warnings(model)),
         **({"depth_first": asdict(enumerated)} if enumerated else {}),
     }
 

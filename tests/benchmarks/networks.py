@@ -14,10 +14,11 @@ from layerwise.config import SearchSpace
 # Channels of the 3 x 3 convolutions, "M" a pooling. VGG: configuration A (VGG-11) of Simonyan and Zisserman, 2015.
 ALEXNET = (64, "M", 192, "M", 384, 256, 256, "M")
 VGG = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
+HALF_VGG = (32, "M", 64, "M", 128, 128, "M", 256, 256, "M", 256, 256, "M")
 
 
-def convolutional(stages: tuple[int | str, ...], stride: int, side: int) -> nn.Sequential:
-    """Convolutions over images of 3 x 32 x 32 that leave `side` x `side` pixels, and linear layers 4096, 4096, 10."""
+def convolutional(stages: tuple[int | str, ...], stride: int, side: int, width: int = 4096) -> nn.Sequential:
+    """Convolutions over images of 3 x 32 x 32 that leave `side` x `side` pixels, then linear layers of `width`."""
     layers: list[nn.Module] = []
     channels = 3
     for stage in stages:
@@ -27,10 +28,38 @@ def convolutional(stages: tuple[int | str, ...], stride: int, side: int) -> nn.S
             layers += [nn.Conv2d(channels, stage, 3, stride if not layers else 1, padding=1), nn.ReLU()]
             channels = stage
     classifier = nn.Sequential(
-        nn.Dropout(0.5), nn.Linear(channels * side * side, 4096), nn.ReLU(),
-        nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10),
+        nn.Dropout(0.5), nn.Linear(channels * side * side, width), nn.ReLU(),
+        nn.Dropout(0.5), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
     )  # fmt: skip
     return nn.Sequential(nn.Sequential(*layers), nn.Flatten(), classifier)
+
+
+class Inception(nn.Module):
+    """A block of Szegedy et al. (2015): convolutions of 1 x 1, 3 x 3 and twice 3 x 3, and a pooling, side by side."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        half = width // 2
+        self.one = _normed(inputs, width, 1)
+        self.three = nn.Sequential(_normed(inputs, half, 1), _normed(half, width, 3))
+        self.twice = nn.Sequential(_normed(inputs, half, 1), _normed(half, width, 3), _normed(width, width, 3))
+        self.pool = nn.Sequential(nn.AvgPool2d(3, 1, 1), _normed(inputs, half, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.three(x), self.twice(x), self.pool(x)], 1)
+
+
+def _normed(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def inception() -> nn.Sequential:
+    """Two blocks on 16 x 16 and one on 8 x 8 pixels."""
+    return nn.Sequential(
+        _normed(3, 32, 3), nn.MaxPool2d(2), Inception(32, 32), Inception(112, 48), nn.MaxPool2d(2), Inception(168, 64),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(224, 10),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +100,11 @@ NETWORKS = {
     "vgg": Network("VGG-like", lambda: convolutional(VGG, 1, 1), (3, 32, 32), 10, per_rank=32),
     "unet": Network("3-D U-Net, batch 1", _unet, (1, 64, 64, 128), 3, batch=1, dims=("n", "c", "w")),
     "unet2": Network("3-D U-Net, batch 2", _unet, (1, 64, 64, 64), 3, batch=2),
+}
+
+# For predictions, where a rank has less than half a core: steps of 0.1 to 0.6 s.
+SMALL = {
+    "alexnet": Network("AlexNet-like", lambda: convolutional(ALEXNET, 2, 2, 1024), (3, 32, 32), 10, per_rank=32),
+    "vgg": Network("VGG-like", lambda: convolutional(HALF_VGG, 1, 1, 1024), (3, 32, 32), 10, per_rank=16),
+    "inception": Network("Inception-like", inception, (3, 32, 32), 10, per_rank=16),
 }

@@ -1,0 +1,104 @@
+"""What a predicted compute time rests on: cells that were measured, the fit to them, or the analytic roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+from layerwise.cost.price import Price
+from layerwise.cost.tables import CostModel
+from layerwise.machine.layer_times import Conditions
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """Shares of the sum of t_C, which make 1; of_step: t_C's share of the step time.
+
+    conditions: of the times that were used, None where there are none. held_out_error: of the fit.
+    """
+
+    measured: float
+    fitted: float
+    analytic: float
+    of_step: float
+    conditions: Conditions | None
+    held_out_error: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json` and a plan's provenance."""
+        return asdict(self)
+
+
+def basis(model: CostModel, found: Price) -> Basis:
+    """Of one priced strategy."""
+    layers = found.layers.values()
+    total = sum(p.compute_s for p in layers)
+    measured, fitted = (sum(getattr(p, name) for p in layers) / total if total else 0.0 for name in _NAMES)
+    times = None if model.measurements is None else model.measurements.times
+    return Basis(
+        measured,
+        fitted,
+        max(0.0, 1.0 - measured - fitted),
+        total / found.step_time_s if found.step_time_s else 0.0,
+        None if times is None else times.conditions,
+        None if times is None else times.held_out_error,
+    )
+
+
+_NAMES = ("measured_s", "fitted_s")
+
+
+def told(model: CostModel, on: Basis) -> str:
+    """`t_C (62% of the step time): 97% measured on X (float32, torch 2.13.0), 3% fitted, none analytic.`"""
+    processor, where = model.devices.processor, on.conditions
+    if where is None:
+        return (
+            f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
+            f"(profile {model.devices.name}; layerwise measure layers makes one of your machine)."
+        )
+    parts = [f"{_percent(on.measured)} measured on {where.device} ({', '.join(_modes(where))})"]
+    error = "" if on.held_out_error is None else f" (median error {on.held_out_error:.1%} on cells held out)"
+    parts.append(f"{_percent(on.fitted)} fitted to that{error}")
+    parts.append(f"{_percent(on.analytic)} an analytic roofline")
+    return f"t_C is {on.of_step:.0%} of the step time: {'; '.join(parts)}."
+
+
+def warnings(model: CostModel) -> Iterator[str]:
+    """Where measured times are not of what is planned for: another element type, device or version."""
+    sets, dtype = model.devices.layers, model.options.dtype
+    if not sets:
+        return
+    if model.measurements is None:
+        known = ", ".join(dict.fromkeys(one.conditions.dtype for one in sets))
+        yield f"WARNING: profile {model.devices.name} has times of layers at {known} only; at {dtype} t_C is analytic."
+        return
+    where, installed = model.measurements.times.conditions, version("torch")
+    if _release(where.torch) != _release(installed):
+        yield f"WARNING: layers were measured with torch {where.torch}, and here is {installed}: measure again."
+    if where.device != model.devices.processor.name:
+        yield (
+            f"WARNING: layers were measured on {where.device}, and profile {model.devices.name} describes "
+            f"{model.devices.processor.name}."
+        )
+
+
+def _release(torch: str) -> str:
+    """Without `+cpu`: which build it is says the device."""
+    return torch.partition("+")[0]
+
+
+def _modes(where: Conditions) -> Iterator[str]:
+    yield where.dtype
+    yield f"torch {where.torch}"
+    if where.threads:
+        yield f"{where.threads} thread{'s' * (where.threads > 1)}"
+    if where.tf32 != "off":
+        yield f"TF32 {where.tf32}"
+    for name in ("channels_last", "cudnn_benchmark"):
+        if getattr(where, name):
+            yield name.replace("_", " ")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share > 0 else "none"

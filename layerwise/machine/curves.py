@@ -1,0 +1,188 @@
+"""Measured links: what exchanges and collectives of some shape take by size, and what they cost computation beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.machine.fields import Field, kind
+
+Floats = NDArray[np.float64]
+Operation = Literal["message", "exchange", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one operation by its bytes: straight lines between `knots`, the last one going on.
+
+    fan: members of a group at each level, from the inside out, without the ones at the end: (2,) two in a node, (1, 4)
+    one in each of four nodes. load: how many such groups share a port of the outermost of these levels at once.
+
+    Bytes are what a collective's buffer has on each member, and for `message` (one way) and `exchange` (both ways) what
+    a port carries each way, of all its groups together. `message_s`: each further message through the port.
+    """
+
+    operation: Operation
+    fan: tuple[int, ...]
+    load: int
+    knots: tuple[tuple[float, float], ...]
+    message_s: float = 0.0
+
+    def seconds(self, size_bytes: Floats) -> Floats:
+        """The same shape; nothing travels where there are no bytes. Never falls as bytes grow."""
+        at, seconds = np.array(self.knots).T
+        (x0, y0), (x1, y1) = self.knots[-2:]
+        beyond = np.maximum(size_bytes - x1, 0.0) * ((y1 - y0) / (x1 - x0))
+        found: Floats = np.where(size_bytes > 0, np.interp(size_bytes, at, seconds) + beyond, 0.0)
+        return found
+
+    def ports_seconds(self, size_bytes: Floats, messages: Floats) -> Floats:
+        """The time of ports that carry so many bytes in so many messages; the first `load` of these are at once."""
+        return self.seconds(size_bytes) + np.maximum(messages - self.load, 0.0) * self.message_s
+
+    @property
+    def pieces(self) -> list[tuple[float, float, float]]:
+        """(switch point in bytes, alpha_s, beta_s_per_byte) of each line, in order of size."""
+        rows = []
+        for (x0, y0), (x1, y1) in pairwise(self.knots):
+            beta = (y1 - y0) / (x1 - x0)
+            rows.append((x0, y0 - beta * x0, beta))
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """An all-reduce beside computation: the share of its own speed at which each goes on while the other does, too.
+
+    1 and 1: each as if alone; 0.5 and 0.5: they take turns.
+    """
+
+    fan: tuple[int, ...]
+    load: int
+    compute: float
+    sync: float
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """All that `layerwise.measure links` found. conditions: what it rests on (software, date, ranks), for people."""
+
+    curves: tuple[Curve, ...]
+    overlaps: tuple[Overlap, ...] = ()
+    conditions: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def curve(self, operation: Operation, fan: Sequence[int], load: int) -> Curve | None:
+        """Of that shape, under that load or the next higher one that was measured; None: neither was."""
+        fan = trimmed(fan)
+        found = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
+        return min(found, key=lambda c: c.load, default=None)
+
+    def port(self, level: int, operation: Operation = "exchange") -> Curve | None:
+        """What the ports of a level carry, all that share one at work."""
+        fan = (*(1,) * level, 2)
+        found = [c for c in self.curves if c.operation == operation and c.fan == fan]
+        return max(found, key=lambda c: c.load, default=None)
+
+    def overlap(self, fan: Sequence[int], load: int) -> Overlap | None:
+        """Of that shape, or of the largest one that spans as many levels."""
+        fan = trimmed(fan)
+        exact = [o for o in self.overlaps if o.fan == fan and o.load >= load]
+        if exact:
+            return min(exact, key=lambda o: o.load)
+        alike = [o for o in self.overlaps if len(o.fan) == len(fan)]
+        return max(alike, key=lambda o: (np.prod(o.fan), o.load), default=None)
+
+    def as_json(self) -> dict[str, object]:
+        """The section of the profile's file."""
+        curves = [
+            {"operation": c.operation, "fan": list(c.fan), "load": c.load}
+            | ({"message_s": c.message_s} if c.message_s else {})
+            | {"knots": [list(knot) for knot in c.knots]}
+            for c in self.curves
+        ]
+        overlaps = [{"fan": list(o.fan), "load": o.load, "compute": o.compute, "sync": o.sync} for o in self.overlaps]
+        return {"version": VERSION, "conditions": dict(self.conditions), "curves": curves, "overlaps": overlaps}
+
+
+def trimmed(fan: Sequence[int]) -> tuple[int, ...]:
+    """Without the ones at its end."""
+    last = max((i for i, members in enumerate(fan) if members > 1), default=-1)
+    return tuple(fan[: last + 1])
+
+
+def parse_links(section: Field) -> Links:
+    """The section of a profile's file. LayerwiseError with its path where it is unsound."""
+    at = section.members(("version", "conditions", "curves", "overlaps"))
+    if at["version"].value != VERSION or isinstance(at["version"].value, bool):
+        raise at["version"].error(f"this layerwise reads version {VERSION} only: measure the links again")
+    conditions = at["conditions"].value
+    if not isinstance(conditions, dict):
+        raise at["conditions"].error(f"expected an object, found {kind(conditions)}")
+    overlaps = at["overlaps"].value
+    if not isinstance(overlaps, list):
+        raise at["overlaps"].error(f"expected a list, found {kind(overlaps)}")
+    return Links(
+        tuple(_curve(item) for item in at["curves"].items()),
+        tuple(_overlap(item) for item in at["overlaps"].items()) if overlaps else (),
+        conditions,
+    )
+
+
+def _curve(item: Field) -> Curve:
+    at = item.members(("operation", "fan", "load", "knots"), ("message_s",))
+    operation = next((name for name in OPERATIONS if name == at["operation"].value), None)
+    if operation is None:
+        raise at["operation"].error(f"expected one of {', '.join(OPERATIONS)}, found {kind(at['operation'].value)}")
+    further = _number(at["message_s"]) if "message_s" in at else 0.0
+    return Curve(operation, _fan(at["fan"]), _whole(at["load"]), _knots(at["knots"]), further)
+
+
+def _overlap(item: Field) -> Overlap:
+    at = item.members(("fan", "load", "compute", "sync"))
+    shares = _number(at["compute"]), _number(at["sync"])
+    for name, share in zip(("compute", "sync"), shares, strict=True):
+        if not 0.01 <= share <= 1:
+            raise at[name].error(f"expected a share from 0.01 to 1, found {share}")
+    return Overlap(_fan(at["fan"]), _whole(at["load"]), *shares)
+
+
+def _fan(at: Field) -> tuple[int, ...]:
+    fan = tuple(_whole(item) for item in at.items())
+    if fan[-1] == 1:
+        raise at.error("the last level must have more than one member")
+    return fan
+
+
+def _knots(at: Field) -> tuple[tuple[float, float], ...]:
+    knots = []
+    for item in at.items():
+        pair = [_number(part) for part in item.items()]
+        if len(pair) != 2:
+            raise item.error("expected [bytes, seconds]")
+        knots.append((pair[0], pair[1]))
+    if len(knots) < 2 or knots[0][1] <= 0:
+        raise at.error("expected at least two pairs of bytes and seconds, seconds above 0")
+    if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):
+        raise at.error("bytes must rise from pair to pair, and seconds must not fall")
+    return tuple(knots)
+
+
+def _whole(at: Field) -> int:
+    value = at.value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
+        raise at.error(f"expected a whole number from 1 to {2**20:,}, found {kind(value)}")
+    return value
+
+
+def _number(at: Field) -> float:
+    value = at.value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:  # also refuses NaN
+        raise at.error(f"expected a finite number of at least 0, found {kind(value)}")
+    return float(value)

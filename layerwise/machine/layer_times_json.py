@@ -1,0 +1,100 @@
+"""The section `layers` of a profile: measured times as JSON, read with the path of what is wrong, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from layerwise.machine.devices import DTYPES
+from layerwise.machine.fields import Field, kind
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, Work
+
+VERSION = 1
+TF32 = ("off", "conv", "all")
+CELL = ("extents", "forward_s", "backward_s", "spread", "samples", "work")
+
+
+def read(section: Field) -> tuple[LayerTimes, ...]:
+    """All sets of times. Raises LayerwiseError naming the file and the path."""
+    top = section.members(("version", "sets"))
+    if top["version"].value != VERSION or isinstance(top["version"].value, bool):
+        raise top["version"].error(f"this layerwise reads version {VERSION} only, found {kind(top['version'].value)}")
+    sets = [_set(item) for item in top["sets"].items()]
+    for i, one in enumerate(sets):
+        if one.conditions in [other.conditions for other in sets[:i]]:
+            raise section.error(f"sets[{i}] has the conditions of an earlier one")
+    return tuple(sets)
+
+
+def written(sets: Sequence[LayerTimes]) -> dict[str, object]:
+    """The section's value."""
+    return {"version": VERSION, "sets": [_set_value(one) for one in sets]}
+
+
+def _set(item: Field) -> LayerTimes:
+    at = item.members(("conditions", "made", "operators"), ("held_out_error",))
+    made = at["made"].members((), tuple(at["made"].value) if isinstance(at["made"].value, dict) else ())
+    cells: dict[str, dict[Extents, CellTime]] = {}
+    operators = at["operators"]
+    if operators.value != []:
+        for operator in operators.items():
+            row = operator.members(("operator", "cells"))
+            name = row["operator"].text()
+            if name in cells:
+                raise row["operator"].error("appears twice")
+            cells[name] = {}
+            for cell in row["cells"].items():
+                extents, time = _cell(cell)
+                if extents in cells[name]:
+                    raise cell.error(f"the extents {list(extents)} appear twice")
+                cells[name][extents] = time
+    error = at["held_out_error"].plain_number() if "held_out_error" in at else None
+    return LayerTimes(_conditions(at["conditions"]), {name: f.text() for name, f in made.items()}, cells, error)
+
+
+def _conditions(item: Field) -> Conditions:
+    at = item.members(tuple(f.name for f in fields(Conditions)))
+    for name, allowed in (("dtype", DTYPES), ("tf32", TF32)):
+        if at[name].text() not in allowed:
+            raise at[name].error(f"expected one of {', '.join(allowed)}, found {at[name].value!r}")
+    return Conditions(
+        at["device"].text(), at["torch"].text(), at["dtype"].text(), at["tf32"].text(), at["channels_last"].flag(),
+        at["cudnn_benchmark"].flag(), at["threads"].plain_whole(),
+    )  # fmt: skip
+
+
+def _cell(item: Field) -> tuple[Extents, CellTime]:
+    at = item.members(CELL[:-1], CELL[-1:])
+    extents = at["extents"].wholes()
+    forward, backward, spread = (at[name].plain_number() for name in ("forward_s", "backward_s", "spread"))
+    work = at["work"].plain_numbers(6) if "work" in at else (0.0,) * 6
+    samples = at["samples"].plain_whole()
+    return extents, CellTime(forward, backward, spread, samples, Work(*work[:3]), Work(*work[3:]))
+
+
+def _set_value(one: LayerTimes) -> dict[str, object]:
+    value: dict[str, object] = {"conditions": asdict(one.conditions), "made": dict(one.made)}
+    if one.held_out_error is not None:
+        value["held_out_error"] = one.held_out_error
+    value["operators"] = [
+        {"operator": name, "cells": [_cell_value(extents, time) for extents, time in times.items()]}
+        for name, times in one.cells.items()
+    ]
+    return value
+
+
+def _cell_value(extents: Extents, time: CellTime) -> dict[str, object]:
+    work = [*asdict(time.forward).values(), *asdict(time.backward).values()]
+    return {
+        "extents": list(extents),
+        "forward_s": _digits(time.forward_s),
+        "backward_s": _digits(time.backward_s),
+        "spread": round(time.spread, 4),
+        "samples": time.samples,
+        "work": [_digits(x) for x in work],
+    }
+
+
+def _digits(x: float) -> float:
+    """Five digits: more are noise."""
+    return float(f"{x:.5g}")

@@ -1,0 +1,180 @@
+"""Bench: one cell of one layer on this device, run as the runtime does: leaves, stages, this layer's own autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer
+from layerwise.ops.stages import needed_box, run_stages, stages_of
+
+SCALE = 0.05  # of random values: activations and gradients stay in the range of normal numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A cell to be measured: a box of the layer's iteration space, and the one that is owned of the output (they differ
+    where k is split). wanted: which inputs' gradients are; shared: which stages sum statistics with other cells;
+    uses: how many gradients of the output are added up."""
+
+    layer: Layer
+    cell: Box
+    owned: Box
+    wanted: tuple[bool, ...]
+    shared: tuple[bool, ...]
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An optimizer's step over parameters of these numbers of elements."""
+
+    optimizer: str
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The mean loss of outputs of these shapes, and its gradient: of classes in dimension 1, or the mean of one."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How kernels run: on which device, of which type; autocast: to which, where mixed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+
+    def filled(self, shape: Sequence[int], dtype: str = "float32", bound: int = 2) -> Tensor:
+        """Random values, of the mode's type where floating-point, else below `bound`."""
+        if "float" not in dtype:
+            kind: torch.dtype = getattr(torch, dtype)
+            return torch.randint(bound, tuple(shape), device=self.device).to(kind)
+        x = torch.randn(tuple(shape), device=self.device, dtype=self.dtype) * SCALE
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return x.contiguous(memory_format=formats[x.dim()]) if self.channels_last and x.dim() in formats else x
+
+    def mixed(self) -> AbstractContextManager[object]:
+        """Where kernels run."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+
+class Bench:
+    """Tensors of one cell, and its forward and backward pass. Made once, called often."""
+
+    def __init__(self, task: Task, mode: Mode) -> None:
+        layer, where = task.layer, task.layer.space
+        self.task, self.mode = task, mode
+        self.stages = stages_of(layer.op, layer.specs, where, task.cell, task.owned)
+        needs = zip(layer.specs, where.needs, where.late_inputs, strict=True)
+        inputs = [
+            mode.filled(needed_box(maps, task.owned if late else task.cell).shape, spec.dtype, _bound(layer))
+            for spec, maps, late in needs
+        ]
+        given: list[Tensor] = []
+        for p in where.parameters:
+            shape = needed_box(p.maps, task.owned if p.late else task.cell).shape
+            given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
+        inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
+        self.inputs = inputs
+        self.parameters = [
+            None if i in layer.tied else nn.Parameter(value) if p.trainable else value
+            for i, (p, value) in enumerate(zip(where.parameters, given, strict=True))
+        ]
+        self.trained = [p for p in self.parameters if isinstance(p, nn.Parameter)]
+        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(task.wanted))
+        self.reduce = (
+            _reduction(task) if task.cell.hi[: len(layer.out.shape)] != task.owned.hi or _partial(task) else None
+        )
+        self.gradients = [mode.filled(task.owned.shape) for _ in range(task.uses)] if self.differentiable else []
+        self.leaves: list[Tensor] = []
+        self.out: Tensor | None = None
+
+    def forward(self) -> None:
+        """As `Executor.forward` does for one layer."""
+        with torch.set_grad_enabled(self.differentiable):
+            self.leaves = [
+                x.detach().requires_grad_() if wanted else x.detach()
+                for x, wanted in zip(self.inputs, self.task.wanted, strict=True)
+            ]
+            count = len(self.task.layer.specs)
+            tied = iter(self.leaves[count:])
+            given = [next(tied) if p is None else p for p in self.parameters]
+            with self.mode.mixed():
+                self.out = run_stages(
+                    self.stages,
+                    self.leaves[:count],
+                    given,
+                    training=True,
+                    seed=lambda number: number,
+                    all_reduce=self._all_reduce,
+                    reduce=self.reduce,
+                )
+
+    def backward(self) -> None:
+        """As `Executor.backward` does for one layer; gradients of parameters stay, as a step keeps them."""
+        if not self.differentiable:
+            return
+        assert self.out is not None
+        gradient = self.gradients[0]
+        for other in self.gradients[1:]:
+            gradient = gradient + other
+        targets = [leaf for leaf in self.leaves if leaf.requires_grad] + self.trained
+        out, self.out = self.out, None
+        found = torch.autograd.grad(out, targets, gradient.to(out.dtype), allow_unused=True)
+        made = found[len(targets) - len(self.trained) :]
+        for p, g in zip(self.trained, made, strict=True):
+            p.grad = g
+        self.leaves = []
+
+    def forget(self) -> None:
+        """Before the next step: as `zero_grad` does."""
+        self.out = None
+        for p in self.trained:
+            p.grad = None
+
+    def _all_reduce(self, number: int) -> Callable[[Tensor], Tensor] | None:
+        return torch.Tensor.contiguous if self.task.shared[number] else None
+
+
+def _bound(layer: Layer) -> int:
+    """Integer inputs are ids below this: rows of an embedding, classes of a loss."""
+    main, specs = layer.op.stages(layer.specs)[0]  # specs: after the views
+    if main.kind == "loss" and len(specs[0].shape) > 1:
+        return specs[0].shape[1]
+    return int(getattr(main, "count", 2))
+
+
+def _partial(task: Task) -> bool:
+    """Whether the cell has part of a reduction only."""
+    layer = task.layer
+    return any(task.cell.lo[k] > 0 or task.cell.hi[k] < layer.space.dims[k].extent for k in layer.space.reductions)
+
+
+def _reduction(task: Task) -> Callable[[Tensor], Tensor]:
+    """What a device does of a reduce-scatter beside sending: cut its partial sums, and add the others' to its own."""
+    layer = task.layer
+    rank = len(layer.out.shape)
+    cell = Box(task.cell.lo[:rank], task.cell.hi[:rank])
+    axis = next((i for i in range(rank) if cell.shape[i] != task.owned.shape[i]), 0)
+    others = cell.shape[axis] // max(1, task.owned.shape[axis]) - 1
+    own = task.owned.slices(cell)
+
+    def reduce(partial: Tensor) -> Tensor:
+        rest = [p.contiguous() for p in partial.detach().chunk(others + 1, axis)]
+        total = partial[own].clone()
+        for part in rest[1:]:
+            if part.shape == total.shape:
+                total = total + part
+        return total
+
+    return reduce

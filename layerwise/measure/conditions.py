@@ -1,0 +1,102 @@
+"""On what, by what and how measurements are taken: what a device is called, and the modes that PyTorch has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from layerwise import __version__
+from layerwise.errors import LayerwiseError
+from layerwise.machine.layer_times import Conditions
+from layerwise.measure.bench import Mode
+
+TYPES = {
+    "float64": (torch.float64, None),
+    "float32": (torch.float32, None),
+    "tf32": (torch.float32, None),
+    "bfloat16": (torch.float32, torch.bfloat16),  # mixed: parameters stay float32, as in layerwise.run
+}
+
+
+def device_of(name: str | None) -> torch.device:
+    """`cuda` where there is a GPU, else `cpu`; LayerwiseError where the one asked for is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        built = "PyTorch finds no GPU" if torch.version.cuda else "this PyTorch is built without CUDA"
+        raise LayerwiseError(f"--device cuda: {built}; measure with --device cpu, or where there is one")
+    return torch.device(name)
+
+
+def mode_of(device: torch.device, dtype: str, channels_last: bool) -> Mode:
+    """LayerwiseError where kernels of this type cannot be run."""
+    if dtype not in TYPES:
+        raise LayerwiseError(f"--dtype {dtype}: layerwise runs {', '.join(TYPES)} only, so only these can be measured")
+    if dtype == "tf32" and device.type != "cuda":
+        raise LayerwiseError("--dtype tf32: only NVIDIA GPUs have it; measure float32 here")
+    parameters, autocast = TYPES[dtype]
+    return Mode(device, parameters, autocast, channels_last)
+
+
+@contextmanager
+def modes(dtype: str, tf32: Literal["off", "conv", "all"] | None, cudnn_benchmark: bool) -> Iterator[str]:
+    """Sets what uses TF32 and whether cuDNN tries its algorithms out; yields the former. All is put back at the end."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
+    used = tf32 or ("all" if dtype == "tf32" else "conv")  # PyTorch's own: convolutions, but not matrix products
+    try:
+        cudnn.allow_tf32, matmul.allow_tf32 = used != "off", used == "all"
+        cudnn.benchmark = cudnn_benchmark
+        yield used
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
+
+
+def conditions(mode: Mode, dtype: str, tf32: str, cudnn_benchmark: bool) -> Conditions:
+    """The key under which times are kept."""
+    gpu = mode.device.type == "cuda"
+    return Conditions(
+        device=torch.cuda.get_device_name(mode.device) if gpu else cpu_name(),
+        torch=torch.__version__,
+        dtype=dtype,
+        tf32=tf32 if gpu else "off",
+        channels_last=mode.channels_last,
+        cudnn_benchmark=cudnn_benchmark and gpu,
+        threads=0 if gpu else torch.get_num_threads(),
+    )
+
+
+def cpu_name() -> str:
+    """`AMD EPYC 9R14`, or the architecture where nobody says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine()
+
+
+def made(device: torch.device) -> dict[str, str]:
+    """When, by what and on what, for people."""
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "layerwise": __version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs",
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        }
+    return facts

@@ -1,0 +1,104 @@
+"""Which ranks talk at once: the topology of the ranks at hand, and the shapes of groups that plans make on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerwise.comm.base import Comm, Group
+from layerwise.errors import LayerwiseError
+from layerwise.machine.curves import trimmed
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`nodes` nodes of `local` ranks each, numbered node by node."""
+
+    nodes: int
+    local: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.local
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Groups that are at work at once. fan: their members at each level; load: groups behind each node's port."""
+
+    fan: tuple[int, ...]
+    load: int
+    groups: tuple[Group, ...]
+
+    def of(self, rank: int) -> Group | None:
+        """The group that a rank is in."""
+        return next((group for group in self.groups if rank in group), None)
+
+
+def find_topology(comm: Comm) -> Topology:
+    """From the ranks' host names, or where all have the same one (nodes in one machine), from LOCAL_WORLD_SIZE.
+
+    Every rank calls this. LayerwiseError where nodes differ in size or their ranks are not numbered one after another.
+    """
+    here = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
+    told = [json.loads(text) for text in comm.tell_all(json.dumps(here))]
+    hosts = [host for host, _ in told]
+    if len(set(hosts)) == 1 and told[0][1].isdecimal() and 0 < int(told[0][1]) < comm.size:
+        hosts = [f"node {rank // int(told[0][1])}" for rank in range(comm.size)]
+    return topology_of(hosts)
+
+
+def topology_of(hosts: Sequence[str]) -> Topology:
+    """From the name of each rank's node."""
+    names = list(dict.fromkeys(hosts))
+    local = hosts.count(names[0])
+    if list(hosts) != [name for name in names for _ in range(local)]:
+        counts = ", ".join(f"{hosts.count(name)} on {name}" for name in names)
+        raise LayerwiseError(
+            f"the ranks do not fill equal nodes one after another ({counts}): start as many on each node, with torchrun"
+        )
+    return Topology(len(names), local)
+
+
+def shapes(where: Topology) -> list[Shape]:
+    """Every kind of group that a grid of cells makes: divisors of a node's ranks times divisors of the nodes.
+
+    All groups of a kind at once, as in a step; and where several then share a node's port, also one of them alone.
+    """
+    found = []
+    for outer in _divisors(where.nodes):
+        for inner in _divisors(where.local):
+            if inner * outer == 1:
+                continue
+            groups = []
+            for first_node in range(0, where.nodes, outer):
+                nodes = range(first_node, first_node + outer)
+                for first in range(0, where.local, inner):
+                    groups.append(tuple(n * where.local + first + i for n in nodes for i in range(inner)))
+            fan = trimmed((inner, outer))
+            load = where.local // inner if outer > 1 else 1
+            found.append(Shape(fan, load, tuple(groups)))
+            if load > 1:
+                found.append(Shape(fan, 1, tuple(groups[::load])))
+    return found
+
+
+def pairs(where: Topology) -> list[Shape]:
+    """Ranks that talk in twos, at each level: all of them at once, and between nodes also one pair a port."""
+    found = []
+    if where.local > 1:
+        starts = [n * where.local + i for n in range(where.nodes) for i in range(0, where.local - 1, 2)]
+        found.append(Shape((2,), 1, tuple((r, r + 1) for r in starts)))
+    if where.nodes > 1:
+        starts = [n * where.local + i for n in range(0, where.nodes - 1, 2) for i in range(where.local)]
+        found.append(Shape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
+        if where.local > 1:
+            found.append(Shape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,121 @@
+"""The communication of an MLP on a process grid, by the alpha-beta complexities of Laugier et al. (2018).
+
+They count no arithmetic: it is the same on every grid of as many processes. As in FORMULAS of the design, with two
+corrections to the print: ring collectives move (P-1)/P of a tensor, not P/(P-1), and one scatter is the faster way to
+distribute an input while it is small, not while it is large. Logarithms are to base 2 and rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class FullLayer:
+    """A fully-connected layer: its widths and its number of weights and biases, in items of `item_bytes`."""
+
+    name: str
+    inputs: int
+    outputs: int
+    parameters: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """alpha and beta of the processes that communicate: s a message, s a byte."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+def full_layers(graph: LayerGraph) -> tuple[FullLayer, ...]:
+    """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
+    found: list[FullLayer] = []
+    for layer in graph.inner:
+        op, specs = layer.op.stages(layer.specs)[0]
+        chained = layer.inputs[:1] == (found[-1].name if found else graph.layers[0].name,) and len(layer.inputs) == 1
+        if not isinstance(op, Linear) or len(layer.out.shape) != 2 or not chained:
+            raise LayerwiseError(
+                f"process grids are for MLPs, linear layers one after the other with element-wise functions between: "
+                f"layer {layer.name!r} ({op.kind}) is none of these. Leave out --grid: the search splits any network"
+            )
+        weights = sum(prod(p.shape) for p in layer.space.parameters if p.trainable)
+        found.append(FullLayer(layer.name, specs[0].shape[-1], layer.out.shape[-1], weights, layer.out.item_bytes))
+    return tuple(found)
+
+
+def data_s(layers: Sequence[FullLayer], processes: int, link: Link) -> float:
+    """Of batch parallelism: gradients of every weight are all-reduced."""
+    return sum(2 * _collective(layer.parameters * layer.item_bytes, processes, link) for layer in layers)
+
+
+def model_s(layers: Sequence[FullLayer], batch: int, processes: int, link: Link) -> float:
+    """Of model parallelism: outputs are gathered, and their gradients all-reduced, in every layer."""
+    return sum(3 * _collective(batch * layer.outputs * layer.item_bytes, processes, link) for layer in layers)
+
+
+def grid_s(
+    layers: Sequence[FullLayer], batch: int, batch_groups: int, model_parts: int, within: Link, across: Link
+) -> float:
+    """Of a grid (Gholami et al., 2018). within: the links of a batch group's parts; across: of one part's replicas.
+
+    With one batch group it is less than `model_s`: no gradient of the network's input is needed, and that of another
+    layer's input is as wide as the layer before. With one part it is `data_s`.
+    """
+    total, samples = 0.0, batch / batch_groups
+    for number, layer in enumerate(layers):
+        total += _collective(samples * layer.outputs * layer.item_bytes, model_parts, within)
+        if number:
+            total += 2 * _collective(samples * layer.inputs * layer.item_bytes, model_parts, within)
+        total += 2 * _collective(layer.parameters * layer.item_bytes / model_parts, batch_groups, across)
+    return total
+
+
+def _collective(size_bytes: float, processes: int, link: Link) -> float:
+    share = (processes - 1) / processes
+    return link.alpha_s * (processes - 1).bit_length() + link.beta_s_per_byte * share * size_bytes
+
+
+def link_between(devices: DeviceGraph, first: int, last: int) -> Link:
+    """The outermost link between two devices: collectives wait for it. Ports that are shared count as free."""
+    level = devices.levels[devices.level_between(first, last)]
+    return Link(level.alpha_s, level.beta_s_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Two ways from one process to all: everyone is sent its slice, or one of each group, which broadcasts it.
+
+    slice_bytes: what a process needs, the samples of its batch group. threshold_bytes: the slice from which the second
+    way is the faster one.
+    """
+
+    slice_bytes: float
+    one_scatter_s: float
+    scatter_broadcast_s: float
+    threshold_bytes: float
+
+    @property
+    def chosen(self) -> str:
+        """`one scatter`, or `scatter, then broadcast`."""
+        return "one scatter" if self.slice_bytes < self.threshold_bytes else "scatter, then broadcast"
+
+
+def distribution(slice_bytes: float, batch_groups: int, model_parts: int, link: Link) -> Distribution:
+    """How an input gets onto a grid."""
+    sent, longest = batch_groups * model_parts, max(batch_groups, model_parts)
+    threshold = link.alpha_s / (link.beta_s_per_byte * (sent - longest)) if sent > longest else inf
+    return Distribution(
+        slice_bytes,
+        link.alpha_s + sent * slice_bytes * link.beta_s_per_byte,
+        2 * link.alpha_s + longest * slice_bytes * link.beta_s_per_byte,
+        threshold,
+    )

@@ -1,0 +1,173 @@
+"""python -m tests.benchmarks.predictions: predicted against measured step time on an emulated cluster (needs root).
+
+Table 4 of Jia et al. (2018), re-made: every launch (tests.benchmarks.emulate) measures its links and the layers of each
+network on the cores that training has, plans with them, and runs the plans. Two ranks have a core each, four share two.
+Errors are predicted / measured - 1; a pair of strategies is in the right order if the one
+that is predicted to be faster is, wherever the measured times differ by more than 5 %.
+
+    python -m tests.benchmarks.predictions                                        # everything: about 20 minutes
+    python -m tests.benchmarks.predictions --only alexnet --clusters 2x1 --rates 1gbit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from layerwise.search.report import units
+from tests.benchmarks.networks import SMALL
+from tests.benchmarks.predictions_rank import Job
+
+Cell = dict[str, object]
+# glibc gives large tensors back to the kernel when they are freed, and a step pays for new pages each time; a layer
+# that is measured again and again does not. PyTorch's tuning guide for CPUs has another allocator for it; or this.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+ALIKE = 0.05  # times that differ by less are in no order
+AIM, STANDARD = 0.05, 0.10
+
+
+def launch(cluster: str, rate: str, networks: list[str], args: argparse.Namespace) -> Cell:
+    """One launch on the emulated cluster: `2x2` is two nodes of two ranks."""
+    nodes, ranks = map(int, cluster.split("x"))
+    job = Job(networks, args.links_seconds, args.layers_seconds, args.plan_seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cell.json"
+        harness = [sys.executable, "-m", "tests.benchmarks.emulate", "--nodes", str(nodes), "--rate", rate]
+        harness += ["--ranks-per-node", str(ranks), "--timeout", str(args.timeout)]
+        harness += ["--cpu-quota", str(args.cpu_quota)] if args.cpu_quota else []
+        rank = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.predictions_rank", json.dumps(asdict(job)), out]
+        environment = os.environ | MALLOC | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
+        if not out.exists():
+            raise SystemExit(f"{cluster} at {rate}: a rank failed ({done.returncode})")
+        if done.returncode:
+            print(f"{cluster} at {rate}: not through ({done.returncode}); what is missing is run the next time")
+        cell: Cell = json.loads(out.read_text())
+    return cell | {"cluster": cluster, "rate": rate, "cpu_quota": args.cpu_quota}
+
+
+def error(row: Cell) -> float:
+    """Relative to the measured time."""
+    return row["predicted_s"] / row["measured_s"] - 1
+
+
+def orders(strategies: dict[str, Cell]) -> list[tuple[str, str, bool]]:
+    """Pairs of strategies that differ, and whether the faster one was predicted to be."""
+    found = []
+    for a, b in combinations(strategies, 2):
+        x, y = strategies[a], strategies[b]
+        if abs(x["measured_s"] - y["measured_s"]) > ALIKE * min(x["measured_s"], y["measured_s"]):
+            right = (x["predicted_s"] < y["predicted_s"]) == (x["measured_s"] < y["measured_s"])
+            found.append((a, b, right))
+    return found
+
+
+def table(cells: list[Cell]) -> Table:
+    """A row for each network and cluster: predicted, measured and the error of each strategy."""
+    names = ("data", "model", "owt", "searched")
+    result = Table("", *names, "order", box=None, pad_edge=False, header_style="bold")
+    for network in SMALL:
+        for cell in cells:
+            rows = cell["result"].get(network)
+            if not rows:
+                continue
+            at = f" {SMALL[network].title}, {cell['cluster'].replace('x', ' × ')}" + (
+                f", {cell['rate']}" if cell["cluster"] != "1x1" else ""
+            )
+            texts = []
+            for name in names:
+                row = rows.get(name)
+                texts.append(
+                    f"{units(row['predicted_s'], 's')} / {units(row['measured_s'], 's')} {error(row):+.0%}"
+                    if row
+                    else ""
+                )
+            pairs = orders(rows)
+            result.add_row(at, *texts, f"{sum(right for _, _, right in pairs)} of {len(pairs)}")
+    return result
+
+
+def summary(cells: list[Cell]) -> str:
+    """How many errors are within the standard and the aim."""
+    rows = [row for cell in cells for name in SMALL for row in cell["result"].get(name, {}).values()]
+    pairs = [pair for cell in cells for name in SMALL for pair in orders(cell["result"].get(name, {}))]
+    errors = [abs(error(row)) for row in rows]
+    return (
+        f"{len(rows)} plans: error {mean(errors):.1%} on average, at most {max(errors):.1%}; "
+        f"{sum(e <= AIM for e in errors)} within {AIM:.0%}, {sum(e <= STANDARD for e in errors)} within "
+        f"{STANDARD:.0%}. "
+        f"Order: {sum(right for _, _, right in pairs)} of {len(pairs)} pairs right."
+    )
+
+
+def details(cell: Cell) -> Table:
+    """Of every plan of a launch, its parts."""
+    result = Table("", "step", "compute", "transfers", "sums", "sums not hidden", "waiting", box=None, pad_edge=False)
+    for network in SMALL:
+        for name, row in cell["result"].get(network, {}).items():
+            totals = row["parts"]["totals"]
+
+            def pair(key: str, totals: Cell = totals) -> str:
+                part = totals.get(key)
+                if part is None:
+                    return ""
+                return f"{units(part['predicted_s'] or 0, 's')} / {units(part['measured_s'], 's')}"
+
+            waiting = sum(part.get("waiting_s", 0.0) for part in totals.values())
+            step = f"{units(row['predicted_s'], 's')} / {units(row['measured_s'], 's')} {error(row):+.0%}"
+            parts = (pair(key) for key in ("compute_s", "transfers_s", "sync_s", "exposed_sync_s"))
+            result.add_row(f"{network} {name}", step, *parts, units(waiting, "s"))
+    return result
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> None:
+    """Run and print."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", type=words, default=list(SMALL), metavar=",".join(SMALL))
+    p.add_argument("--clusters", type=words, default=["1x1", "2x1", "4x1", "2x2"], metavar="1x1,2x1,4x1,2x2")
+    p.add_argument("--rates", type=words, default=["100mbit", "1gbit"], metavar="100mbit,1gbit")
+    p.add_argument("--cpu-quota", type=float, help="part of a core that a rank may use (default: its share)")
+    p.add_argument("--links-seconds", type=float, default=30.0, help="budget of the links (default: 30)")
+    p.add_argument("--layers-seconds", type=float, default=20.0, help="budget of a network's layers (default: 20)")
+    p.add_argument("--plan-seconds", type=float, default=6.0, help="timed steps of a plan (default: 6)")
+    p.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a launch; what is done then counts")
+    p.add_argument("--json", metavar="FILE", help="write everything; what it has already is not run again")
+    args = p.parse_args()
+    known = Path(args.json) if args.json else None
+    cells: list[Cell] = json.loads(known.read_text()) if known and known.exists() else []
+    console = Console(width=170)
+    for cluster in args.clusters:
+        for rate in args.rates[:1] if cluster == "1x1" else args.rates:
+            before = next((cell for cell in cells if (cell["cluster"], cell["rate"]) == (cluster, rate)), None)
+            left = [name for name in args.only if before is None or name not in before["result"]]
+            if not left:
+                continue
+            cell = launch(cluster, rate, left, args)
+            console.print(f"{cluster} at {rate}", details(cell), "", sep="\n", highlight=False)
+            if before is None:
+                cells.append(cell)
+            else:
+                before["result"] |= cell["result"]
+            if known:
+                known.write_text(json.dumps(cells))
+    console.print(table(cells), highlight=False)
+    console.print(summary(cells), highlight=False)
+
+
+if __name__ == "__main__":
+    main()

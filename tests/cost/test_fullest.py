@@ -1,0 +1,110 @@
+"""The fullest cell: one that is there, none is fuller, and cells of one key are the same piece of work."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config, layout
+from layerwise.cost.fullest import extents, fullest, gradient_uses, shared_statistics, signature, sizes
+from layerwise.cost.tables import CostModel
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.linear import Linear
+from layerwise.ops.norm import BatchNorm
+from layerwise.ops.pointwise import Binary, Unary
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+
+NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
+
+
+def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple[bool, ...] = (True,)) -> list[object]:
+    """Signature and extents of each configuration."""
+    lay = layout([Config.of(d) for d in degrees], layer.space, devices)
+    rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+    return [(signature(layer, wanted, 1), row) for row in rows]
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=100)
+def test_it_is_a_cell_and_none_is_larger(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    for layer in network.inner:
+        configs = data.draw(brute.configs(layer.space, graph.count, most=3))
+        found = fullest(layer, layout(configs, layer.space, graph.count))
+        for i, config in enumerate(configs):
+            held = [(cell, own) for _, cell, own in brute.holdings(config, layer.space, graph.count)]
+            cell, owned = found.cell(i), found.owned(i, len(layer.out.shape))
+            assert (cell, owned) in [(c, o) for c, o in held], f"{layer.name} {config}"
+            assert cell.volume == max(c.volume for c, _ in held)
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@settings(max_examples=60)
+def test_extents_are_of_what_the_cell_needs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    for layer in network.inner:
+        configs = data.draw(brute.configs(layer.space, graph.count, most=3))
+        lay = layout(configs, layer.space, graph.count)
+        found, where = fullest(layer, lay), layer.space
+        rows = extents(layer, lay, found, local_batch_norm=False)
+        each = sizes(layer, found)
+        for i, row in enumerate(rows):
+            cell, owned = found.cell(i), found.owned(i, len(layer.out.shape))
+            expected = [*cell.shape, *(owned.shape or (1,))]
+            for maps, late in zip(where.needs, where.late_inputs, strict=True):
+                expected += brute.need(maps, owned if late else cell).shape
+            boxes = [brute.need(p.maps, owned if p.late else cell) for p in where.parameters]
+            expected += [extent for box in boxes for extent in box.shape]
+            assert list(row[: len(expected)]) == expected, f"{layer.name} {configs[i]}"
+            if layer.op.kind != "tied":
+                trained = [
+                    b.volume for j, b in enumerate(boxes) if where.parameters[j].trainable and j not in layer.tied
+                ]
+                assert list(each[i]) == trained
+
+
+def one(*ops: object, rows: int = 8, width: int = 6) -> Layer:
+    b = GraphBuilder("one")
+    x = b.input("x", TensorSpec((rows, width, 12), ("n", "c", "l")))
+    for i, op in enumerate(ops):
+        x = networks.add(b, f"op{i}", op, [x])  # type: ignore[arg-type]
+    (layer,) = fuse(b.finish([x])).inner
+    return layer
+
+
+def test_equal_pieces_of_other_batches_and_cuts_have_one_key() -> None:
+    conv = networks.pointwise_conv(4, 1)
+    small, large = one(conv), one(conv, rows=16)
+    assert keys(small, {"n": 2}) == keys(large, {"n": 4})
+    assert keys(small, {"l": 2}) == keys(one(conv), {"l": 2})
+    a, b, c, d = keys(small, {"n": 4}, {"l": 2}, {"c": 2}, {"n": 2, "l": 2})
+    assert len({a, b, c, d}) == 4
+    assert keys(small, {"n": 3}) == keys(small, {"n": 3, "c": 1})
+    assert keys(small, {}) != keys(one(networks.pointwise_conv(4, 1, bias=True)), {})
+    assert keys(small, {}) != keys(small, {}, wanted=(False,))
+    assert keys(small, {}) != keys(one(conv, Unary("relu")), {})
+
+
+def test_shared_statistics_are_another_kernel() -> None:
+    layer = one(networks.pointwise_conv(4, 1), BatchNorm())
+    lay = layout([Config.of(d) for d in ({}, {"c": 4}, {"n": 2}, {"l": 2})], layer.space, 4)
+    (shared,) = shared_statistics(layer, lay, local_batch_norm=False)
+    assert shared.tolist() == [0, 0, 1, 1]
+    (alone,) = shared_statistics(layer, lay, local_batch_norm=True)
+    assert alone.tolist() == [0] * 4
+    rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+    assert [row[-1] for row in rows] == [0, 0, 1, 1]
+
+
+def test_gradients_that_are_added_up() -> None:
+    """x feeds a linear layer, whose output is used twice; nothing comes back to the samples."""
+    b = GraphBuilder("uses")
+    x = b.input("x", TensorSpec((4, 8), ("n", None)))
+    y = networks.add(b, "first", Linear(8), [x])
+    z = networks.add(b, "second", Linear(8), [y])
+    mask = networks.add(b, "mask", Unary("gt_scalar", (0.0,)), [y])
+    out = networks.add(b, "add", Binary("add"), [z, y])
+    graph = b.finish([out, mask])
+    assert gradient_uses(graph) == {"x": 0, "first": 2, "second": 1, "mask": 0, "add": 1, "outputs": 0}
+    assert CostModel(graph, brute.machine((2,))).uses == gradient_uses(graph)

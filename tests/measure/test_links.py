@@ -1,0 +1,111 @@
+"""Measuring links, between threads: what is measured, and that all ranks come to the same."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.comm.thread import ThreadComm, run_threads
+from layerwise.config import Config
+from layerwise.cost.sync import all_reduce_s
+from layerwise.cost.tables import CostModel
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load, save
+from layerwise.machine.curves import Curve
+from layerwise.measure import links
+from layerwise.measure.links import Measured, Series, measure_links, rates
+from layerwise.measure.links_profile import conditions, contention, with_links
+from layerwise.measure.links_shapes import Topology, pairs, shapes
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small messages and products, few of them."""
+    monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
+    monkeypatch.setattr(links, "KERNEL", {"cpu": (1, 4, 4, 4)})
+    monkeypatch.setattr("layerwise.measure.links_time.ROUND_S", 1e-4)
+    monkeypatch.setattr("layerwise.measure.links_time.ROUNDS", 2)
+
+
+def run(where: Topology) -> list[tuple[Measured, dict[str, object]]]:
+    def measure(comm: ThreadComm) -> tuple[Measured, dict[str, object]]:
+        return measure_links(comm, where, 1.0), conditions(comm, where)
+
+    return run_threads(where.size, measure)
+
+
+@pytest.mark.parametrize("where", [Topology(1, 2), Topology(2, 2), Topology(3, 1)])
+def test_every_operation_of_every_shape_is_measured_and_all_ranks_agree(where: Topology) -> None:
+    told = run(where)
+    measured = told[0][0]
+    assert all(one == measured for one, _ in told)
+    wanted = {(name, s.fan, s.load) for s in shapes(where) for name in links.COLLECTIVES}
+    wanted |= {(name, s.fan, s.load) for s in pairs(where) for name in ("message", "exchange")}
+    assert {(s.curve.operation, s.curve.fan, s.curve.load) for s in measured.series} == wanted
+    assert {(o.fan, o.load) for o in measured.overlaps} == {(s.fan, s.load) for s in shapes(where)}
+    for s in measured.series:
+        assert all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(s.curve.knots))
+        assert s.curve.knots[0][1] > 0
+
+
+def test_the_profile_has_what_was_measured_and_search_uses_it(tmp_path: Path) -> None:
+    where = Topology(2, 2)
+    measured, facts = run(where)[0]
+    profile = with_links(load("cpu"), measured, where, facts)
+    save(profile, tmp_path / "mine.json")
+    again = load(tmp_path / "mine.json")
+    assert again == profile
+    assert again.links is not None
+    assert again.links.conditions == facts
+    assert again.gpus_per_node == 2
+    graph = again.device_graph(4)
+    model = CostModel(fuse(load_model("lenet5", 64)), graph)
+    layer = model.graph["classifier.0"]
+    collective = model.gradients_of(layer, model.layout(layer, (Config.of({"n": 4}),)))[0]
+    curve = again.links.curve("all_reduce", (2, 2), 1)
+    assert curve is not None
+    found = all_reduce_s(5000.0, collective.groups[0], graph)
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(curve.knots) if pair[1][0] > 5000)
+    assert found == pytest.approx(y0 + (5000 - x0) / (x1 - x0) * (y1 - y0))
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100", "v100"])
+def test_any_profile_may_be_the_base(name: str, tmp_path: Path) -> None:
+    """One of racks loses them: nobody has measured these."""
+    where = Topology(2, 1)
+    measured, facts = run(where)[0]
+    profile = with_links(load(name), measured, where, facts)
+    save(profile, tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json") == profile
+    assert [level.devices for level in profile.levels] == [1, None]
+    assert profile.processor == load(name).processor
+    assert profile.device_graph(2).levels[1].alpha_s == profile.levels[1].latency_s
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+def test_rates_are_found_from_what_each_costs_the_other(a: float, b: float) -> None:
+    """Computation of two units under a sum of one, and the other way round, at rates a and b while both go on."""
+    under, over = 2 / a, 1 / b  # if the other one went on for ever
+    if over > under or 2 / b < 1 / a:
+        return  # the shorter of each pair must be hidden by the longer one
+    first = 1 / b + (2 - a / b)
+    second = 1 / a + (2 - b / a)
+    found = rates(first - 2, second - 2)
+    if (first - 2) * (second - 2) <= 0.95:
+        assert found == pytest.approx((a, b), rel=1e-6)
+
+
+def test_turns_are_rates_of_a_half() -> None:
+    assert rates(1.0, 1.0) == (0.5, 0.5)
+    assert rates(0.0, 0.0) == (1.0, 1.0)
+
+
+def test_contention_compares_equal_messages() -> None:
+    alone = Series(Curve("exchange", (1, 2), 1, ((1.0, 1.0), (2.0, 2.0))), ((100.0, 1.0), (400.0, 2.0)), 0.0)
+    both = Series(Curve("exchange", (1, 2), 2, ((1.0, 1.0), (2.0, 2.0))), ((200.0, 1.5), (800.0, 4.0)), 0.0)
+    assert contention(both, alone) == 2.0

@@ -1,0 +1,70 @@
+"""layerwise measure links: what a user gets wrong, and a run between two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerwise.cli import run_main
+from layerwise.machine import load
+from layerwise.measure.__main__ import main
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def test_one_rank_has_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    out = tmp_path / "x.json"
+    assert run_main(main, ["links", "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert "links are measured between ranks, and here is only one: torchrun" in err
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "text", "said"),
+    [
+        ("missing/x.json", None, "cannot be written"),
+        ("x.json", "{", "not valid JSON"),
+        ("x.json", '{"format": "layerwise-profile", "version": 1}', "missing"),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_said_before_anybody_is_waited_for(
+    out: str,
+    text: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    if text is not None:
+        (tmp_path / out).write_text(text)
+    assert run_main(main, ["links", "--out", str(tmp_path / out)]) == 2
+    assert said in capsys.readouterr().err
+    assert (tmp_path / out).read_text() == text if text is not None else not (tmp_path / out).exists()
+
+
+def test_two_processes_write_a_profile_that_search_takes(tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "layerwise.measure", "links", "--out", str(out), "--budget", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    links = json.loads(done.stdout)["links"]
+    profile = load(out)
+    assert profile.links is not None
+    assert profile.links.as_json() == links
+    assert (links["conditions"]["nodes"], links["conditions"]["ranks_per_node"]) == (1, 2)
+    assert {c["operation"] for c in links["curves"]} >= {"exchange", "all_reduce"}
+    assert "measured by layerwise" in profile.sources["levels[0].bandwidth_bytes_per_s"]
