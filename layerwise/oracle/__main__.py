@@ -1,0 +1,221 @@
+"""python -m layerwise.oracle MODEL --gpus 1..1024: what every strategy would cost, why, and which to take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from layerwise.cli import Parser, console, positive, progress_bar, run_main, shape
+from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.tables import CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.files import check_writable
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import HELP, load_model
+from layerwise.machine import DEFAULT, DTYPES, load, names
+from layerwise.oracle import report, report_json
+from layerwise.oracle.ask import ask, compare_with
+from layerwise.oracle.counts import counts
+from layerwise.oracle.measured import read_runs
+from layerwise.oracle.plot import check_plot, draw, save_plot
+from layerwise.oracle.question import NAMES, Oracle, Question, unknown
+from layerwise.oracle.strategies import SPATIAL, Wishes
+from layerwise.oracle.suggest import Budget, suggest
+from layerwise.oracle.write import plan_of
+
+EPILOG = """examples:
+  python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
+      an epoch of ImageNet under every strategy, and which to take
+  python -m layerwise.oracle vgg16 --gpus 64 --max-memory 8
+      64 GPUs only: every phase of an iteration; at most 8 GiB a GPU
+  python -m layerwise.oracle cosmoflow:256 --gpus 4..1024 --batch 1 \\
+      --samples 1584 --strategy data,ds,layerwise --plot cosmoflow.png
+      some strategies, and a figure
+  python -m layerwise.oracle lenet5 --gpus 2 --profile cpu --strategy filter \\
+      --plan plan.json
+      a plan to run: torchrun --nproc-per-node 2 -m layerwise.run plan.json
+  python -m layerwise.oracle resnet50 --profile v100 --measured runs.json
+      how far the projections are from measured runs
+
+strategies: serial; data (samples split); spatial (height, width, depth; all
+that follows --gather-after on one device); filter (output channels), channel
+(input channels, from the second layer on); pipeline (GPipe); df (data+filter)
+and ds (data+spatial): groups across nodes, the split inside a group;
+layerwise: the searched plan.
+
+RUNS.json: {"runs": [{"strategy": "data", "gpus": 16, "batch": 1024,
+"iteration_s": 0.23}, ...]}: batch is of all GPUs together; iteration_s may be
+a list; or "epoch_s" and "samples"; "inside" (GPUs a group), "segments",
+"peak_bytes" (memory of the fullest GPU, which gives a measured gamma)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = Parser(
+        prog="layerwise oracle",
+        description="Says how long an epoch takes and how much memory it needs under every\nparallel strategy, "
+        "why, and which to take.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("model", metavar="MODEL", help=HELP)
+    g = p.add_argument_group("machine")
+    g.add_argument(
+        "--gpus", type=counts, metavar="N", help="16; 1,2,4; or 1..1024, the powers of two (default: a node's)"
+    )
+    g.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
+    g.add_argument(
+        "--profile", default=DEFAULT, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {DEFAULT})"
+    )
+    g = p.add_argument_group("training")
+    g.add_argument("--samples", type=_whole, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
+    g.add_argument(
+        "--scaling", choices=["weak", "strong"], default="weak", help="batch a GPU, or a step, stays (default: weak)"
+    )
+    g.add_argument(
+        "--batch", type=_whole, metavar="B", help="samples a GPU (weak: default 32) or a step (strong: must be given)"
+    )
+    g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="as in layerwise search")
+    g.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="its state and update (default: sgd)")
+    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help="rate of the arithmetic (default: float32)")
+    g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
+    g = p.add_argument_group("strategies")
+    g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
+    g.add_argument("--segments", type=_whole, metavar="S", help="of a pipelined batch (default: 4 a stage)")
+    g.add_argument("--group-size", type=_whole, metavar="G", help="devices a group of df, ds (default: a node's)")
+    g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds cut")
+    g.add_argument("--spatial-dims", metavar="h,w", help="what spatial and ds may cut (default: the cheapest of d,h,w)")
+    g.add_argument(
+        "--search-up-to", type=_whole, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
+    )
+    g = p.add_argument_group("answer")
+    g.add_argument(
+        "--formulas",
+        choices=["tables", "published", "as-run"],
+        default="tables",
+        help="cost tables, or ParaDL's closed forms as published, or as our runtime runs them (default: tables)",
+    )
+    g.add_argument(
+        "--gamma",
+        type=positive,
+        default=1.0,
+        metavar="G",
+        help="measured peak of memory over what closed forms count (default: 1)",
+    )
+    g.add_argument("--max-gpus", type=_whole, metavar="N", help="suggest with at most so many GPUs")
+    g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
+    g.add_argument(
+        "--max-hours", type=positive, metavar="H", help="suggest the fewest GPU-hours of those with such an epoch"
+    )
+    g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
+    g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
+    g.add_argument("--json", action="store_true", help="everything, for programs")
+    g.add_argument("--plot", metavar="FILE.png", help="scaling curves")
+    g.add_argument("--plan", metavar="PLAN.json", help="write the one strategy at the one number of GPUs as a plan")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, ask, print."""
+    args = parser().parse_args(argv)
+    profile = load(args.profile)
+    profile.processor.peak(args.dtype)
+    chosen = _strategies(args.strategy)
+    runs = [] if args.measured is None else read_runs(args.measured)
+    gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
+    if args.scaling == "strong" and args.batch is None:
+        raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+    for count in gpus:
+        profile.device_graph(count, args.gpus_per_node)
+    if args.plan is not None:
+        if len(chosen) != 1 or len(gpus) != 1 or args.formulas != "tables":
+            raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
+        check_writable(args.plan)
+    if args.plot is not None:
+        check_plot(args.plot)
+        check_writable(args.plot)
+    dims = _dims(args.spatial_dims)
+    oracle = Oracle(
+        Question(
+            graph=fuse(load_model(args.model, 1, args.input_shape)),
+            profile=profile,
+            batch=args.batch or 32,
+            scaling=args.scaling,
+            gpus_per_node=args.gpus_per_node,
+            segments=args.segments,
+            wishes=Wishes(args.group_size, args.gather_after, dims),
+            options=CostOptions(
+                io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
+            ),
+            formulas=args.formulas,
+            gamma=args.gamma,
+        )
+    )
+    with progress_bar("asking", quiet=args.json) as progress:
+        asked = ask(oracle, chosen, gpus, args.search_up_to, progress)
+    compared = compare_with(oracle, runs)
+    budget = Budget(
+        args.max_gpus,
+        None if args.max_memory is None else args.max_memory * 2**30,
+        None if args.max_hours is None else args.max_hours * 3600,
+    )
+    found = suggest(list(asked.answers.values()), args.samples, budget) if asked.answers else None
+    if args.plan is not None:
+        ((name, count),) = asked.answers
+        answer = asked.answers[name, count]
+        plan_of(args.model, args.profile, oracle.model(count), answer, input_shape=args.input_shape).save(args.plan)
+    if args.plot is not None:
+        save_plot(draw(asked.answers, f"{args.model} on {profile.processor.name}", compared), args.plot)
+    if args.json:
+        print(json.dumps(report_json.as_dict(args.model, oracle, asked, args.samples, found, compared), indent=1))
+        return 0
+    out = console()
+    out.print(Text.assemble((args.model, "bold"), _heading(args, profile.processor.name)))
+    out.print(report.show(oracle, asked, args.samples, found, budget, compared, every=args.phases))
+    for what, path in (("plan", args.plan), ("figure", args.plot)):
+        if path is not None:
+            out.print(f"{what} written to {path}", soft_wrap=True)
+    return 0
+
+
+def _heading(args: argparse.Namespace, processor: str) -> str:
+    each = "a GPU" if args.scaling == "weak" else "a step"
+    how = {"tables": "cost tables", "published": "closed forms as published", "as-run": "closed forms as run"}
+    return f" on {processor}, {args.batch or 32:,} samples {each}, {args.samples:,} an epoch; {how[args.formulas]}\n"
+
+
+def _strategies(text: str | None) -> tuple[str, ...]:
+    """The strategies that the user names; none: all that suit the model."""
+    if text is None:
+        return ()
+    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in chosen:
+        if name not in NAMES:
+            raise unknown(name)
+    if not chosen:
+        raise LayerwiseError(f"--strategy {text!r}: choose from {', '.join(NAMES)}, joined by commas")
+    return chosen
+
+
+def _dims(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return SPATIAL
+    dims = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not dims or any(d not in SPATIAL for d in dims):
+        raise LayerwiseError(f"--spatial-dims {text!r}: choose from {','.join(SPATIAL)}, joined by commas")
+    return dims
+
+
+def _whole(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,91 @@
+"""Asks about every strategy at every number of devices, and about measured runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from layerwise.cost.tables import Progress
+from layerwise.errors import LayerwiseError
+from layerwise.oracle.measured import Compared, Run, compare
+from layerwise.oracle.phases import Limit
+from layerwise.oracle.question import Answer, Oracle, applicable
+from layerwise.oracle.strategies import UnreachableError
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Answers by strategy and devices. limits: of each strategy, with the batch of the most devices asked about.
+
+    reasons: why there is no answer; notes: what was left out and how to get it.
+    """
+
+    answers: dict[tuple[str, int], Answer]
+    limits: dict[str, Limit]
+    reasons: dict[tuple[str, int], str]
+    notes: tuple[str, ...]
+
+
+def ask(
+    oracle: Oracle,
+    chosen: Sequence[str],
+    gpus: Sequence[int],
+    search_up_to: int,
+    progress: Progress | None = None,
+) -> Asked:
+    """All strategies (default: those that suit the model) at all numbers of devices.
+
+    Raises LayerwiseError where a chosen strategy cannot use any of the numbers.
+    """
+    if not gpus:
+        return Asked({}, {}, {}, ())
+    names = tuple(chosen) or applicable(oracle.question.graph, oracle.node)
+    answers: dict[tuple[str, int], Answer] = {}
+    reasons: dict[tuple[str, int], str] = {}
+    work = [(name, count) for count in gpus for name in names]
+    for done, (name, count) in enumerate(work, start=1):
+        if name == "layerwise" and count > search_up_to:
+            reasons[name, count] = f"layerwise is searched for up to {search_up_to} GPUs: add --search-up-to {count}"
+        else:
+            try:
+                answers[name, count] = oracle.answer(name, count)
+            except UnreachableError as error:
+                reasons[name, count] = str(error)
+        if progress:
+            progress(done, len(work))
+    for name in chosen:
+        if not any(name == answered for answered, _ in answers):
+            raise LayerwiseError(reasons[name, gpus[0]])
+    notes = []
+    unsearched = [count for name, count in reasons if name == "layerwise" and count > search_up_to]
+    if unsearched:
+        notes.append(
+            f"layerwise: no plan was searched for more than {search_up_to} GPU{'s' * (search_up_to > 1)}; "
+            f"--search-up-to {max(unsearched)} does it, and takes minutes."
+        )
+    return Asked(answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, tuple(notes))
+
+
+def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
+    """Projects every measured run at its own batch, groups and segments. LayerwiseError where a strategy cannot."""
+    oracles: dict[tuple[int, int | None, int | None], Oracle] = {}
+    pairs = []
+
+    def oracle_of(run: Run) -> Oracle:
+        key = (run.batch, run.inside, run.segments)
+        if key not in oracles:
+            q = oracle.question
+            wishes = replace(q.wishes, inside=run.inside or q.wishes.inside)
+            segments = run.segments or q.segments
+            oracles[key] = Oracle(replace(q, batch=run.batch, scaling="strong", wishes=wishes, segments=segments))
+        return oracles[key]
+
+    for number, run in enumerate(runs, start=1):
+        try:
+            pairs.append((run, oracle_of(run).answer(run.strategy, run.gpus)))
+        except LayerwiseError as error:
+            raise LayerwiseError(f"measured run {number}: {error}") from None
+    return [
+        c if c.run.peak_bytes is None else replace(c, gamma=oracle_of(c.run).gamma(c.answer, c.run.peak_bytes))
+        for c in compare(pairs)
+    ]

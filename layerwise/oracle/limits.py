@@ -1,0 +1,124 @@
+"""What holds a strategy back: the limits and bottlenecks of ParaDL's table 6 that apply, each with its number.
+
+The paper's memory stalling is its framework's allocator and no matter of a strategy: it is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from layerwise.machine import DeviceGraph
+from layerwise.oracle.collectives import flows_per_port
+from layerwise.oracle.facts import Facts
+from layerwise.oracle.phases import Projection
+from layerwise.oracle.stages import balanced
+
+GRADIENTS = ("data", "spatial", "df", "ds")
+LAYERWISE = ("filter", "channel", "df")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A limit (of the strategy itself) or a bottleneck (of framework or machine).
+
+    value: a share of 1, or a number of times, as `text` says it. lost_s: of an iteration, 0 where it costs no time.
+    """
+
+    kind: Literal["limit", "bottleneck"]
+    name: str
+    value: float
+    lost_s: float
+    text: str
+
+
+def findings(projection: Projection, facts: Facts, devices: DeviceGraph) -> list[Finding]:
+    """Those that apply to a projection on `devices`, the costliest first; none on one device."""
+    if projection.devices == 1:
+        return []
+    found = [*_communication(projection, devices), *_computation(projection, facts), *_memory(projection, facts)]
+    capacity = devices.processor.memory_bytes
+    used = projection.phases.memory_bytes / capacity
+    if used > 1:
+        found.append(Finding("limit", "memory capacity", used, 0.0, f"needs {used:.2f}× the memory of a device"))
+    most = projection.limit
+    share = projection.devices / most.devices
+    text = f"{projection.devices} of at most {most.devices:,} devices, by {most.by}"
+    found.append(Finding("limit", "number of PEs", share, 0.0, text))
+    return sorted(found, key=lambda f: -f.lost_s)
+
+
+def _communication(projection: Projection, devices: DeviceGraph) -> list[Finding]:
+    name, at = projection.strategy, projection.phases
+    found: list[Finding] = []
+    if name in GRADIENTS and at.gradient_s:
+        share = at.gradient_s / at.total_s
+        found.append(
+            Finding(
+                "limit", "gradient exchange", share, at.gradient_s, f"gradient exchange is {share:.1%} of an iteration"
+            )
+        )
+    layerwise_s = at.gather_s + at.reduce_s
+    if name in LAYERWISE and layerwise_s:
+        share = layerwise_s / at.total_s
+        text = f"collectives of single layers are {share:.1%} of an iteration"
+        found.append(Finding("limit", "layer-wise communication", share, layerwise_s, text))
+    if at.halo_s:
+        share = at.halo_s / at.total_s
+        beside = f", {at.halo_s / at.gradient_s:.0%} of the gradient exchange" if at.gradient_s else ""
+        text = f"halo exchange is {share:.1%} of an iteration{beside}"
+        found.append(Finding("bottleneck", "point-to-point communication", share, at.halo_s, text))
+    if at.passing_s:
+        share = at.passing_s / at.total_s
+        text = f"passing activations between stages is {share:.1%} of an iteration"
+        found.append(Finding("bottleneck", "point-to-point communication", share, at.passing_s, text))
+    p1, p2 = projection.groups
+    flows = flows_per_port(devices, p2) if name == "df" and p1 > 1 else 1.0
+    if flows > 1:
+        lost_s = at.gradient_s * (1 - 1 / flows)
+        text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
+        found.append(Finding("bottleneck", "network congestion", flows, lost_s, text))
+    return found
+
+
+def _computation(projection: Projection, facts: Facts) -> list[Finding]:
+    name, at, p = projection.strategy, projection.phases, projection.devices
+    found: list[Finding] = []
+    if at.update_s:
+        share = at.update_s / at.computation_s
+        text = f"the weight update is {share:.1%} of the computation"
+        found.append(Finding("limit", "weight update", share, at.update_s, text))
+    ideal_s = projection.batch / p * facts.compute_s
+    if name == "pipeline":
+        cuts = balanced([layer.compute_s for layer in facts.layers], p)
+        times = [sum(layer.compute_s for layer in facts.layers[a:b]) for a, b in pairwise(cuts)]
+        over = max(times) * p / sum(times) - 1
+        idle = (p - 1) / (p + projection.segments - 1)
+        text = (
+            f"the slowest stage takes {over:.1%} longer than the mean; {idle:.1%} of all turns are filling and draining"
+        )
+        found.append(Finding("limit", "workload balancing", over, at.compute_s - ideal_s, text))
+    else:
+        over = at.compute_s / ideal_s - 1
+        if over > 1e-9:
+            text = f"computation takes {1 + over:.2f}× its ideal share: repeated work, and small local shapes"
+            found.append(Finding("bottleneck", "computation redundancy", over, at.compute_s - ideal_s, text))
+    return found
+
+
+def _memory(projection: Projection, facts: Facts) -> list[Finding]:
+    """The share of a device's memory that other devices of its group, or of all, hold as well."""
+    name, (p1, p2) = projection.strategy, projection.groups
+    weights = 2 * facts.weights + sum(layer.biases for layer in facts.layers)
+    activations = 2 * projection.batch / p1 * sum(layer.inputs + layer.outputs for layer in facts.layers)
+    if name in GRADIENTS and name != "df":
+        spread = activations / (p2 if name in ("spatial", "ds") else 1)
+        share = weights / (weights + spread)
+        text = f"every device holds all weights and their gradients: {share:.1%} of its memory"
+    elif name in LAYERWISE:
+        share = activations * (1 - 1 / p2) / (activations + weights / p2)
+        text = f"every device of a group holds whole activations: {share:.1%} of its memory is another's too"
+    else:
+        return []
+    return [Finding("bottleneck", "memory redundancy", share, 0.0, text)] if share > 0 else []

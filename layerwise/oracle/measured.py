@@ -1,0 +1,152 @@
+"""Measured runs beside their projections: accuracy as the paper defines it, and runs that are out of line.
+
+A file is `{"runs": [{"strategy": "data", "gpus": 16, "batch": 1024, "iteration_s": 0.23}, ...]}`. Instead of
+`iteration_s`, which may be a list of iterations, a run may have `epoch_s` and `samples`; `inside` (devices a group)
+and `segments` are for hybrids and pipelines; `peak_bytes` is the memory of the fullest device. `batch` is of all
+devices together.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerwise.errors import LayerwiseError
+from layerwise.files import read_json
+from layerwise.oracle.question import NAMES, Answer, unknown
+
+FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the quartiles by 1.5 times their distance
+OPTIONAL = ("inside", "segments", "peak_bytes")
+ENOUGH = 4  # measurements that have quartiles
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A measured run. iteration_s: the median, where several iterations were measured.
+
+    slow: how many of the measured iterations are beyond Tukey's fence, of `iterations`.
+    """
+
+    strategy: str
+    gpus: int
+    batch: int
+    iteration_s: float
+    inside: int | None = None
+    segments: int | None = None
+    iterations: int = 1
+    slow: int = 0
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A run and its projection (with overlap). abnormal: why it is out of line, or nothing.
+
+    gamma: the measured peak of memory over what the published formula counts, where a peak was measured.
+    """
+
+    run: Run
+    answer: Answer
+    projected_s: float
+    abnormal: str = ""
+    gamma: float | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """1 - |projected - measured| / measured."""
+        return accuracy(self.projected_s, self.run.iteration_s)
+
+
+def accuracy(projected_s: float, measured_s: float) -> float:
+    """The paper's: 1 - |projected - measured| / measured. Negative where the projection is more than twice too long."""
+    return 1 - abs(projected_s - measured_s) / measured_s
+
+
+def read_runs(path: str | os.PathLike[str]) -> list[Run]:
+    """The runs of a file. LayerwiseError names the run and the field that is missing or wrong."""
+    where = f"measured file {os.fspath(path)!r}"
+    value = read_json(path, "measured file")
+    runs = value.get("runs") if isinstance(value, dict) else value
+    if not isinstance(runs, list) or not runs:
+        raise LayerwiseError(f'{where} must be {{"runs": [...]}} with at least one run')
+    return [_run(run, f"{where}, run {number}") for number, run in enumerate(runs, start=1)]
+
+
+def _run(run: object, where: str) -> Run:
+    if not isinstance(run, dict):
+        raise LayerwiseError(f"{where}: must be a JSON object, not {type(run).__name__}")
+    name = run.get("strategy")
+    if name not in NAMES:
+        raise LayerwiseError(f"{where}: {_missing(run, 'strategy') or unknown(str(name))}")
+    gpus, batch = _whole(run, "gpus", where), _whole(run, "batch", where)
+    if "iteration_s" in run:
+        times = run["iteration_s"] if isinstance(run["iteration_s"], list) else [run["iteration_s"]]
+        if not times:
+            raise LayerwiseError(f"{where}: 'iteration_s' is an empty list")
+        times = [_seconds(time, "iteration_s", where) for time in times]
+    elif "epoch_s" in run:
+        times = [_seconds(run["epoch_s"], "epoch_s", where) * batch / _whole(run, "samples", where)]
+    else:
+        raise LayerwiseError(f"{where}: has neither 'iteration_s' nor 'epoch_s' (with 'samples'), in seconds")
+    inside, segments, peak = (_whole(run, key, where) if key in run else None for key in OPTIONAL)
+    slow = len([time for time in times if time > _fence(times)])
+    return Run(str(name), gpus, batch, statistics.median(times), inside, segments, len(times), slow, peak)
+
+
+def _missing(run: Mapping[str, object], key: str) -> str:
+    return "" if key in run else f"{key!r} is missing"
+
+
+def _whole(run: Mapping[str, object], key: str, where: str) -> int:
+    value = run.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LayerwiseError(
+            f"{where}: {_missing(run, key) or f'{key!r} must be a whole number of at least 1, not {value!r}'}"
+        )
+    return value
+
+
+def _seconds(value: object, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise LayerwiseError(f"{where}: {key!r} must be seconds above 0, not {value!r}")
+    return float(value)
+
+
+def _fence(values: Sequence[float]) -> float:
+    """Above it, a value is an outlier; infinity for fewer values than have quartiles."""
+    if len(values) < ENOUGH:
+        return math.inf
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third + FENCE * (third - first)
+
+
+def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
+    """Each run beside its projection; abnormal ones are slower against it than the other runs of their strategy are.
+
+    That is what congestion by others does: the projection knows of the training's own traffic only.
+    """
+    ratios: dict[str, list[float]] = {}
+    for run, answer in pairs:
+        ratios.setdefault(run.strategy, []).append(run.iteration_s / answer.overlapped_s)
+    result = []
+    for run, answer in pairs:
+        ratio, rest = run.iteration_s / answer.overlapped_s, ratios[run.strategy]
+        notes = []
+        if ratio > _fence(rest):
+            usual = statistics.median(rest)
+            notes.append(f"{ratio:.2f}× its projection, where runs of {run.strategy} take {usual:.2f}×: congestion?")
+        if run.slow:
+            notes.append(f"{run.slow} of {run.iterations} iterations are outliers")
+        result.append(Compared(run, answer, answer.overlapped_s, "; ".join(notes)))
+    return result
+
+
+def mean_accuracy(compared: Sequence[Compared]) -> dict[str, float]:
+    """The mean accuracy of each strategy's runs, abnormal ones included."""
+    found: dict[str, list[float]] = {}
+    for c in compared:
+        found.setdefault(c.run.strategy, []).append(c.accuracy)
+    return {name: statistics.fmean(values) for name, values in found.items()}

@@ -1,0 +1,214 @@
+"""What the oracle is asked, and its answers: one for each strategy and number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions, Progress
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import Profile
+from layerwise.oracle.facts import Facts, facts_of
+from layerwise.oracle.limits import Finding, findings
+from layerwise.oracle.memory import reuse_factor
+from layerwise.oracle.phases import STRATEGIES, Formulas, Limit, Phases, Projection
+from layerwise.oracle.project import project
+from layerwise.oracle.stages import Stage, pipeline_phases, stages
+from layerwise.oracle.strategies import Shape, Wishes, limit, shapes, weighted
+from layerwise.oracle.tables import Priced, price_plan, priced
+from layerwise.plan import nearest
+from layerwise.search.find import SearchResult, search
+
+NAMES = (*STRATEGIES, "layerwise")
+Scaling = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model on a machine. graph: fused, at any batch.
+
+    batch: samples a device (weak scaling: the global batch grows with p) or samples a step (strong scaling). segments:
+    of a pipelined batch, at most (default: four a stage, which GPipe's authors found to hide the bubble).
+    """
+
+    graph: LayerGraph
+    profile: Profile
+    batch: int
+    scaling: Scaling = "weak"
+    gpus_per_node: int | None = None
+    segments: int | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
+    formulas: Literal["tables", "published", "as-run"] = "tables"
+    gamma: float = 1.0  # the memory that the closed forms count is multiplied by it
+
+    def batch_at(self, devices: int) -> int:
+        """Samples a step of all devices together."""
+        return self.batch * devices if self.scaling == "weak" else self.batch
+
+    def segments_at(self, devices: int) -> int:
+        """Segments of a pipeline of so many stages."""
+        wanted = self.segments or (4 * devices if devices > 1 else 1)
+        return min(wanted, self.batch_at(devices))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a strategy costs on a number of devices.
+
+    overlapped_s: an iteration with gradients travelling beside the backward pass (the phases' sum where nothing is
+    simulated). fits: within a device's memory. shape: how the devices are used, where there is a choice. priced: the
+    strategy and its price, where it is one of configurations. gamma: the memory over what the published formula counts.
+    """
+
+    projection: Projection
+    overlapped_s: float
+    fits: bool
+    shape: Shape | None = None
+    gamma: float | None = None
+    priced: Priced | None = None
+    stages: tuple[Stage, ...] = ()
+    searched: SearchResult | None = None
+
+    @property
+    def strategy(self) -> Mapping[str, Config] | None:
+        """The configuration of every layer."""
+        return None if self.priced is None else self.priced.strategy
+
+    @property
+    def kind(self) -> str:
+        """The strategy, by the name that it has elsewhere where the search has found nothing better."""
+        chosen = self.searched.best.name if self.searched else ""
+        return chosen if chosen in NAMES else self.projection.strategy
+
+    def epoch_s(self, samples: int) -> float:
+        """Seconds an epoch, with overlap."""
+        return self.overlapped_s * samples / self.projection.batch
+
+
+class Oracle:
+    """Answers questions about one model on one machine; models and prices are made once for each p."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._models: dict[int, CostModel] = {}
+
+    def model(self, devices: int) -> CostModel:
+        """The cost model of so many devices at their batch."""
+        if devices not in self._models:
+            q = self.question
+            graph = q.graph.rebatch(q.batch_at(devices))
+            self._models[devices] = CostModel(graph, q.profile.device_graph(devices, q.gpus_per_node), q.options)
+        return self._models[devices]
+
+    @cached_property
+    def node(self) -> int:
+        """Devices a node."""
+        return self.question.gpus_per_node or self.question.profile.gpus_per_node
+
+    def limit(self, name: str, devices: int) -> Limit:
+        """The most devices that a strategy can use, with the batch that `devices` have."""
+        return limit(self.model(devices).graph, name, self.node, self.question.wishes)
+
+    def shapes(self, name: str, devices: int) -> list[Shape]:
+        """How a strategy can use so many devices. Raises UnreachableError."""
+        return shapes(self.model(devices).graph, name, devices, self.node, self.question.wishes)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What the closed forms know, at the batch of one device."""
+        q = self.question
+        return facts_of(q.graph.rebatch(q.batch), q.profile, options=q.options)
+
+    def answer(self, name: str, devices: int, progress: Progress | None = None) -> Answer:
+        """What the question's formulas say; of a searched plan, always the cost tables.
+
+        Raises UnreachableError where the strategy cannot use so many devices.
+        """
+        model, q = self.model(devices), self.question
+        if name == "layerwise":
+            # With statistics, gradients and memory as every other strategy has them.
+            space = SearchSpace(devices, spread=model.devices.nodes > 1)
+            found = search(model, space, progress=progress)
+            inner = {layer.name: found.best.strategy[layer.name] for layer in model.graph.inner}
+            return self._answer(name, price_plan(model, Shape(1, devices), inner), found)
+        if q.formulas != "tables":
+            return self._closed(name, devices, q.formulas)
+        if name == "pipeline":
+            return self._pipeline(devices)
+        return self._answer(name, priced(model, name, self.shapes(name, devices)), None)
+
+    def gamma(self, answer: Answer, peak_bytes: float) -> float | None:
+        """A measured peak of a device's memory over what the published formula counts; None for a searched plan."""
+        name = answer.projection.strategy
+        return None if answer.shape is None or name == "layerwise" else self._gamma(name, answer.shape, peak_bytes)
+
+    def findings(self, answer: Answer) -> list[Finding]:
+        """The limits and bottlenecks of an answer, the costliest first; none of a searched plan."""
+        p = answer.projection
+        return [] if p.strategy == "layerwise" else findings(p, self.facts, self.model(p.devices).devices)
+
+    def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
+        batch, most = self.question.batch_at(devices), self.limit(name, devices)
+        return Projection(name, devices, (shape.groups, shape.inside), segments, batch, phases, most)
+
+    def _answer(self, name: str, result: Priced, found: SearchResult | None) -> Answer:
+        shape, memory = result.shape, result.phases.memory_bytes
+        projection = self._projection(name, shape.devices, shape, result.phases)
+        gamma = None if found else self._gamma(name, shape, memory)
+        return Answer(projection, result.overlapped_s, self._fits(memory), shape, gamma, result, (), found)
+
+    def _pipeline(self, devices: int) -> Answer:
+        model, segments = self.model(devices), self.question.segments_at(devices)
+        (shape,) = self.shapes("pipeline", devices)
+        found = stages(model, devices, segments)
+        phases = pipeline_phases(found, segments, model.devices)
+        projection = self._projection("pipeline", devices, shape, phases, segments)
+        gamma = self._gamma("pipeline", shape, phases.memory_bytes)
+        return Answer(projection, phases.total_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
+
+    def _closed(self, name: str, devices: int, formulas: Formulas) -> Answer:
+        """The cheapest of the strategy's shapes."""
+        q = self.question
+        found = [self._project(name, devices, shape, formulas, q.gamma) for shape in self.shapes(name, devices)]
+        shape, best = min(found, key=lambda pair: pair[1].phases.total_s)
+        return Answer(best, best.phases.total_s, self._fits(best.phases.memory_bytes), shape, q.gamma)
+
+    def _project(
+        self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float
+    ) -> tuple[Shape, Projection]:
+        q = self.question
+        segments = q.segments_at(devices) if name == "pipeline" else None
+        found = project(
+            name, self.facts, devices, q.batch_at(devices), formulas, segments=segments, wishes=q.wishes, shape=shape,
+            gpus_per_node=q.gpus_per_node, gamma=gamma,
+        )  # fmt: skip
+        return shape, found
+
+    def _gamma(self, name: str, shape: Shape, memory: float) -> float:
+        """A device's memory over what the published formula counts."""
+        _, naive = self._project(name, shape.devices, shape, "published", 1.0)
+        return reuse_factor(memory, naive.phases.memory_bytes)
+
+    def _fits(self, memory: float) -> bool:
+        return memory <= self.question.profile.processor.memory_bytes
+
+
+def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
+    """The strategies that mean anything for a model: no spatial ones for one without positions."""
+    flat = limit(graph, "spatial", node).devices == 1
+    light = len(weighted(graph)) < 2
+    return tuple(
+        name
+        for name in NAMES
+        if not (flat and name in ("spatial", "ds")) and not (light and name in ("filter", "channel", "df"))
+    )
+
+
+def unknown(name: str) -> LayerwiseError:
+    """For a strategy that is none."""
+    return LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")

@@ -1,0 +1,126 @@
+"""Pipeline parallelism (GPipe): contiguous stages balanced by the cost tables, and what an iteration of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from layerwise.config import Config
+from layerwise.cost.price import price
+from layerwise.cost.tables import CostModel
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.oracle.phases import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Neighbouring layers on one device. Seconds of one segment; memory of the whole batch, whose segments it holds.
+
+    passed_bytes: of one segment, what the next stages need of this one and of those before it.
+    """
+
+    layers: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float
+    memory_bytes: float
+    passed_bytes: float
+
+
+def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
+    """The layers as `count` contiguous stages, the slowest of which is as fast as can be.
+
+    model: the whole batch; a segment has a `segments`-th of its samples, rounded up.
+    """
+    graph = model.graph
+    whole = CostModel(graph, _single(model.devices), model.options)
+    memory = price(whole, {layer.name: Config() for layer in graph.inner}).layers
+    part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
+    times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
+    names = [layer.name for layer in graph.inner]
+    rest = [times.pop(layer.name) for layer in graph.layers if layer.end]  # the loss, on the last stage
+    cuts = balanced([float(t.forward[0] + t.backward[0]) for t in times.values()], count)
+    passed = crossing_bytes(part.graph)
+    found = []
+    for first, end in pairwise(cuts):
+        inside = names[first:end]
+        here = [times[name] for name in inside] + (rest if end == len(names) else [])
+        found.append(
+            Stage(
+                tuple(inside),
+                sum(float(t.forward[0]) for t in here),
+                sum(float(t.backward[0]) for t in here),
+                sum(float(t.update[0]) for t in here),
+                sum(memory[name].memory_bytes for name in inside),
+                passed[inside[-1]] if end < len(names) else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a row into `parts` non-empty runs so that the dearest run is as cheap as can be: 0, ..., len(costs).
+
+    Dynamic programming over (runs, end): exact.
+    """
+    assert 1 <= parts <= len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best, starts = total[:], [[0] * len(total)]  # one run: from the beginning
+    for part in range(2, parts + 1):
+        row, start = [float("inf")] * len(total), [0] * len(total)
+        for end in range(part, len(total)):
+            for first in range(end - 1, part - 2, -1):
+                dearest = max(best[first], total[end] - total[first])
+                if dearest < row[end]:
+                    row[end], start[end] = dearest, first
+                if total[end] - total[first] > row[end]:
+                    break  # longer last runs are dearer still
+        best = row
+        starts.append(start)
+    cuts = [len(costs)]
+    for start in reversed(starts):
+        cuts.append(start[cuts[-1]])
+    return cuts[::-1]
+
+
+def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
+    """For each layer, the bytes of all tensors that are made up to it and used after it: what a cut there passes on."""
+    order = {layer.name: i for i, layer in enumerate(graph.layers)}
+    last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
+    fed = {layer.name for layer in graph.layers if layer.end}
+    result = {}
+    for layer in graph.inner:
+        here = order[layer.name]
+        alive = (y for y in graph.layers[: here + 1] if y.name not in fed and last[y.name] > here)
+        result[layer.name] = float(sum(y.out.volume * y.out.item_bytes for y in alive))
+    return result
+
+
+def pipeline_phases(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
+    """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way."""
+    turns = len(found) + segments - 1
+    passing_s = 0.0
+    for at, stage in enumerate(found[:-1]):
+        link = devices.levels[devices.level_between(at, at + 1)]
+        passing_s = max(passing_s, link.alpha_s + stage.passed_bytes * link.beta_s_per_byte)
+    return Phases(
+        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)),
+        update_s=max(s.update_s for s in found),
+        passing_s=2 * (turns - 1) * passing_s,
+        memory_bytes=max(s.memory_bytes for s in found),
+    )
+
+
+def imbalance(found: Sequence[Stage]) -> float:
+    """How much longer the slowest stage takes than the mean: 0 is perfect."""
+    times = [s.forward_s + s.backward_s for s in found]
+    return max(times) / (sum(times) / len(times)) - 1
+
+
+def _single(devices: DeviceGraph) -> DeviceGraph:
+    level = replace(devices.levels[0], devices=1, devices_per_port=1)
+    return replace(devices, count=1, levels=(level,))

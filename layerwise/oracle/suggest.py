@@ -1,0 +1,75 @@
+"""Which strategy to take within a budget, the runner-up, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerwise.oracle.question import Answer
+from layerwise.search.find import TIE
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be used. memory_bytes: of a device, beside its own capacity; seconds: of an epoch. None: no limit."""
+
+    gpus: int | None = None
+    memory_bytes: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The best answer within the budget and the best of another strategy; `why` is empty unless there is none.
+
+    With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest. margin: how
+    much more the runner-up takes of that: 0.1 is 10 %.
+    """
+
+    best: Answer | None
+    runner_up: Answer | None
+    margin: float | None
+    why: str = ""
+
+
+def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:
+    """Chooses by the time with overlap. Ties within 0.1 % go to data parallelism, then to fewer devices."""
+
+    def cost(a: Answer) -> float:
+        return a.epoch_s(samples) * (a.projection.devices if budget.seconds is not None else 1)
+
+    few = [a for a in answers if budget.gpus is None or a.projection.devices <= budget.gpus]
+    if not few:
+        return Suggestion(None, None, None, f"no strategy was asked about with at most {budget.gpus} GPUs")
+    roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
+    if not roomy:
+        least = min(few, key=lambda a: a.projection.phases.memory_bytes)
+        return Suggestion(
+            None,
+            None,
+            None,
+            f"none fits into memory: the least, {least.projection.strategy} at {least.projection.devices} GPUs, "
+            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device",
+        )
+    quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
+    if not quick:
+        fastest = min(roomy, key=lambda a: a.epoch_s(samples))
+        return Suggestion(
+            None,
+            None,
+            None,
+            f"none is fast enough: the fastest, {fastest.projection.strategy} at {fastest.projection.devices} GPUs, "
+            f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
+        )
+    least_cost = min(map(cost, quick))
+    tied = [a for a in quick if cost(a) <= least_cost * (1 + TIE)]
+    best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
+    others = [a for a in quick if a.kind != best.kind]
+    if not others:
+        return Suggestion(best, None, None)
+    second = min(others, key=cost)
+    return Suggestion(best, second, cost(second) / cost(best) - 1)
+
+
+def _within(value: float, most: float | None) -> bool:
+    return most is None or value <= most

@@ -1,0 +1,99 @@
+"""The third column: a strategy priced by the cost tables that search uses, as phases of an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from layerwise.config import Config
+from layerwise.cost.compute import all_boxes
+from layerwise.cost.price import Price, complete, price
+from layerwise.cost.tables import CostModel, Edge, Strategy, input_maps
+from layerwise.cost.timeline import timeline
+from layerwise.oracle.phases import Phases
+from layerwise.oracle.strategies import SPATIAL, Shape, strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A strategy by the tables. overlapped_s: an iteration with gradients travelling beside the backward pass.
+
+    statistics_s: batch norm over the whole batch, which is part of the phases' `reduce_s`.
+    """
+
+    shape: Shape
+    strategy: Mapping[str, Config]
+    price: Price
+    phases: Phases
+    overlapped_s: float
+    statistics_s: float
+
+
+def priced(model: CostModel, name: str, shapes: Sequence[Shape]) -> Priced:
+    """The cheapest of a strategy's shapes."""
+    shape = shapes[0] if len(shapes) == 1 else min(shapes, key=lambda s: _group_s(model, name, s))
+    return price_plan(model, shape, strategy(model.graph, name, shape))
+
+
+def _group_s(model: CostModel, name: str, shape: Shape) -> float:
+    """Step time of one group alone, to choose its grid: the exchange between groups is the same for all of them."""
+    devices, node = model.devices, model.devices.levels[0]
+    if shape.groups > 1 and node.devices % shape.inside == 0:
+        level = replace(node, devices=shape.inside, devices_per_port=1)
+        alone = replace(devices, count=shape.inside, levels=(level,))
+        graph = model.graph.rebatch(max(1, model.graph.batch // shape.groups))
+        model, shape = CostModel(graph, alone, model.options), replace(shape, groups=1)
+    return price(model, strategy(model.graph, name, shape)).step_time_s
+
+
+def price_plan(model: CostModel, shape: Shape, plan: Strategy) -> Priced:
+    """Any strategy, a searched one too."""
+    cost = price(model, plan)
+    phases, statistics_s = phases_of(model, plan, cost.memory_bytes)
+    return Priced(shape, dict(plan), cost, phases, timeline(model, plan).total_s, statistics_s)
+
+
+def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Phases, float]:
+    """The step time of equation 1 by phase, and the seconds of batch norm statistics in it."""
+    plan = complete(model, plan)
+    found = dict.fromkeys(("compute_s", "update_s", "gather_s", "reduce_s", "halo_s", "gradient_s"), 0.0)
+    statistics_s = 0.0
+    for layer in model.graph.layers:
+        config = plan[layer.name]
+        cost = model.node_cost(layer, (config,))
+        found["compute_s"] += float(cost.compute.forward[0] + cost.compute.backward[0])
+        found["update_s"] += float(cost.compute.update[0])
+        found["gradient_s"] += float(cost.sync[0])
+        statistics_s += float(cost.statistics[0])
+        reduction_s = float(cost.reduction[0])  # a reduce-scatter forward, an all-gather backward
+        found["reduce_s"] += float(cost.statistics[0]) + reduction_s / 2
+        found["gather_s"] += reduction_s / 2
+        for slot, source in enumerate(layer.inputs):
+            edge, ends = (source, layer.name, slot), ((plan[source],), (config,))
+            times = model.directions(edge)
+            if times == 0:
+                continue
+            seconds = float(model.edge_cost(edge, *ends)[0, 0])
+            if is_halo(plan[source], config):
+                found["halo_s"] += seconds
+            elif times == 2 and is_replicating(model, edge, config):
+                found["gather_s"] += seconds / 2
+                found["reduce_s"] += seconds / 2  # its adjoint adds what came back
+            else:
+                found["gather_s"] += seconds
+    return Phases(memory_bytes=memory_bytes, **found), statistics_s
+
+
+def is_halo(source: Config, target: Config) -> bool:
+    """Whether two layers are cut alike in space: then neighbours exchange borders only."""
+    cut = [(label, degree) for label, degree in target.degrees if label in SPATIAL]
+    return bool(cut) and source.total == target.total and all(source[label] == degree for label, degree in cut)
+
+
+def is_replicating(model: CostModel, edge: Edge, target: Config) -> bool:
+    """Whether an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
+    layer, source = model.graph[edge[1]], model.graph[edge[0]]
+    maps, late = input_maps(layer, edge[2])
+    lay = model.layout(layer, (target,))
+    needed = all_boxes(maps, layer.space.dims, lay.own_degrees if late else lay.degrees)
+    return bool(needed[0] > source.out.volume)

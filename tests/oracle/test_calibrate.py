@@ -1,0 +1,68 @@
+"""Calibration: from calibration records alone, and the constants in the package are what they give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from layerwise.errors import LayerwiseError
+from layerwise.oracle.calibrate import calibrate
+from layerwise.oracle.framework import framework
+from layerwise.oracle.records import Record, factor, log_errors, order, read_records
+from tests.benchmarks.oracle import RECORDS, facts, forecast
+
+GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
+
+
+def records(use: str) -> list[Record]:
+    return [r for r in read_records(RECORDS)[0] if r.use == use]
+
+
+def test_a_check_record_never_calibrates() -> None:
+    with pytest.raises(LayerwiseError, match="is for checking, not for calibration"):
+        calibrate([*records("calibration"), records("check")[0]], facts, GIVEN)
+
+
+def test_the_constants_are_what_the_calibration_records_give() -> None:
+    """Whatever the file says of them: each is derived anew, from deliberately wrong ones."""
+    derived = ("gradient_node_bytes_per_s", "gradient_bytes_per_s", "collective_node_bytes_per_s", "copy_bytes_per_s")
+    wrong = {
+        runs: replace(f, feed_s_per_sample=1.0 if runs == "logs" else 0.0, **dict.fromkeys(derived, 1e9))
+        for runs, f in GIVEN.items()
+    }
+    found = calibrate(records("calibration"), facts, wrong)
+    for name in derived:
+        assert getattr(GIVEN["bars"], name) == getattr(GIVEN["logs"], name) == pytest.approx(found[name], rel=1e-3)
+    assert GIVEN["logs"].feed_s_per_sample == pytest.approx(found["feed_s_per_sample"], rel=1e-3)
+
+
+def test_calibration_runs_come_out() -> None:
+    """A run that set a constant by itself is met; one of two is met nearly."""
+    for r in records("calibration"):
+        exact = r.strategy in ("filter", "spatial") or r.devices == 1
+        assert forecast(r, "chainermnx") == pytest.approx(r.total_s, rel=2e-3 if exact else 0.1)
+
+
+def test_every_constant_has_a_source() -> None:
+    assert all(len(source) > 10 for f in GIVEN.values() for source in f.sources.values())
+    with pytest.raises(LayerwiseError, match="knows no runs 'guesses': it has bars, logs"):
+        framework("chainermnx", "guesses")
+
+
+def test_scores() -> None:
+    assert log_errors([2.0, 1.0], [1.0, 1.0]) == pytest.approx([0.6931], rel=1e-4)
+    assert factor(log_errors([2.0, 1.0], [1.0, 1.0])) == pytest.approx(2.0)
+    measured = {"a": 1.0, "b": 1.01, "c": 2.0}
+    assert order({"a": 3, "b": 1, "c": 2}, measured, 0.02) == ([("b", "c")], [("a", "c")])
+
+
+@pytest.mark.slow
+def test_better_than_the_published_projections() -> None:
+    """Every strategy's mean accuracy over its bars is above what ParaDL's own projections reach there."""
+    bars = [r for r in records("check") if r.runs == "bars"]
+    for name in {r.strategy for r in bars}:
+        some = [r for r in bars if r.strategy == name]
+        ours = sum(1 - abs(forecast(r, "chainermnx") - r.total_s) / r.total_s for r in some)
+        theirs = sum(1 - abs((r.projected_s or 0) - r.total_s) / r.total_s for r in some)
+        assert ours > theirs

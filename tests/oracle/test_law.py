@@ -1,0 +1,84 @@
+"""The law: where the closed forms' assumptions hold, `as-run` and the cost tables agree, phase by phase."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from layerwise.cost.tables import CostOptions
+from layerwise.graph.from_torch import from_torch
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import LinkLevel, Profile, load
+from layerwise.oracle.phases import Phases
+from layerwise.oracle.question import Answer, Oracle, Question
+from layerwise.oracle.strategies import Wishes
+
+ALONE = [f.name for f in fields(Phases) if f.name.endswith("_s") and f.name not in ("gather_s", "reduce_s")]
+
+
+def uniform(latency_s: float, bandwidth: float) -> Profile:
+    """One node of 64 devices, a link each: no busy port, no hierarchy."""
+    level = LinkLevel("node", 64, latency_s, bandwidth, 1)
+    return Profile("uniform", "", load("v100").processor, (level,), {})
+
+
+@cache
+def network(channels: tuple[int, ...], kernel: int) -> LayerGraph:
+    """A chain of convolutions that keep the size, a pooling between them, and two linear layers."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise((4, *channels)):
+        layers += [nn.Conv2d(before, after, kernel, padding=kernel // 2), nn.ReLU()]
+    layers.insert(2, nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(channels[-1] * 256, 16), nn.ReLU(), nn.Linear(16, 8)]
+    return fuse(from_torch(nn.Sequential(*layers), (torch.zeros(2, 4, 32, 32),)))
+
+
+def answers(graph: LayerGraph, machine: Profile, name: str, devices: int, batch: int, inside: int) -> list[Answer]:
+    """By the tables and by the closed form, of one grid."""
+    found = []
+    for formulas in ("tables", "as-run"):
+        question = Question(
+            graph, machine, batch, "strong", wishes=Wishes(inside, dims=("h",)), options=CostOptions(io="free"),
+            formulas=formulas,
+        )  # fmt: skip
+        found.append(Oracle(question).answer(name, devices))
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(["serial", "data", "spatial", "filter", "channel", "pipeline", "df", "ds"]),
+    channels=st.sampled_from([(8, 16), (24, 8, 16)]),
+    kernel=st.sampled_from([1, 3, 5]),
+    inside=st.sampled_from([2, 4]),
+    groups=st.sampled_from([2, 4]),
+    latency=st.floats(1e-7, 1e-4),
+    bandwidth=st.floats(1e9, 1e11),
+)
+def test_closed_forms_are_the_tables(
+    name: str, channels: tuple[int, ...], kernel: int, inside: int, groups: int, latency: float, bandwidth: float
+) -> None:
+    """Even splits, uniform links, and (spatial) cells with one neighbour or two alike."""
+    devices = 1 if name == "serial" else inside * groups if name in ("df", "ds") else inside
+    graph = network(channels, kernel)
+    tables, closed = answers(graph, uniform(latency, bandwidth), name, devices, 16, inside)
+    by_tables, by_form = (found.projection.phases for found in (tables, closed))
+    for phase in ALONE:
+        assert getattr(by_form, phase) == pytest.approx(getattr(by_tables, phase), rel=1e-6, abs=1e-12), phase
+    collectives = by_tables.gather_s + by_tables.reduce_s  # a scatter counts as either
+    assert by_form.gather_s + by_form.reduce_s == pytest.approx(collectives, rel=1e-6, abs=1e-12)
+
+
+def test_where_a_port_is_shared_the_tables_know_more() -> None:
+    """Two V100 share a NIC: a gather over 8 of them is slower than the ring of the closed form."""
+    graph = network((8, 16), 3)
+    tables, closed = answers(graph, load("v100"), "filter", 8, 16, 8)
+    assert tables.projection.phases.gather_s > 1.1 * closed.projection.phases.gather_s

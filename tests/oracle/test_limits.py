@@ -1,0 +1,72 @@
+"""What holds a strategy back: each finding of table 6 with its number."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.oracle.facts import Facts, facts_of
+from layerwise.oracle.limits import Finding, findings
+from layerwise.oracle.phases import Formulas
+from layerwise.oracle.project import project
+
+
+@cache
+def facts(name: str) -> Facts:
+    return facts_of(fuse(load_model(name, 32)), load("v100"))
+
+
+def found(model: str, strategy: str, p: int, batch: int, form: Formulas = "published") -> dict[str, Finding]:
+    projection = project(strategy, facts(model), p, batch, form)
+    rows = findings(projection, facts(model), load("v100").device_graph(p))
+    assert [f.lost_s for f in rows] == sorted((f.lost_s for f in rows), reverse=True)
+    return {f.name: f for f in rows}
+
+
+def test_one_device_has_no_limits() -> None:
+    assert found("vgg16", "data", 1, 32) == {}
+
+
+def test_gradients_of_vgg() -> None:
+    rows = found("vgg16", "data", 64, 64 * 32)
+    at = project("data", facts("vgg16"), 64, 64 * 32).phases
+    assert rows["gradient exchange"].value == pytest.approx(at.gradient_s / at.total_s)
+    assert rows["number of PEs"].value == pytest.approx(1 / 32)
+    assert "layer-wise communication" not in rows
+    assert "computation redundancy" not in rows  # the published form divides without loss
+
+
+def test_filters() -> None:
+    rows = found("vgg16", "filter", 32, 32, "as-run")
+    assert rows["layer-wise communication"].value > 0.5
+    assert rows["computation redundancy"].value > 0.5
+    assert "64 output channels" in rows["number of PEs"].text
+    assert rows["number of PEs"].value == 0.5
+    assert rows["memory redundancy"].value > 0.9
+
+
+def test_halos_and_redundant_weights() -> None:
+    rows = found("vgg16", "ds", 16, 128)
+    assert rows["point-to-point communication"].value > 0
+    assert 0 < rows["memory redundancy"].value < 1
+
+
+def test_congestion_is_of_data_and_filter() -> None:
+    rows = found("vgg16", "df", 16, 128)
+    assert rows["network congestion"].value == 2  # four rings, two NICs
+    assert rows["network congestion"].lost_s == pytest.approx(rows["gradient exchange"].lost_s / 2)
+
+
+def test_pipelines_are_as_slow_as_their_slowest_stage() -> None:
+    rows = found("vgg16", "pipeline", 4, 32)
+    assert rows["workload balancing"].value > 0
+    assert rows["workload balancing"].lost_s > 0
+    assert "42.9% of all turns" in rows["workload balancing"].text  # 3 of 4 + 4 - 1
+
+
+def test_memory() -> None:
+    assert "memory capacity" in found("cosmoflow:512", "data", 4, 4)

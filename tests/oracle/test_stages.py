@@ -1,0 +1,75 @@
+"""Stages of a pipeline: balanced as well as can be, and priced as GPipe runs them."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.config import Config
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load as load_profile
+from layerwise.oracle.stages import balanced, crossing_bytes, imbalance, pipeline_phases, stages
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_no_other_cuts_are_better(costs: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+    cuts = balanced([float(c) for c in costs], parts)
+
+    def dearest(at: tuple[int, ...]) -> int:
+        return max(sum(costs[a:b]) for a, b in pairwise((0, *at, len(costs))))
+
+    assert cuts[0] == 0
+    assert cuts[-1] == len(costs)
+    assert all(a < b for a, b in pairwise(cuts))
+    assert len(cuts) == parts + 1
+    every = combinations(range(1, len(costs)), parts - 1)
+    assert dearest(tuple(cuts[1:-1])) == min(dearest(at) for at in every)
+
+
+def model(name: str = "vgg16", batch: int = 32, devices: int = 4) -> CostModel:
+    return CostModel(fuse(load_model(name, batch)), load_profile("v100").device_graph(devices), CostOptions(io="free"))
+
+
+def test_stages_hold_every_layer_once() -> None:
+    priced = model()
+    found = stages(priced, 4, 8)
+    assert [name for stage in found for name in stage.layers] == [layer.name for layer in priced.graph.inner]
+    assert imbalance(found) >= 0
+
+
+def test_a_cut_passes_what_is_used_later() -> None:
+    graph = fuse(load_model("vgg16", 2))
+    passed = crossing_bytes(graph)
+    assert passed["features.0"] == 4 * graph["features.0"].out.volume
+    resnet = fuse(load_model("resnet18", 2))
+    blocks = crossing_bytes(resnet)
+    # Inside a block its input travels, too, for the residual connection.
+    inside, before = blocks["layer1.0.conv1"], resnet["maxpool"].out.volume * 4
+    assert inside == before + 4 * resnet["layer1.0.conv1"].out.volume
+
+
+def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
+    """FORMULAS: (p + S - 1) turns of the slowest stage, 2(p + S - 2) passings of the largest activation."""
+    priced = model()
+    found = stages(priced, 4, 8)
+    phases = pipeline_phases(found, 8, priced.devices)
+    slowest = max(s.forward_s for s in found) + max(s.backward_s for s in found)
+    assert phases.compute_s == pytest.approx(11 * slowest)
+    link = priced.devices.levels[0]
+    largest = max(link.alpha_s + s.passed_bytes * link.beta_s_per_byte for s in found[:-1])
+    assert phases.passing_s == pytest.approx(20 * largest)
+    assert phases.gradient_s == phases.halo_s == phases.gather_s == 0
+
+
+def test_one_stage_is_one_device() -> None:
+    priced = model(devices=1)
+    phases = pipeline_phases(stages(priced, 1, 1), 1, priced.devices)
+    assert phases.passing_s == 0
+    whole = [priced.node_cost(layer, (Config(),)).compute.total[0] for layer in priced.graph.inner]
+    assert phases.total_s == pytest.approx(float(sum(whole)))

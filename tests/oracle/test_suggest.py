@@ -1,0 +1,67 @@
+"""The suggestion: within the budget, the fastest or the cheapest; ties to data parallelism; the runner-up's margin."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerwise.oracle.phases import Limit, Phases, Projection
+from layerwise.oracle.question import Answer
+from layerwise.oracle.suggest import Budget, suggest
+
+SAMPLES = 1000
+
+
+def answer(name: str, devices: int, seconds: float, gib: float = 1.0, *, fits: bool = True) -> Answer:
+    """An epoch of so many seconds: one iteration of all samples."""
+    phases = Phases(compute_s=seconds, memory_bytes=gib * 2**30)
+    return Answer(Projection(name, devices, (devices, 1), 1, SAMPLES, phases, Limit(99, "")), seconds, fits)
+
+
+DATA, FILTER = answer("data", 8, 10.0, 4.0), answer("filter", 8, 12.0, 2.0)
+SMALL, LARGE = answer("data", 2, 30.0, 8.0), answer("ds", 16, 6.0, 1.0)
+EVERY = [DATA, FILTER, SMALL, LARGE]
+
+
+def test_the_fastest_and_the_runner_up_of_another_strategy() -> None:
+    found = suggest(EVERY, SAMPLES, Budget())
+    assert (found.best, found.runner_up) == (LARGE, DATA)
+    assert found.margin == pytest.approx(10 / 6 - 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "best"),
+    [
+        (Budget(gpus=8), DATA),
+        (Budget(gpus=4), SMALL),
+        (Budget(gpus=8, memory_bytes=3 * 2**30), FILTER),
+        (Budget(seconds=40), SMALL),  # 60 GPU-seconds, where DATA takes 80
+        (Budget(seconds=11), DATA),  # 80, where LARGE takes 96
+        (Budget(seconds=11, memory_bytes=2**30), LARGE),
+    ],
+)
+def test_budgets(budget: Budget, best: Answer) -> None:
+    assert suggest(EVERY, SAMPLES, budget).best is best
+
+
+@pytest.mark.parametrize(
+    ("budget", "why"),
+    [
+        (Budget(gpus=1), "at most 1 GPUs"),
+        (Budget(memory_bytes=2**29), "the least, ds at 16 GPUs, needs 1 GiB"),
+        (Budget(seconds=3), "the fastest, ds at 16 GPUs"),
+    ],
+)
+def test_no_suggestion_says_why(budget: Budget, why: str) -> None:
+    found = suggest(EVERY, SAMPLES, budget)
+    assert found.best is None
+    assert why in found.why
+
+
+def test_what_does_not_fit_is_not_suggested() -> None:
+    assert suggest([answer("ds", 16, 1.0, fits=False), DATA], SAMPLES, Budget()).best is DATA
+
+
+def test_ties_go_to_data_parallelism() -> None:
+    close = answer("layerwise", 8, 9.995)
+    assert suggest([close, DATA], SAMPLES, Budget()).best is DATA
+    assert suggest([answer("layerwise", 8, 9.9), DATA], SAMPLES, Budget()).best is not DATA
