@@ -5,7 +5,7 @@ GPUS ?= 16
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c .ci/constraints.txt
 
-.PHONY: search test lint bench clean
+.PHONY: search test lint bench notebooks clean
 
 search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
 	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
@@ -18,6 +18,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+notebooks: $(VENV)/.installed-dev  ## run every notebook
+	$(VENV)/bin/python -m pytest -q --nbmake --nbmake-timeout=120 notebooks
 
 bench: $(VENV)/.installed-dev  ## search and table times, as in the README
 	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)

@@ -24,14 +24,17 @@ _HOME = {
     "Plan": "layerwise.plan",
     "SearchSpace": "layerwise.config",
     "TensorSpec": "layerwise.tensor",
+    "fit": "layerwise.api.fit",
     "from_onnx": "layerwise.graph.from_onnx",
     "from_torch": "layerwise.graph.from_torch",
     "fuse": "layerwise.graph.fuse",
     "load_model": "layerwise.graph.load",
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
+    "parallelize": "layerwise.api.parallelize",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.graph.registry",
+    "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline",
 }
 
@@ -50,18 +53,24 @@ __all__ = [
     "SearchSpace",
     "TensorSpec",
     "__version__",
+    "fit",
     "from_onnx",
     "from_torch",
     "fuse",
     "load_model",
     "load_plan",
     "load_profile",
+    "parallelize",
     "price",
     "register_op",
+    "split",
     "timeline",
 ]
 
 if TYPE_CHECKING:
+    from layerwise.api.fit import fit
+    from layerwise.api.parallelize import parallelize
+    from layerwise.api.split import split
     from layerwise.config import Config, SearchSpace
     from layerwise.cost.price import price
     from layerwise.cost.tables import CostModel, CostOptions

@@ -13,6 +13,8 @@ COMMANDS = {
     "search": ("layerwise.search.__main__", "find the cheapest way to split every layer, and prove it"),
     "explain": ("layerwise.explain", "why a layer of a plan has its configuration"),
     "diff": ("layerwise.diff", "where two plans differ"),
+    "oracle": ("layerwise.oracle.__main__", "what every parallel strategy would cost, and which to take"),
+    "measure": ("layerwise.measure.__main__", "times of layers and links on this machine, into a profile"),
     "run": ("layerwise.run.__main__", "train a planned network; torchrun starts one process a GPU"),
     "export": ("layerwise.export", "make one safetensors file of a checkpoint, for the original model"),
 }

@@ -55,6 +55,7 @@ _MODELS = {
     for model in (
         Model("alexnet", "AlexNet in one tower, 2014", (3, 224, 224), "alexnet:AlexNet"),
         Model("alexnet_grouped", "AlexNet in two groups, 2012", (3, 227, 227), "alexnet:GroupedAlexNet"),
+        Model("cifar10_cnn", "TorchAD-NN's CIFAR-10 network, 2018", (3, 32, 32), "torchad:cifar10_cnn"),
         Model(
             "cosmoflow",
             "CosmoFlow on a cube of 128; cosmoflow:256 has a cube of 256",
@@ -68,14 +69,9 @@ _MODELS = {
             "inception_v3_aux", "Inception-v3 with its second classifier", (3, 299, 299), "inception:inception_v3_aux"
         ),
         Model("lenet5", "LeNet-5, 1998", (1, 32, 32), "lenet:LeNet5"),
-        Model(
-            "mlp2",
-            "two linear layers: mlp:1024x2048x10, and so for other widths",
-            (1024,),
-            "mlp:mlp",
-            (1024, 2048, 10),
-        ),
-        Model("mlp3", "three linear layers: mlp:1024x2048x1024x10", (1024,), "mlp:mlp", (1024, 2048, 1024, 10)),
+        Model("mlp2", "TorchAD-NN's two linear layers, 2018", (1024,), "mlp:tanh_mlp", (1024, 2048, 10)),
+        Model("mlp3", "TorchAD-NN's three linear layers", (1024,), "mlp:tanh_mlp", (1024, 2048, 1024, 10)),
+        Model("mnist_cnn", "TorchAD-NN's MNIST network, 2018", (1, 32, 32), "torchad:mnist_cnn"),
         Model("mobilenet_v2", "MobileNetV2, 2018", (3, 224, 224), "mobilenet:MobileNetV2"),
         Model("resnet18", "ResNet-18, 2016", (3, 224, 224), "resnet:resnet18"),
         Model("resnet50", "ResNet-50, 2016", (3, 224, 224), "resnet:resnet50"),

@@ -16,6 +16,7 @@ from layerwise.errors import LayerwiseError
 EXPECTED = {
     "alexnet": (61_100_840, (1000,)),
     "alexnet_grouped": (60_965_224, (1000,)),
+    "cifar10_cnn": (64 * 76 + 64 * 1601 + 100 * 65 + 10 * 101, (10,)),
     "cosmoflow": (2_131_252, (4,)),
     "densenet121": (7_978_856, (1000,)),
     "inception_v3": (23_834_568, (1000,)),
@@ -23,6 +24,7 @@ EXPECTED = {
     "lenet5": (61_706, (10,)),
     "mlp2": (1025 * 2048 + 2049 * 10, (10,)),
     "mlp3": (1025 * 2048 + 2049 * 1024 + 1025 * 10, (10,)),
+    "mnist_cnn": (32 * 26 + 64 * 801 + 200 * 577 + 10 * 201, (10,)),
     "mobilenet_v2": (3_504_872, (1000,)),
     "resnet18": (11_689_512, (1000,)),
     "resnet50": (25_557_032, (1000,)),
@@ -155,8 +157,18 @@ def widths(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "same"), [("mlp2", "mlp:1024x2048x10"), ("mlp3", "mlp:1024x2048x1024x10")])
-def test_named_mlps(name: str, same: str) -> None:
-    assert (models.find(name).builder, models.find(name).arguments) == (models.find(same).builder, tuple(widths(same)))
+def test_the_mlps_of_torchad(name: str, same: str) -> None:
+    """Tanh between the layers, which any other MLP has ReLU for."""
+    ours, other = (models.find(spec).build() for spec in (name, same))
+    assert [str(layer) for layer in ours] == [str(layer).replace("ReLU", "Tanh") for layer in other]
+    assert [type(layer) for layer in list(ours)[1::2]] == [nn.Tanh] * (len(widths(same)) - 2)
+
+
+def test_the_cnns_of_torchad() -> None:
+    """Its appendix B has the sizes that the images are flattened to."""
+    for name, features in (("mnist_cnn", 64 * 3 * 3), ("cifar10_cnn", 64)):
+        linear = [layer for layer in models.find(name).build() if isinstance(layer, nn.Linear)]
+        assert linear[0].in_features == features
 
 
 @pytest.mark.parametrize("name", ["mlp:3x4", "mlp:1x1x1", "mlp:5x7x9x11"])

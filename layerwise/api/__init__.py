@@ -1,0 +1,1 @@
+"""One call: any training loop becomes layer-wise parallel (`parallelize`, `fit`, `split`)."""

@@ -1,0 +1,69 @@
+"""Evaluation: the mean loss and metrics over held-out samples, every sample once, by all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.api.feed import Feed
+from layerwise.run.module import ParallelModule
+
+Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of some samples -> the mean over these
+
+
+def accuracy(out: Tensor, target: Tensor) -> Tensor:
+    """The part of the predictions that are right; dimension 1 is the classes."""
+    return (out.argmax(1) == target).double().mean()
+
+
+def classes(out: object, target: Tensor) -> bool:
+    """Whether these are scores of classes and their numbers."""
+    fits = isinstance(out, Tensor) and out.is_floating_point() and out.dim() == target.dim() + 1
+    return fits and not target.is_floating_point()
+
+
+def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """`loss`, and each metric by its name: means over all samples. Every rank calls this alike.
+
+    The last batch is filled up to the plan's size with samples that do not count. Accuracy comes by itself where the
+    outputs are scores of classes.
+    """
+    size, free = module.plan.batch, module.io == "free"
+    real, shares = [], []
+    for first in range(0, held_out.count, size):
+        numbers = torch.arange(first, first + size)[module.share(size)]
+        real.append(numbers < held_out.count)
+        shares.append(torch.where(numbers < held_out.count, numbers, 0).tolist())
+    totals: dict[str, float] = {}
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            for counts, (inputs, target) in zip(real, held_out.batches(shares), strict=True):
+                out = module(*inputs, batch=size)
+                kept, wanted = _kept(out, counts), target.to(module.device)[counts]
+                if not int(counts.sum()):
+                    continue
+                default = {"accuracy": accuracy} if classes(kept, wanted) else {}
+                for name, metric in {**default, **metrics, "loss": loss}.items():
+                    totals[name] = totals.get(name, 0.0) + float(metric(kept, wanted)) * int(counts.sum())
+    finally:
+        module.train(training)
+    told = [json.loads(text) for text in module.comm.tell_all(json.dumps(totals))]
+    names = dict.fromkeys(name for one in told for name in one)
+    ranks = told[:1] if free else told
+    return {name: sum(one.get(name, 0.0) for one in ranks) / held_out.count for name in names}
+
+
+def _kept(out: Any, counts: Tensor) -> Any:
+    """The outputs of the samples that count."""
+    if isinstance(out, Tensor):
+        return out[counts]
+    if isinstance(out, Mapping):
+        return {name: _kept(value, counts) for name, value in out.items()}
+    assert isinstance(out, tuple | list), type(out)
+    return type(out)(_kept(value, counts) for value in out)

@@ -1,0 +1,120 @@
+"""Feed: the data that a user gives (tensors, a data set, a loader) as numbered samples, loaded batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from layerwise.errors import LayerwiseError
+
+Batch = tuple[tuple[Tensor, ...], Tensor]  # what the model is called with; the target
+EXPECTED = "give (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader of one"
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Samples by number. batch, shuffle, drop_last: what a loader says of them, else None.
+
+    per_rank: the loader's batches are those of one rank, because its sampler is a distributed one.
+    """
+
+    name: str
+    dataset: Any  # has __len__ and __getitem__, or __getitems__
+    count: int
+    collate: Callable[[list[Any]], Any]
+    workers: int = 0
+    batch: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    per_rank: bool = False
+
+    def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        """The samples of each batch, on the CPU."""
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[list(batch) for batch in numbers],
+            num_workers=self.workers,
+            collate_fn=self.collate,
+        )
+        for made in loader:
+            yield self._parted(made)
+
+    def _parted(self, made: object) -> Batch:
+        if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Tensor):
+            inputs = tuple(made[0]) if isinstance(made[0], tuple | list) else (made[0],)
+            if all(isinstance(x, Tensor) for x in inputs):
+                return inputs, made[1]
+        raise LayerwiseError(f"{self.name}: its items are not (input, target): {EXPECTED}")
+
+
+def feed(data: object, name: str) -> Feed:
+    """The samples of `data`; `name` is how errors call it."""
+    if isinstance(data, DataLoader):
+        return _from_loader(data, name)
+    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
+        inputs = tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)
+        if all(isinstance(x, Tensor) for x in inputs):
+            whole = _Tensors(inputs, data[1], name)
+            return Feed(name, whole, len(data[1]), _as_it_is)
+    iterable = isinstance(data, IterableDataset)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | tuple | list | Tensor):
+        return Feed(name, data, len(data), default_collate)
+    what = "an IterableDataset, whose samples have no numbers" if iterable else f"of type {type(data).__name__}"
+    raise LayerwiseError(f"{name} is {what}: {EXPECTED}")
+
+
+def _from_loader(loader: DataLoader[Any], name: str) -> Feed:
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        raise LayerwiseError(f"{name} is a loader with a batch sampler or an IterableDataset: {EXPECTED}")
+    if isinstance(sampler, DistributedSampler):
+        shuffle = sampler.shuffle
+    elif isinstance(sampler, RandomSampler | SequentialSampler):
+        shuffle = isinstance(sampler, RandomSampler)
+    else:
+        raise LayerwiseError(
+            f"{name} is a loader with a {type(sampler).__name__}: layerwise draws the samples itself, all of them once "
+            "an epoch; give the Dataset"
+        )
+    return Feed(
+        name,
+        loader.dataset,
+        len(loader.dataset),  # type: ignore[arg-type]
+        loader.collate_fn,
+        loader.num_workers,
+        loader.batch_size,
+        shuffle,
+        loader.drop_last,
+        isinstance(sampler, DistributedSampler),
+    )
+
+
+class _Tensors(Dataset[Any]):
+    """Whole tensors, from which a batch is taken at once."""
+
+    def __init__(self, inputs: tuple[Tensor, ...], target: Tensor, name: str) -> None:
+        for x in inputs:
+            if len(x) != len(target):
+                raise LayerwiseError(f"{name}: {len(x)} inputs, but {len(target)} targets")
+        self.inputs, self.target = inputs, target
+
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        at = torch.tensor(numbers, dtype=torch.int64)
+        return tuple(x[at] for x in self.inputs), self.target[at]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

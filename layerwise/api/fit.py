@@ -1,0 +1,225 @@
+"""fit: trains a model on all ranks, for those who have no loop of their own; the numbers are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from layerwise.api.evaluation import Metric, evaluate
+from layerwise.api.feed import Feed, feed
+from layerwise.api.optimizers import Wanted, build, planned
+from layerwise.api.parallelize import parallelize
+from layerwise.api.source import Model
+from layerwise.cli import console, progress_bar
+from layerwise.errors import LayerwiseError
+from layerwise.run import checkpoint as checkpoints
+from layerwise.run.data import order
+from layerwise.run.module import ParallelModule
+
+BATCH = 32  # samples of all ranks together, where nobody says
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One pass over the data. loss: the mean over its samples; seconds: of the slowest rank; held_out: see `fit`."""
+
+    number: int
+    loss: float
+    seconds: float
+    samples: int
+    held_out: Mapping[str, float]
+
+    def line(self, of: int) -> str:
+        """`epoch 2/10  loss 0.312  held out: accuracy 0.91, loss 0.3  5,120 samples/s`."""
+        told = ", ".join(f"{name} {value:.4g}" for name, value in self.held_out.items())
+        rate = f"{self.samples / max(self.seconds, 1e-9):,.0f} samples/s"
+        parts = [f"epoch {self.number}/{of}", f"loss {self.loss:.6g}", f"held out: {told}" if told else "", rate]
+        return "  ".join(part for part in parts if part)
+
+
+@dataclass(slots=True)
+class Fitted:
+    """The parallel module, trained, its optimizer, and what each epoch came to (those of this call)."""
+
+    module: ParallelModule
+    optimizer: Optimizer
+    history: list[Epoch] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's; every rank calls this."""
+        return self.module.full_state_dict()
+
+
+def fit(
+    model: Model | ParallelModule,
+    data: object,
+    loss: Metric,
+    optimizer: Wanted,
+    *,
+    epochs: int = 1,
+    batch: int | None = None,
+    held_out: object = None,
+    metrics: Mapping[str, Metric] | None = None,
+    shuffle: bool | None = None,
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    clip_norm: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    **how: Any,
+) -> Fitted:
+    """Trains `model` for `epochs` passes over `data`, on the ranks that torchrun started, or on one device.
+
+        fitted = layerwise.fit(model, (x, y), nn.CrossEntropyLoss(), "adam", epochs=5, held_out=(x_test, y_test))
+
+    data, held_out: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set,
+    batch size, shuffling, workers and collate function are used); all ranks give the same. loss: of outputs and
+    targets, a mean over samples. optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one
+    over the model's parameters. batch: samples of all ranks together (default: the loader's, else 32). scheduler: a
+    function of the optimizer; it steps once an epoch. metrics: means over samples, by name; with accuracy where
+    outputs are scores of classes, they come after every epoch. checkpoint: a folder that all ranks share, written
+    after every epoch; resume goes on from it, also on another number of ranks. how: as `parallelize` takes it.
+
+    The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
+    of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
+    a model that is an nn.Module with values has the trained ones. LayerwiseError for data that does not fit.
+    """
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise LayerwiseError("the loss must be a mean over samples: give one with reduction='mean'")
+    if resume and checkpoint is None:
+        raise LayerwiseError("resume=True needs checkpoint=FOLDER")
+    train = feed(data, "data")
+    held = None if held_out is None else feed(held_out, "held_out")
+    module = _module(model, train, batch, planned(optimizer), seed, how)
+    made = build(optimizer, model, module)
+    schedule = None if scheduler is None else scheduler(made)
+    fitted, said = Fitted(module, made), module.comm.rank == 0 and progress
+    facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
+    done = _resume(checkpoint, fitted, schedule, facts) if resume else 0
+    for number in range(done, epochs):
+        cuts = cut(train, module, seed, number, train.shuffle is not False if shuffle is None else shuffle)
+        value, seconds = _epoch(module, made, train, cuts, loss, clip_norm, quiet=not said)
+        if schedule is not None:
+            schedule.step()
+        results = {} if held is None else evaluate(module, held, loss, metrics or {})
+        epoch = Epoch(number + 1, value, seconds, sum(map(len, cuts)), results)
+        fitted.history.append(epoch)
+        if said:
+            console().print(epoch.line(epochs), soft_wrap=True)
+        if checkpoint is not None:
+            state = {} if schedule is None else {"scheduler": schedule.state_dict()}
+            checkpoints.save(checkpoint, module, made, {"epochs": number + 1, **facts, **state})
+    if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
+        model.load_state_dict(fitted.state_dict())
+    return fitted
+
+
+def _module(
+    model: Model | ParallelModule, train: Feed, batch: int | None, optimizer: str, seed: int, how: Mapping[str, Any]
+) -> ParallelModule:
+    if isinstance(model, ParallelModule):
+        if batch not in (None, model.plan.batch):
+            raise LayerwiseError(
+                f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
+            )
+        return model
+    grouped = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = how["comm"].size if how.get("comm") is not None else ranks
+    if train.count < ranks:
+        raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
+    whole = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
+    ((examples, _),) = train.batches([range(min(2, train.count))])
+    device, whole = _device(), min(whole, train.count)
+    inputs = tuple(x.to(device) for x in examples)
+    return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, **how)
+
+
+def _device() -> torch.device:
+    """The data is loaded to the CPU; where there are GPUs, this rank's computes."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count) if count else torch.device("cpu")
+
+
+def cut(train: Feed, module: ParallelModule, seed: int, epoch: int, shuffle: bool) -> list[Tensor]:
+    """The samples of every batch of an epoch.
+
+    A last batch of less than half a batch joins the one before: so all ranks have a part of it, whatever their number.
+    """
+    count, size = train.count, module.plan.batch
+    numbers = order(count, seed, epoch) if shuffle else torch.arange(count)
+    batches = [numbers[first : first + size] for first in range(0, count, size)]
+    left = count % size
+    if left and train.drop_last:
+        return batches[:-1]
+    if left and left < max(size / 2, _least(module)) and len(batches) > 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches
+
+
+def _least(module: ParallelModule) -> int:
+    """Samples that a batch must have for every rank to have a part of every layer."""
+    plan = module.plan
+    samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
+    return max(samples, plan.gpus) if plan.io == "sample" else samples
+
+
+def _epoch(
+    module: ParallelModule,
+    optimizer: Optimizer,
+    train: Feed,
+    cuts: list[Tensor],
+    loss: Metric,
+    clip_norm: float | None,
+    *,
+    quiet: bool,
+) -> tuple[float, float]:
+    """The mean loss over all samples, and the seconds of the slowest rank."""
+    module.train()
+    mine = [numbers[module.share(len(numbers))].tolist() for numbers in cuts]
+    started, total = time.perf_counter(), torch.zeros((), dtype=torch.float64)
+    with progress_bar("training", quiet=quiet) as bar:
+        for i, (numbers, (inputs, target)) in enumerate(zip(cuts, train.batches(mine), strict=True)):
+            optimizer.zero_grad()
+            value = loss(module(*inputs, batch=len(numbers)), target.to(module.device))
+            value.backward()  # type: ignore[no-untyped-call]
+            if clip_norm is not None:
+                module.clip_grad_norm_(clip_norm)
+            optimizer.step()
+            total += value.detach().double().cpu() * len(mine[i])
+            if bar is not None:
+                bar(i + 1, len(cuts))
+    told = [json.loads(t) for t in module.comm.tell_all(json.dumps([float(total), time.perf_counter() - started]))]
+    sums = told[:1] if module.io == "free" else told
+    return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in told)
+
+
+def _resume(
+    folder: str | os.PathLike[str] | None, fitted: Fitted, schedule: LRScheduler | None, facts: Mapping[str, int]
+) -> int:
+    """Epochs that the last checkpoint has done; 0 where there is none."""
+    assert folder is not None
+    module = fitted.module
+    found = module.comm.tell_all(str(checkpoints.latest(folder) or ""))[0]
+    if not found:
+        return 0
+    progress = checkpoints.load(found, module, fitted.optimizer)
+    for what, here in facts.items():
+        if progress.get(what) != here:
+            raise LayerwiseError(
+                f"checkpoint {found!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
+            )
+    if schedule is not None:
+        schedule.load_state_dict(progress["scheduler"])
+    return int(progress["epochs"])

@@ -1,0 +1,109 @@
+"""Measuring: a profile of these ranks, kept in a cache; what a plan needs and the cache lacks is measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from layerwise import __version__
+from layerwise.api.world import World
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load as load_profile
+from layerwise.machine import save
+from layerwise.machine.profile import Profile
+from layerwise.measure import links_profile
+from layerwise.measure.bench import Mode
+from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
+from layerwise.measure.layers_job import Job, base_profile
+from layerwise.measure.links import measure_links
+from layerwise.measure.links_shapes import find_topology
+from layerwise.plan import Plan
+from layerwise.run.compare import alone
+from layerwise.run.load import load
+from layerwise.search.find import search
+
+ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
+LINKS = 0.3  # of the budget is for links, where these are not known yet
+
+
+def cache_file(world: World) -> Path:
+    """Where the profile of ranks like these is kept: $LAYERWISE_CACHE, else layerwise in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(os.environ.get("LAYERWISE_CACHE") or Path(home) / "layerwise")
+    shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
+    facts = json.dumps([world.device, cpu_name(), torch.get_num_threads(), torch.__version__, __version__, *shape])
+    name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
+    return folder / f"{name}-{world.nodes}x{world.gpus_per_node}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+
+
+def cached(world: World) -> Profile | None:
+    """What is known of these ranks already; for rank 0."""
+    path = cache_file(world)
+    return load_profile(path) if path.exists() else None
+
+
+def measured(
+    world: World, base: Profile, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float
+) -> Profile | None:
+    """The profile of these ranks, with what the best plans for the fused `graph` need. `base`: where to begin.
+
+    Every rank calls it; None on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
+    """
+    comm, path = world.comm, cache_file(world)
+    known = cached(world) if comm.rank == 0 else None
+    if comm.tell_all(str(known is not None and known.links is not None))[0] == "False":
+        where = find_topology(comm)
+        found = measure_links(comm, where, LINKS * budget_s)
+        if comm.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            facts = links_profile.conditions(comm, where)
+            save(links_profile.with_links(known or base, found, where, facts), path)
+        budget_s *= 1 - LINKS
+    alone(comm, lambda: _layers(world, graph, options, space, budget_s))
+    return cached(world) if comm.rank == 0 else None
+
+
+def _layers(world: World, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float) -> None:
+    """Times of layers, into the cache's file, unless it has enough of them."""
+    path, device = str(cache_file(world)), world.comm.device
+    mode = mode_of(device, options.dtype, channels_last=False)
+    benchmark = torch.backends.cudnn.benchmark
+    with modes(options.dtype, None, benchmark) as tf32:
+        where = conditions(mode, options.dtype, tf32, benchmark)
+        base = base_profile(path, None, where, device)
+        devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
+        if any(one.conditions == where for one in base.layers):
+            model = CostModel(graph, devices, options)
+            best = search(model, space).best.strategy
+            times = [model.node_cost(layer, (best[layer.name],)).compute for layer in graph.inner]
+            if sum(float(t.measured[0]) for t in times) >= ENOUGH * sum(float(t.total[0]) for t in times):
+                return
+        Job(base, where, path, mode, graph, devices, options, space, budget_s).run(_strategies, _module, quiet=True)
+
+
+def measurable(dtype: str, comm: Comm) -> bool:
+    """Whether kernels of this type can be run here, and there is something to measure them for."""
+    return comm.size > 1 and dtype in TYPES
+
+
+def _strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
+    """The best strategy and the baselines: whose times matter most."""
+    result = search(model, space)
+    found = [result.best, result.additive, *result.baselines.values()]
+    return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in found]
+
+
+def _module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:
+    """The runtime's module of a plan on one device, whose overhead is measured."""
+    return load(plan, graph, comm=SoloComm(mode.device), dtype=mode.dtype, autocast=mode.autocast)

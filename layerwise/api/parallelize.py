@@ -1,0 +1,179 @@
+"""parallelize: a model in a training loop of the user's becomes this rank's part of a layer-wise parallel one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerwise import __version__
+from layerwise.api.accumulate import Accumulate, auto
+from layerwise.api.choose import Choice, Request, Strategy, choose, given, options_for, space_for
+from layerwise.api.keywords import ByPosition, by_name
+from layerwise.api.machine import Machine, built_in
+from layerwise.api.machine import given as given_profile
+from layerwise.api.measuring import cache_file, cached, measurable, measured
+from layerwise.api.source import Inputs, Model, device_of, dtype_of, examples_of, network
+from layerwise.api.table import table
+from layerwise.api.world import World, join
+from layerwise.cli import console
+from layerwise.comm.base import Comm
+from layerwise.cost.compute import OPTIMIZERS
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine.profile import Profile
+from layerwise.plan import Plan, load_plan, parse_plan
+from layerwise.run.compare import alone
+from layerwise.run.load import load
+from layerwise.run.module import ParallelModule
+
+
+def parallelize(
+    model: Model,
+    example_inputs: Inputs | Mapping[str, Tensor] | None = None,
+    *,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    strategy: Strategy | None = None,
+    batch: int | None = None,
+    memory_limit: float | None = None,
+    device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    measure_s: float = 30.0,
+    optimizer: str = "sgd",
+    local_batch_norm: bool = False,
+    sync_every: int | Literal["auto"] = 1,
+    seed: int = 0,
+    timeout_s: float = 30.0,
+    verbose: bool = True,
+    comm: Comm | None = None,
+) -> ParallelModule:
+    """This rank's part of `model`, split layer by layer in the way that is predicted to be fastest.
+
+        model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
+
+    Nothing else in the loop changes: each rank feeds its own samples, takes the loss of its own outputs, and steps the
+    optimizer over `model.parameters()`. The numbers are those of one device on all ranks' samples together.
+
+    model: an nn.Module (every rank has built it; where the values differ, rank 0's win; on the meta device they are
+    drawn by position from `seed`), an ExportedProgram, or the path of an .onnx or .pt2 file, with its weights.
+    example_inputs: what one rank calls the model with: a tensor, a tuple, or a dict for a model that is called by
+    names. It tells the device and the batch. batch: samples of all ranks together (default: the example's times the
+    number of ranks); with fewer samples than ranks every rank feeds the whole batch.
+    strategy: "data", "model" or "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
+    (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. plan: run this one, without a search.
+    profile: of the machine. Default: measured on these ranks and kept in ~/.cache/layerwise; what is not there yet is
+    measured in about `measure_s` seconds (0: nothing is measured, a built-in profile serves instead).
+    memory_limit: bytes a device (default: all that it has). device_mesh: 1-D, over all ranks, or a process group.
+    optimizer: "sgd", "momentum" or "adam", for the memory of its state. local_batch_norm: statistics of each rank's
+    own samples, as DistributedDataParallel has them. sync_every=k: for data parallelism only, gradients travel and the
+    optimizer steps every k-th time, for a batch k times as large; "auto": the least k whose communication is below
+    10 % of the time. verbose: rank 0 prints what was chosen, what it gains, and what that rests on.
+
+    Every rank calls it alike. Without torchrun (and without a process group) it returns a working model on one device.
+    LayerwiseError where the model, the inputs, the strategy, the plan or the memory do not do; CommError where ranks
+    are missing or differ.
+    """
+    if plan is not None and strategy is not None:
+        raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
+    if sync_every != "auto" and (not isinstance(sync_every, int) or sync_every < 1):
+        raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
+    if optimizer not in OPTIMIZERS:
+        raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
+    names: tuple[str, ...] = ()
+    if isinstance(example_inputs, Mapping) and isinstance(model, nn.Module):
+        names = tuple(example_inputs)
+        model, example_inputs = ByPosition(model, names), tuple(example_inputs.values())
+    examples = examples_of(example_inputs, model)
+    device = device_of(model, examples)
+    if comm is None and device_mesh is not None and not (dist.is_available() and dist.is_initialized()):
+        raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
+    world = join(device, device_mesh, comm, timeout_s)
+    here = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
+    samples = _batch(batch, examples, here, world)
+    made = network(model, examples, samples)
+    dtype = dtype_of(made)
+    facts = {"model": made.graph.digest, "element type": str(dtype), "batch": str(samples), "strategy": repr(strategy)}
+    world.comm.handshake({"layerwise": __version__, "torch": torch.__version__, **facts})
+    memory = float(world.memory_bytes) if memory_limit is None else memory_limit
+    request = Request(_title(model), dtype, memory, optimizer, local_batch_norm)
+    graph = fuse(made.graph) if here is None or here.fused else made.graph
+    budget_s = measure_s if here is None and not isinstance(strategy, str) else 0.0
+    found = given_profile(profile) if profile is not None else _machine(world, graph, request, budget_s)
+
+    def decide() -> Choice:
+        if here is not None:
+            return given(graph, world, found.profile, request, here)
+        return choose(graph, world, found.profile, request, strategy)
+
+    choice = alone(world.comm, decide)
+    text = world.comm.tell_all("" if choice is None else choice.plan.dumps())[0]
+    agreed = parse_plan(text, "rank 0's plan")
+    module = load(agreed, made, comm=world.comm, device=device, dtype=dtype, seed=seed)
+    if isinstance(model, nn.Module):
+        module.train(model.training)
+    if names:
+        by_name(module, names)
+    note = _accumulate(module, sync_every)
+    if choice is not None and verbose:
+        noted = replace(choice, notes=(*choice.notes, *note))
+        console().print(table(noted, world, found.told), soft_wrap=False)
+    return module
+
+
+def _machine(world: World, graph: LayerGraph, request: Request, budget_s: float) -> Machine:
+    """What is known of these ranks, or is found out now. On ranks other than 0, which do not plan, any."""
+    base = built_in(world)
+    options = options_for(graph, world, base.profile, request)
+    if budget_s > 0 and measurable(options.dtype, world.comm):
+        profile = measured(world, base.profile, graph, options, space_for(world), budget_s)
+    else:
+        profile = cached(world) if world.comm.rank == 0 and world.size > 1 else None
+    return base if profile is None else Machine(profile, f"what was measured on these ranks ({cache_file(world)})")
+
+
+def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[str, ...]:
+    """Sets it up; what to say of it."""
+    if every == 1 or (module.comm.size == 1 and every == "auto"):
+        return ()
+    if every == "auto":
+        predicted = module.plan.predicted
+        number, note = auto(module, predicted.get("forward_s", 0.0) + predicted.get("backward_s", 0.0))
+    else:
+        number, note = (
+            every,
+            (
+                f"sync_every={every}: the optimizer steps every {every} batches; the effective batch is "
+                f"{every * module.plan.batch:,}"
+            ),
+        )
+    Accumulate(module, number)
+    return (note,)
+
+
+def _batch(batch: int | None, examples: tuple[Tensor, ...], plan: Plan | None, world: World) -> int:
+    """Samples of all ranks together."""
+    if batch is None:
+        if plan is not None:
+            return plan.batch
+        if not examples:
+            raise LayerwiseError("give example_inputs, or batch=, the number of samples of all ranks together")
+        return examples[0].shape[0] * world.size
+    if batch < 1:
+        raise LayerwiseError(f"batch is {batch}; it must be at least 1")
+    if plan is not None and plan.batch != batch:
+        raise LayerwiseError(f"the plan is for a global batch of {plan.batch}, not {batch}: leave batch= out")
+    return batch
+
+
+def _title(model: Model) -> str:
+    if isinstance(model, str | os.PathLike):
+        return Path(model).name
+    return type(model.called if isinstance(model, ByPosition) else model).__name__

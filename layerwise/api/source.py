@@ -1,0 +1,98 @@
+"""Source: what the user calls a model (module, exported program, file) becomes a Network at the global batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.load import Network, load_network, network_of
+
+Inputs = Tensor | tuple[Tensor, ...] | list[Tensor]
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
+
+
+def examples_of(example_inputs: object, model: object) -> tuple[Tensor, ...]:
+    """The tensors of one rank, as the model is called with. LayerwiseError for anything else."""
+    given = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
+    if example_inputs is None and not isinstance(model, nn.Module):
+        return ()
+    for i, x in enumerate(given):
+        if not isinstance(x, Tensor):
+            what = "example_inputs" if not isinstance(example_inputs, tuple | list) else f"example_inputs[{i}]"
+            raise LayerwiseError(
+                f"{what} is of type {type(x).__name__}: give the tensor that one rank calls the model with, or a tuple "
+                "of such tensors"
+            )
+    if not given or given[0].dim() == 0 or given[0].shape[0] < 1:
+        raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
+    return given
+
+
+def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
+    """Where to compute: where the model or its example inputs are, else on the CPU, as with DistributedDataParallel."""
+    tensors = list(examples)
+    if isinstance(model, nn.Module):
+        tensors += [*model.parameters(), *model.buffers()]
+    elif isinstance(model, ExportedProgram):
+        tensors += list(model.state_dict.values())
+    return next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def dtype_of(network: Network) -> torch.dtype:
+    """Of the parameters (they must have one), else float32."""
+    found: dict[torch.dtype, str] = {}
+    for layer in network.graph.layers:
+        for name, p in layer.own_parameters():
+            read = network.stored.get(name) if p.trainable else None
+            value = read() if read is not None else None
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found.setdefault(value.dtype, name)
+    if len(found) > 1:
+        (a, first), (b, second) = list(found.items())[:2]
+        raise LayerwiseError(
+            f"parameter {first!r} is {_name(a)} and {second!r} is {_name(b)}: bring them to one type with model.to(...)"
+        )
+    return next(iter(found), torch.float32)
+
+
+def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
+    """The network at `batch` samples of all ranks together.
+
+    A module keeps its tensors: `Network.stored` reads the model's own. A file (.onnx, .pt2) comes with its weights.
+    """
+    if isinstance(model, nn.Module):
+        where = next((t.device for t in (*model.parameters(), *model.buffers())), examples[0].device)
+        made = network_of(model, [x.to(where) for x in examples], batch, type(model).__name__)
+        made.all_trained()
+        return made
+    if isinstance(model, ExportedProgram):
+        return _exported(model, "exported program", batch)
+    if not isinstance(model, str | os.PathLike):
+        raise LayerwiseError(
+            f"the model is of type {type(model).__name__}: give an nn.Module, an ExportedProgram, or the path of an "
+            ".onnx or .pt2 file"
+        )
+    return load_network(os.fspath(model), batch)
+
+
+def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
+    from layerwise.graph.from_torch import import_torch
+
+    graph, stored = import_torch(program, name=name)
+    held: Mapping[str, Tensor] = program.state_dict
+    known: dict[int, str] = {}
+    for key, tensor in held.items():
+        if key in stored or id(tensor) not in known:
+            known[id(tensor)] = key
+    keys = {key: known[id(tensor)] for key, tensor in held.items()}
+    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
+    return Network(graph.rebatch(batch), values, keys)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

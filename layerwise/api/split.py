@@ -1,0 +1,116 @@
+"""split: a rank's share of a data set, for loops of the user's own. Nothing is left out or repeated without a word."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence, Sized
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import boundaries
+from layerwise.run.module import ParallelModule
+
+Remainder = Literal["short", "repeat", "leave out"]
+
+
+class Share(Dataset[Any]):
+    """A rank's share of a map-style data set: some of its samples, in its order.
+
+    numbers: which. batch_size: how many of a whole batch, for a DataLoader. last: how many samples of all ranks
+    together the last batch has, where it is not whole, else None: a loop calls `model(x, batch=share.last)` for it.
+    note: what became of the remainder.
+    """
+
+    def __init__(self, dataset: Any, numbers: Sequence[int], batch_size: int, last: int | None, note: str) -> None:
+        self.dataset, self.numbers, self.batch_size, self.last, self.note = dataset, numbers, batch_size, last, note
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[self.numbers[number]]
+
+
+def split(
+    dataset: Sized,
+    model: ParallelModule | None = None,
+    *,
+    batch: int | None = None,
+    remainder: Remainder = "short",
+    verbose: bool = True,
+) -> Share:
+    """This rank's share of a map-style `dataset`; all ranks call it alike, and together they have every sample once.
+
+        share = layerwise.split(dataset, model)                      # after layerwise.parallelize
+        loader = DataLoader(share, share.batch_size)
+
+    batch: samples of all ranks together (default: the model's). Then batch i of all ranks' loaders (without shuffling)
+    together is batch i of one device's: the numbers are equal to one device's, step by step. Without model and batch a
+    share is one contiguous part of the data.
+
+    remainder: what becomes of a last batch that is not whole. "short": it is split as evenly as it goes, so all numbers
+    stay those of one device; some ranks may have a sample less, and the loop must say model(x, batch=share.last).
+    "repeat": the first samples fill it up, so these count twice, as with torch's DistributedSampler. "leave out": it is
+    not used. Rank 0 prints which of these happened, in one line.
+    LayerwiseError where there are fewer samples than ranks, or the last batch has.
+    """
+    rank, size, free = _seat(model)
+    count = len(dataset)
+    if count < size and not free:
+        raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
+    if remainder not in ("short", "repeat", "leave out"):
+        raise LayerwiseError(f"remainder is {remainder!r}; it must be 'short', 'repeat' or 'leave out'")
+    whole = batch if batch is not None else model.plan.batch if model is not None else None
+    each = count if whole is None else whole
+    if each < 1:
+        raise LayerwiseError(f"batch is {each}; it must be at least 1")
+    left = count % each if whole is not None else 0
+    uneven = count % size if whole is None else left
+    numbers, last, note = list(range(count)), None, ""
+    if uneven and remainder == "leave out":
+        numbers = numbers[: count - uneven]
+        note = f"the last {uneven} of {count:,} samples are left out"
+    elif uneven and remainder == "repeat":
+        fill = (size if whole is None else each) - uneven
+        numbers += [i % count for i in range(fill)]
+        note = f"the first {fill} of {count:,} samples count twice, to fill the last batch"
+        each = len(numbers) if whole is None else each
+    elif uneven:
+        if left and left < size and not free:
+            raise LayerwiseError(
+                f"the last batch has {left} of {count:,} samples, too few for {size} ranks: take remainder='repeat' or "
+                "'leave out', or another batch"
+            )
+        last = left or None
+        note = (
+            f"{count:,} samples over {size} ranks: some ranks have one more"
+            if last is None
+            else f"the last of {-(-count // each):,} batches has {last} samples: call model(x, batch={last}) for it"
+        )
+    if note and verbose and rank == 0:
+        print(f"layerwise.split: {note}", file=sys.stderr)
+    each = len(numbers) if whole is None else each
+    batches = (numbers[first : first + each] for first in range(0, len(numbers), each))
+    mine = [number for samples in batches for number in _part(samples, rank, size, model)]
+    return Share(dataset, mine, max(1, len(_part(range(each), rank, size, model))), last, note)
+
+
+def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | None) -> Sequence[int]:
+    if model is not None:
+        return numbers[model.share(len(numbers))]
+    cuts = [slice(a, b) for a, b in pairwise(boundaries(len(numbers), size).tolist())]
+    return numbers[cuts[rank]]
+
+
+def _seat(model: ParallelModule | None) -> tuple[int, int, bool]:
+    """Rank, number of ranks, and whether every rank feeds everything."""
+    if model is not None:
+        return model.comm.rank, model.comm.size, model.io == "free"
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), False
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False

@@ -1,0 +1,44 @@
+"""What parallelize prints on rank 0: the layers and how they are split, and what that gains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.text import Text
+
+from layerwise.api.choose import Choice
+from layerwise.api.world import World
+from layerwise.search.find import TIE
+from layerwise.search.report import strategy_table, units
+
+
+def table(choice: Choice, world: World, machine: str) -> Group:
+    """One table, and the lines below it."""
+    nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+    title = f" on {world.size} × {world.device}{nodes}, {choice.plan.batch:,} samples a step"
+    found = strategy_table(choice.model, choice.best)
+    return Group(
+        Text.assemble("layerwise: ", (choice.plan.model, "bold"), title), found, *lines(choice, world, machine)
+    )
+
+
+def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
+    """What it gains over data parallelism, and what that rests on."""
+    best, data = choice.best, choice.data
+    time, other = best.timeline.total_s, data.timeline.total_s
+    if world.size == 1:
+        yield f"one rank, nothing to split: {units(time, 's')} a step predicted"
+    elif best.strategy == data.strategy:
+        why = (
+            "as asked for" if choice.asked else f"the best here: nothing found is predicted more than {TIE:.1%} faster"
+        )
+        yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
+    else:
+        ratio = f"{other / time:.2f}× as fast as data parallelism" + " (SLOWER)" * (time > other)
+        yield (
+            f"{best.name}: {units(time, 's')} a step predicted, {ratio}: {units(other, 's')}; "
+            f"{units(best.price.bytes_moved, 'B')} sent a step instead of {units(data.price.bytes_moved, 'B')}"
+        )
+    yield f"predictions rest on {machine}"
+    yield from choice.notes

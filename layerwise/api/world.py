@@ -1,0 +1,132 @@
+"""World: the ranks that this process trains with, the nodes that they are on, and what they compute with."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import socket
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.start import join_default_group, start
+from layerwise.errors import LayerwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """comm: how the ranks talk. nodes: how many machines. gpus_per_node: ranks that share one, as plans count them.
+
+    device_order: the rank that is each device of a plan: ranks of a node are neighbours. device: what a rank computes
+    with ("NVIDIA H100 80GB HBM3", "cpu"); memory_bytes: that the poorest rank has of it.
+    """
+
+    comm: Comm
+    nodes: int
+    gpus_per_node: int
+    device_order: tuple[int, ...]
+    device: str
+    memory_bytes: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self.comm.size
+
+
+class _Joined:
+    """The communicator of this process: it can arrive only once, however many models it makes parallel."""
+
+    comm: Comm | None = None
+    group: object = None  # torch.distributed's default group that it stands on
+
+
+def join(
+    device: torch.device,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    comm: Comm | None = None,
+    timeout_s: float = 30.0,
+) -> World:
+    """Joins the other ranks as torchrun's environment says, or takes torch.distributed's default group if there is one.
+
+    Every rank calls it alike. LayerwiseError where the mesh is not one of all ranks.
+    """
+    if comm is None:
+        comm = _join(device, timeout_s)
+    told = [json.loads(text) for text in comm.tell_all(json.dumps(_here(device, comm.size)))]
+    by_node: dict[str, list[int]] = {}
+    for rank, one in enumerate(told):
+        by_node.setdefault(one["node"], []).append(rank)
+    kinds = Counter(one["device"] for one in told)
+    if len(kinds) > 1:
+        raise LayerwiseError(
+            f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
+            "many ranks as there are equal devices"
+        )
+    order = _order(mesh, comm.size) if mesh is not None else tuple(r for ranks in by_node.values() for r in ranks)
+    return World(
+        comm,
+        len(by_node),
+        math.gcd(*(len(ranks) for ranks in by_node.values())),
+        order,
+        told[0]["device"],
+        min(one["memory_bytes"] for one in told),
+    )
+
+
+def _join(device: torch.device, timeout_s: float) -> Comm:
+    if dist.is_available() and dist.is_initialized():
+        if _Joined.comm is None or _Joined.group is not dist.group.WORLD:
+            alone = dist.get_world_size() == 1
+            _Joined.comm = SoloComm(device) if alone else join_default_group(device, timeout_s)
+            _Joined.group = dist.group.WORLD
+        return _Joined.comm
+    made = start(timeout_s, device=device.type)
+    if made.size > 1:
+        _Joined.comm, _Joined.group = made, dist.group.WORLD
+        atexit.register(_leave, made)
+    return made
+
+
+def _leave(comm: Comm) -> None:
+    """At the end of a script: the ranks wait for each other, or are told of the error that ends this one."""
+    if dist.is_initialized():  # else the script has taken the network down itself
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        comm.close(error)
+
+
+def _here(device: torch.device, ranks: int) -> dict[str, str | int]:
+    """What this rank says of itself. Where torchrun's agents differ, so do the nodes, whatever their names."""
+    node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return {"node": node, "device": facts.name, "memory_bytes": facts.total_memory}
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(local, 1)
+    return {"node": node, "device": device.type, "memory_bytes": memory}
+
+
+def _order(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> tuple[int, ...]:
+    """The ranks of a 1-D mesh, or of a process group, which must be all ranks."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise LayerwiseError(
+                f"device_mesh has {mesh.ndim} dimensions; a plan needs a 1-D mesh over all {size} ranks: layerwise "
+                "finds the dimensions itself"
+            )
+        ranks = [int(rank) for rank in mesh.mesh.tolist()]
+    elif isinstance(mesh, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(mesh)
+    else:
+        raise LayerwiseError(f"device_mesh must be a 1-D DeviceMesh or a process group, not {type(mesh).__name__}")
+    if sorted(ranks) != list(range(size)):
+        raise LayerwiseError(f"device_mesh has ranks {ranks}; a plan needs all {size} of them")
+    return tuple(ranks)

@@ -1,0 +1,224 @@
+"""What the ranks of a pool (tests/comm/pool.py) are called to do."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from layerwise.api.accumulate import auto
+from layerwise.api.fit import Epoch, fit
+from layerwise.api.parallelize import parallelize
+from layerwise.api.split import split
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.machine import load as load_profile
+from tests.api.script import BATCH, SEED, data, network
+
+
+def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[float], dict[str, Tensor], dict, bool]:
+    """Two steps: losses, the whole state, the plan's configurations, and whether the states round-trip."""
+    dataset = data(2 * BATCH)
+    share = BATCH // comm.size
+    example = dataset.tensors[0][:share]
+    model = parallelize(network(SEED + comm.rank) if source is None else source, example, comm=comm, measure_s=0, **how)
+    first = model.full_state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for start in (0, BATCH):
+        x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() * len(x) / BATCH)
+    whole, own = model.full_state_dict(), copy.deepcopy(model.state_dict())
+    model.load_state_dict(first)
+    back = all(torch.equal(value, first[name]) for name, value in model.full_state_dict().items())
+    model.load_state_dict(own)
+    back = back and all(torch.equal(value, whole[name]) for name, value in model.full_state_dict().items())
+    return losses, whole, {name: dict(c.degrees) for name, c in model.plan.strategy.items()}, back
+
+
+def refused(comm: Comm, how: dict[str, Any]) -> str:
+    """The message of the LayerwiseError."""
+    try:
+        parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=0, **how)
+    except LayerwiseError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def fitted(comm: Comm, count: int, how: dict[str, Any]) -> tuple[list[Epoch], dict[str, Tensor]]:
+    """`fit` on `count` samples, with the last six held out."""
+    x, y = data(count).tensors
+    held_out = (x[-6:], y[-6:])
+    model = network(SEED + comm.rank)
+    options = {"progress": False, "verbose": False, "measure_s": 0} | how
+    made = fit(model, (x, y), nn.CrossEntropyLoss(), "momentum", held_out=held_out, comm=comm, **options)
+    return made.history, model.state_dict()
+
+
+def whole_batch(comm: Comm) -> str:
+    """One sample for all ranks: each is given it, and all have the loss that one device has."""
+    x, y = (t[:1] for t in data().tensors)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(0.01)
+    alone = F.cross_entropy(net(x), y)
+    model = parallelize(net, x, comm=comm, batch=1, verbose=False, measure_s=0)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    assert abs(loss.item() - alone.item()) < 1e-12
+    return model.io
+
+
+def plan_text(comm: Comm) -> str:
+    """A plan for these ranks."""
+    return parallelize(network(), data().tensors[0][:4], comm=comm, verbose=False, measure_s=0).plan.dumps()
+
+
+def differently(comm: Comm) -> str:
+    """The ranks are given different strategies."""
+    return refused(comm, {"strategy": ("data", "model")[comm.rank]})
+
+
+def too_few(comm: Comm) -> str:
+    """One sample for two ranks."""
+    try:
+        fit(network(), data(1).tensors, nn.CrossEntropyLoss(), "sgd", comm=comm, progress=False)
+    except LayerwiseError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A loop of the user's own over a split data set, whose last batch is short."""
+    dataset = data(count)
+    model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], comm=comm, verbose=False, measure_s=0)
+    share = split(dataset, model, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    loader = DataLoader(share, share.batch_size)
+    for i, (x, y) in enumerate(loader):
+        whole = share.last if share.last and i + 1 == len(loader) else BATCH
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, batch=whole), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() * len(x) / whole)
+    return losses, model.full_state_dict()
+
+
+def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
+    """A loop that knows nothing of it: whether each step changed the parameters, and the state at the end."""
+    dataset = data(4 * BATCH)
+    model = parallelize(smooth(), dataset.tensors[0][: BATCH // comm.size], comm=comm, strategy="data",
+                        sync_every=every, verbose=False, measure_s=0)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    changed = []
+    for start in range(0, 4 * BATCH, BATCH):
+        x, y = (t[start : start + BATCH][model.share()] for t in dataset.tensors)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        changed.append(any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
+    with torch.no_grad():
+        model(x)  # leaves no trace
+    return changed, model.full_state_dict()
+
+
+def smooth() -> nn.Module:
+    """Without batch norm, whose statistics are those of a batch."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).double()
+
+
+def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
+    """What "auto" finds."""
+    example = data().tensors[0][: BATCH // comm.size]
+    return auto(parallelize(smooth(), example, comm=comm, strategy="data", verbose=False, measure_s=0), compute_s)
+
+
+class Named(nn.Module):
+    """Called by names, with a loss of its own, a tied weight and a dict for an answer, as Hugging Face's models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0, dtype=torch.float64), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        logits = self.head(hidden + self.body(hidden) * self.scale)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def named() -> Named:
+    torch.manual_seed(SEED)
+    return Named().double()
+
+
+def words(count: int = 4) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return {name: torch.randint(0, 11, (count, 6), generator=draw) for name in ("labels", "input_ids")}
+
+
+def by_names(comm: Comm, how: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """One step of a model that is called by names: this rank's loss, the whole state."""
+    whole = words()
+    part = 4 // comm.size
+    example = {name: x[:part] for name, x in whole.items()}
+    model = parallelize(named(), example, comm=comm, verbose=False, measure_s=0, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = model(**{name: x[model.share()] for name, x in reversed(whole.items())})
+    out["loss"].backward()
+    optimizer.step()
+    return out["loss"].item(), model.full_state_dict()
+
+
+def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
+    """Twice in a row, the cache being empty at first: what the profile says after each, on rank 0."""
+    os.environ["LAYERWISE_CACHE"] = folder
+    found = []
+    for _ in range(2):
+        model = parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=3.0, verbose=False)
+        if comm.rank == 0:
+            (path,) = Path(folder).glob("*.json")
+            profile = load_profile(path)
+            assert profile.links is not None
+            assert model.plan.provenance["profile"] == profile.name
+            (times,) = profile.layers
+            found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
+    return found
+
+
+def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tuple[int, ...], str]:
+    """As in a script that has called init_process_group itself; the mesh has the ranks the other way round."""
+    mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
+    dataset = data(BATCH)
+    model = parallelize(network(SEED + comm.rank), dataset.tensors[0][:4], device_mesh=mesh, verbose=False, measure_s=0)
+    x, y = (t[model.share()] for t in dataset.tensors)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    again = parallelize(network(), dataset.tensors[0][:4], strategy="data", verbose=False, measure_s=0)
+    assert again.comm is model.comm
+    try:
+        parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[0, 1]])))
+    except LayerwiseError as error:
+        return [loss.item()], model.full_state_dict(), model.plan.device_order, str(error)
+    raise AssertionError("a mesh of two dimensions was taken")

@@ -1,0 +1,109 @@
+"""choose: layers by hand are kept, and the rest is the optimum around them; nodes and memory as they are found."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from layerwise.api.choose import Choice, Request, choose, fixed_layers
+from layerwise.api.machine import built_in, given
+from layerwise.api.table import lines
+from layerwise.api.world import World
+from layerwise.comm.base import Comm
+from layerwise.comm.thread import run_threads
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.plan import as_json
+from layerwise.search.alternatives import alternatives
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import configurations
+
+REQUEST = Request("alexnet", torch.float32, 16e9)
+
+
+def planned(strategy: object, request: Request = REQUEST, ranks: int = 4, nodes: int = 1, batch: int = 64) -> Choice:
+    graph = fuse(load_model("alexnet", batch))
+
+    def run(comm: Comm) -> Choice | None:
+        world = World(comm, nodes, ranks // nodes, tuple(reversed(range(ranks))), "Tesla P100", 16 * 10**9)
+        return choose(graph, world, built_in(world).profile, request, strategy) if comm.rank == 0 else None
+
+    return run_threads(ranks, run)[0]
+
+
+def test_the_rest_is_the_optimum_around_a_layer_by_hand() -> None:
+    """Against a table over that layer which is left when all others are eliminated."""
+    free = planned(None)
+    model = free.model
+    named = {name: baseline(model, name) for name in NAMES}
+    tables = model.tables(configurations(model, SearchSpace(4), named, {}))
+    for alternative in alternatives(tables, "classifier.4"):
+        choice = planned({"classifier.4": as_json(alternative.config)})
+        assert choice.best.strategy["classifier.4"] == alternative.config
+        assert choice.best.price.step_time_s == pytest.approx(alternative.step_time_s, rel=1e-6)
+
+
+def test_several_nodes_and_their_order() -> None:
+    choice = planned(None, ranks=4, nodes=2)
+    assert (choice.plan.gpus_per_node, choice.plan.device_order) == (2, (3, 2, 1, 0))
+    assert choice.model.devices.nodes == 2
+    assert choice.best.timeline.total_s <= choice.data.timeline.total_s
+
+
+def test_memory() -> None:
+    data = planned("data")
+    need = data.best.price.memory_bytes
+    assert planned("data", replace(REQUEST, memory_bytes=1.01 * need)).best.strategy == data.best.strategy
+    with pytest.raises(LayerwiseError, match=r"the strategy needs .* GB on one of the 4 devices"):
+        planned("data", replace(REQUEST, memory_bytes=0.99 * need))
+
+
+def test_what_is_said() -> None:
+    def said(choice: Choice) -> str:
+        world = World(type("", (), {"size": 4})(), 1, 4, (0, 1, 2, 3), "Tesla P100", 16 * 10**9)
+        return "\n".join(lines(choice, world, "a profile"))
+
+    assert "× as fast as data parallelism" in said(planned(None))
+    assert "data parallelism, as asked for" in said(planned("data"))
+    assert "(SLOWER)" in said(planned("model", batch=2048))
+    few = said(planned(None, batch=2))
+    assert "2 samples for 4 ranks: every rank is to be given the whole batch" in few
+    assert "planned with float32's" in said(planned(None, replace(REQUEST, dtype=torch.bfloat16)))
+    best = said(planned(None, Request("alexnet", torch.float32, 16e9), ranks=1))
+    assert "predicted" in best
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"classifier.5": {"c": 4}}, "did you mean 'classifier"),
+        ({"classifier.4": {"x": 4}}, "is not a dimension"),
+        ({"classifier.4": {"h": 2}}, "cannot be split along 'h'"),
+        ({"classifier.4": 4}, "a configuration is a mapping"),
+        (["data"], "strategy is a name or"),
+        ("datum", "unknown strategy 'datum'"),
+    ],
+)
+def test_wrong_strategies(strategy: object, message: str) -> None:
+    model = CostModel(fuse(load_model("alexnet", 64)), load("p100").device_graph(4))
+    with pytest.raises(LayerwiseError, match=message):
+        fixed_layers(model, strategy)
+
+
+def test_profiles() -> None:
+    assert given("p100").profile.name == "p100"
+    assert given(load("v100")).profile.name == "v100"
+
+    def fitting(device: str) -> tuple[str, str]:
+        made = built_in(World(None, 1, 1, (0,), device, 1))  # type: ignore[arg-type]
+        return made.profile.name, made.told
+
+    assert fitting("NVIDIA H100 80GB HBM3")[0] == "h100"
+    assert fitting("cpu")[0] == "cpu"
+    name, told = fitting("NVIDIA Quadro T400")
+    assert name == "h100"
+    assert "for want of one of NVIDIA Quadro T400" in told

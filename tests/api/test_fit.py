@@ -1,0 +1,156 @@
+"""fit: the same losses and weights on one and on two ranks, and as a plain loop over the same batches."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import layerwise
+from layerwise.api.fit import Fitted
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.run.data import order
+from tests.api.ranks import fitted
+from tests.api.script import data, network
+from tests.api.test_parallelize import apart
+from tests.comm.pool import run_ranks
+
+QUIET = {"progress": False, "verbose": False, "measure_s": 0}
+
+
+def test_two_ranks_are_one_is_a_plain_loop() -> None:
+    """19 samples in batches of 8, shuffled: the last 3 join the batch before."""
+    one, state = fitted(SoloComm(), 19, {"epochs": 2, "batch": 8, "clip_norm": 1.0})
+    model, losses = network(), []
+    x, y = data(19).tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch in range(2):
+        total, numbers = 0.0, order(19, 0, epoch)
+        for batch in (numbers[:8], numbers[8:]):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            total += loss.item() * len(batch)
+        losses.append(total / 19)
+    assert [epoch.loss for epoch in one] == pytest.approx(losses, rel=1e-9)
+    assert apart(state, model.state_dict()) <= 1e-9
+    model.eval()
+    out = model(x[-6:])
+    assert one[-1].held_out["loss"] == pytest.approx(nn.functional.cross_entropy(out, y[-6:]).item(), rel=1e-9)
+    assert one[-1].held_out["accuracy"] == pytest.approx((out.argmax(1) == y[-6:]).double().mean().item())
+    for history, whole in run_ranks(2, "tests.api.ranks:fitted", 19, {"epochs": 2, "batch": 8, "clip_norm": 1.0}):
+        assert [epoch.loss for epoch in history] == pytest.approx(losses, rel=1e-9)
+        assert [epoch.held_out for epoch in history] == [pytest.approx(epoch.held_out, rel=1e-9) for epoch in one]
+        assert apart(whole, state) <= 1e-9
+
+
+def losses(made: Fitted) -> list[float]:
+    return [epoch.loss for epoch in made.history]
+
+
+def test_every_kind_of_data_gives_the_same() -> None:
+    whole = data(16)
+    asked = {"batch": 4, "shuffle": False, **QUIET}
+    expected = losses(layerwise.fit(network(), whole.tensors, nn.CrossEntropyLoss(), "sgd", **asked))
+    several = TensorDataset(*whole.tensors)
+    loader = DataLoader(several, 4)
+    dealt = DataLoader(several, 4, sampler=DistributedSampler(several, 1, 0, shuffle=False))
+    for given, how in ((several, asked), (loader, QUIET), (dealt, QUIET)):
+        assert losses(layerwise.fit(network(), given, nn.CrossEntropyLoss(), "sgd", **how)) == expected
+    shuffled = losses(layerwise.fit(network(), whole.tensors, nn.CrossEntropyLoss(), "sgd", batch=4, **QUIET))
+    assert shuffled == losses(
+        layerwise.fit(network(), DataLoader(several, 4, shuffle=True), nn.CrossEntropyLoss(), "sgd", **QUIET)
+    )
+    assert shuffled != expected
+
+
+def test_optimizers_by_name_by_function_and_carried_over() -> None:
+    def run(optimizer: object, model: nn.Module) -> list[float]:
+        return losses(layerwise.fit(model, data(16).tensors, nn.CrossEntropyLoss(), optimizer, epochs=2, **QUIET))
+
+    expected = run("momentum", network())
+    assert run(lambda parameters: torch.optim.SGD(parameters, 0.01, 0.9), network()) == expected
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": [p for part in model[1:] for p in part.parameters()]}]
+    assert run(torch.optim.SGD(groups, 0.01, 0.9), model) == pytest.approx(expected, rel=1e-12)
+    model = network()
+    groups[0]["params"], groups[1]["params"] = model[0].parameters(), [p for m in model[1:] for p in m.parameters()]
+    groups[0]["lr"] = 0.0
+    assert run(torch.optim.SGD(groups, 0.01, 0.9), model) != pytest.approx(expected, rel=1e-6)
+    assert torch.equal(model[0].weight, network()[0].weight)  # its group's rate was 0
+
+
+def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
+    how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "batch": 4, **QUIET}
+    at_once, in_parts, again = network(), network(), network()
+    args = data(16).tensors, nn.CrossEntropyLoss(), "adam"
+    whole = layerwise.fit(at_once, *args, epochs=3, **how)
+    layerwise.fit(in_parts, *args, epochs=1, checkpoint=tmp_path, resume=True, **how)
+    rest = layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, **how)
+    assert losses(rest) == losses(whole)[1:]
+    assert apart(again.state_dict(), at_once.state_dict()) == 0.0
+    with pytest.raises(LayerwiseError, match="was trained with seed 0, here it is 1"):
+        layerwise.fit(again, *args, epochs=3, checkpoint=tmp_path, resume=True, seed=1, **how)
+
+
+def test_metrics_and_any_loss() -> None:
+    """A regression, its own metric, no accuracy."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 3, generator=draw)
+    y = x @ torch.tensor([[1.0], [2.0], [3.0]])
+
+    def worst(out: Tensor, target: Tensor) -> Tensor:
+        return (out - target).abs().mean()
+
+    made = layerwise.fit(
+        nn.Linear(3, 1), (x, y), nn.functional.mse_loss, "sgd", epochs=40, batch=6, held_out=(x, y),
+        metrics={"off": worst}, **QUIET,
+    )  # fmt: skip
+    assert set(made.history[-1].held_out) == {"loss", "off"}
+    assert made.history[-1].held_out["off"] < 0.05 < made.history[0].held_out["off"]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, "of type int: give"),
+        (Stream(), "IterableDataset"),
+        (DataLoader(Stream()), "IterableDataset"),
+        ([1, 2, 3], "of type list: give"),
+        (TensorDataset(torch.zeros(4, 1, 8, 8)), r"not \(input, target\)"),
+        ((torch.zeros(4, 3), torch.zeros(5)), "4 inputs, but 5 targets"),
+    ],
+)
+def test_wrong_data(given: object, message: str) -> None:
+    with pytest.raises(LayerwiseError, match=message):
+        layerwise.fit(network(), given, nn.CrossEntropyLoss(), "sgd", **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg'"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS needs whole parameters"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])}, "not the model's"),
+        ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "must be a mean"),
+        ({"resume": True}, "needs checkpoint"),
+    ],
+)
+def test_wrong_arguments(how: dict, message: str) -> None:
+    args = {"loss": nn.CrossEntropyLoss(), "optimizer": "sgd"} | how
+    with pytest.raises(LayerwiseError, match=message):
+        layerwise.fit(network(), data(8).tensors, **args, **QUIET)
+
+
+def test_too_few_samples_for_the_ranks() -> None:
+    for message in run_ranks(2, "tests.api.ranks:too_few"):
+        assert "1 samples, too few for 2 ranks" in message

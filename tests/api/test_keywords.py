@@ -1,0 +1,35 @@
+"""Models that are called by names."""
+
+import pytest
+import torch
+
+import layerwise
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from tests.api.ranks import by_names, named, words
+from tests.api.test_parallelize import apart
+from tests.comm.pool import run_ranks
+
+
+def test_the_numbers_are_those_of_the_model() -> None:
+    model = named()
+    model(**words())["loss"].backward()
+    loss = model(**words())["loss"].item()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    alone, state = by_names(SoloComm(), {})
+    assert alone == pytest.approx(loss, rel=1e-12)
+    assert apart(state, model.state_dict()) <= 1e-12
+    ranks = run_ranks(2, "tests.api.ranks:by_names", {"strategy": {"body.0": {"c": 2}}})
+    assert sum(rank[0] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-9)
+    for _, whole in ranks:
+        assert apart(whole, model.state_dict()) <= 1e-9
+
+
+def test_the_names_must_be_those_that_were_traced() -> None:
+    model = layerwise.parallelize(named(), words(), verbose=False)
+    labels, ids = words().values()
+    assert model(labels, ids)["loss"].item() == model(input_ids=ids, labels=labels)["loss"].item()
+    with pytest.raises(LayerwiseError, match="'labels' is missing"):
+        model(input_ids=ids)
+    with pytest.raises(LayerwiseError, match="'mask' is not one of them"):
+        model(input_ids=ids, labels=labels, mask=ids)

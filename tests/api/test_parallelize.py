@@ -1,0 +1,222 @@
+"""parallelize: a user's loop, unchanged, gives the numbers of one device and of plain PyTorch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from tests.api.ranks import trained
+from tests.api.script import BATCH, data, network, train
+from tests.comm.pool import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest element of all."""
+    assert a.keys() == b.keys()
+    scale = max(float(t.double().abs().max()) for t in b.values())
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in b) / scale
+
+
+def plain(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """What PyTorch makes of the same batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    x, y = data(steps * BATCH).tensors
+    for start in range(0, steps * BATCH, BATCH):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_a_script_under_torchrun(tmp_path: Path) -> None:
+    """Losses and states of two processes against plain PyTorch; the ranks build different models, rank 0's counts."""
+    how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}, "measure_s": 0}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "tests/api/script.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "out"), json.dumps(how)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Sequential on 2 × cpu" in done.stdout
+    assert "{n=1, c=2}" in done.stdout
+    assert done.stdout.count("data parallelism") == 1
+    ranks = [load_file(tmp_path / f"out.{rank}") for rank in range(2)]
+    model = network()
+    losses = train(model, torch.utils.data.DataLoader(data(), BATCH))
+    assert torch.stack([rank["losses"] for rank in ranks]).mean(0).tolist() == pytest.approx(losses, rel=1e-9)
+    for rank in ranks:
+        whole = {name.removeprefix("whole."): value for name, value in rank.items() if name.startswith("whole.")}
+        assert apart(whole, model.state_dict()) <= 1e-9
+        model.load_state_dict(whole, strict=True)
+    assert [tuple(rank["own.5.weight"].shape) for rank in ranks] == [(6, 64), (6, 64)]
+    assert [tuple(rank["own.7.weight"].shape) for rank in ranks] == [(10, 6), (10, 6)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"strategy": "data"},
+        {"strategy": "owt"},
+        {"strategy": "model"},
+        {"strategy": {"0": {"h": 2}, "7": {"k": 2}}},
+    ],
+    ids=["searched", "data", "owt", "model", "by hand"],
+)
+def test_the_numbers_are_plain_pytorchs(how: dict) -> None:
+    ranks = run_ranks(2, "tests.api.ranks:trained", how | {"verbose": False})
+    losses, state = plain(2)
+    assert [sum(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, rel=1e-9)
+    for _, whole, strategy, back in ranks:
+        assert apart(whole, state) <= 1e-9
+        assert back
+        by_hand = how.get("strategy")
+        if isinstance(by_hand, dict):
+            assert {name: strategy[name] for name in by_hand} == by_hand
+        elif by_hand == "data":
+            assert set(map(str, strategy.values())) == {"{'n': 2}"}
+
+
+def test_on_the_default_group_and_a_mesh() -> None:
+    losses, state = plain(1)
+    ranks = run_ranks(2, "tests.api.ranks:on_the_default_group")
+    assert sum(rank[0][0] for rank in ranks) / 2 == pytest.approx(losses[0], rel=1e-9)
+    for _, whole, order, message in ranks:
+        assert apart(whole, state) <= 1e-9
+        assert order == (1, 0)
+        assert "device_mesh has 2 dimensions" in message
+
+
+def test_one_rank_is_plain_pytorch_bit_by_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    losses, whole, strategy, back = trained(SoloComm(), {})
+    assert (losses, back) == (plain(2)[0], True)
+    assert all(torch.equal(value, whole[name]) for name, value in plain(2)[1].items())
+    assert set(map(str, strategy.values())) == {"{}"}
+    assert "one rank, nothing to split" in capsys.readouterr().out
+
+
+def test_a_plan_is_used_as_it_is(tmp_path: Path) -> None:
+    model = layerwise.parallelize(network(), data().tensors[0][:4], verbose=False, measure_s=0)
+    model.plan.save(tmp_path / "plan.json")
+    again = layerwise.parallelize(
+        network(), data().tensors[0][:4], plan=tmp_path / "plan.json", verbose=False, measure_s=0
+    )
+    assert again.plan == model.plan
+    assert isinstance(again.plan.strategy["0"], Config)
+
+
+def test_fewer_samples_than_ranks_are_fed_whole() -> None:
+    for message in run_ranks(2, "tests.api.ranks:whole_batch"):
+        assert message == "free"
+
+
+def test_files_train_from_their_weights(tmp_path: Path) -> None:
+    """An exported program, a .pt2 and an .onnx file begin with the module's values and learn what it learns."""
+    example = data().tensors[0][:BATCH]
+    program = torch.export.export(network().train(), (example,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    losses, state = plain(2)
+    for source in (program, tmp_path / "net.pt2"):
+        found, whole, _, _ = trained(SoloComm(), {"verbose": False}, source)
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert apart(whole, state) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"strategy": {"classifer": {"c": 2}}}, "names layer 'classifer', which the model does not have"),
+        ({"strategy": {"6": {"c": 2}}}, "element-wise layers go with the layer before them"),
+        ({"strategy": {"5": {"c": 4}}}, "needs 4 devices, there are 1: start the script with torchrun"),
+        ({"strategy": "date"}, "did you mean 'data'"),
+        ({"memory_limit": 1000.0}, "use more ranks or a smaller batch"),
+        ({"profile": "h1000"}, "did you mean h100"),
+        ({"batch": 0}, "it must be at least 1"),
+        ({"plan": "nothing.json"}, "nothing.json"),
+        ({"plan": "x", "strategy": "data"}, "give one of them"),
+        ({"device_mesh": "2x2"}, "start the script with torchrun"),
+    ],
+)
+def test_wrong_arguments(how: dict, message: str) -> None:
+    with pytest.raises(LayerwiseError, match=message):
+        layerwise.parallelize(network(), data().tensors[0][:4], **how)
+
+
+@pytest.mark.parametrize("inputs", [None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)])
+def test_wrong_inputs(inputs: object) -> None:
+    with pytest.raises(LayerwiseError, match="example_inputs"):
+        layerwise.parallelize(network(), inputs)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_wrong_models() -> None:
+    with pytest.raises(LayerwiseError, match="must not depend on data"):
+        layerwise.parallelize(Branching(), torch.randn(2, 3))
+    with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
+        layerwise.parallelize(7, torch.randn(2, 3))
+    frozen = nn.Linear(3, 3)
+    frozen.bias.requires_grad_(False)
+    with pytest.raises(LayerwiseError, match="'bias' has requires_grad=False"):
+        layerwise.parallelize(frozen, torch.randn(2, 3))
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    with pytest.raises(LayerwiseError, match=r"bring them to one type|torch\.export fails"):
+        layerwise.parallelize(mixed, torch.randn(2, 3))
+
+
+def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
+    (text, _) = run_ranks(2, "tests.api.ranks:plan_text")
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(LayerwiseError, match="the plan is for 2 ranks, there is 1: start the script with torchrun"):
+        layerwise.parallelize(network(), data().tensors[0][:4], plan=tmp_path / "plan.json")
+
+
+def test_ranks_that_ask_for_different_things() -> None:
+    first, second = run_ranks(2, "tests.api.ranks:differently")
+    assert "the ranks differ in strategy" in first
+    assert first == second
+
+
+def test_an_onnx_file_trains_from_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    held = {name.replace(".", "_"): value.detach().numpy() for name, value in model.state_dict().items()}
+    nodes = [
+        onnx.helper.make_node("Gemm", ["x", "0_weight", "0_bias"], ["a"], transB=1),
+        onnx.helper.make_node("Relu", ["a"], ["b"]),
+        onnx.helper.make_node("Gemm", ["b", "2_weight", "2_bias"], ["y"], transB=1),
+    ]
+    shapes = {"x": (4, 6), "y": (4, 3)}
+    x, y = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in shapes.items())
+    initial = [onnx.numpy_helper.from_array(value, name) for name, value in held.items()]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "mlp", [x], [y], initial)), tmp_path / "mlp.onnx")
+    inputs, labels = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    made = layerwise.parallelize(tmp_path / "mlp.onnx", inputs, verbose=False)
+    for one in (made, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        nn.functional.cross_entropy(one(inputs), labels).backward()
+        optimizer.step()
+    state = {name.replace(".", "_"): value for name, value in model.state_dict().items()}
+    assert apart(made.full_state_dict(), state) <= 1e-6

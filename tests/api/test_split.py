@@ -1,0 +1,90 @@
+"""split: together the shares have every sample once; and a remainder is never dropped without a word."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import layerwise
+from layerwise.errors import LayerwiseError
+from tests.api.script import BATCH, data, network
+from tests.api.test_parallelize import apart
+from tests.comm.pool import run_ranks
+
+
+def shares(count: int, size: int, **how: object) -> list[layerwise.api.split.Share]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(size))
+        made = []
+        for rank in range(size):
+            patch.setenv("RANK", str(rank))
+            made.append(layerwise.split(range(100, 100 + count), verbose=False, **how))
+        return made
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.data())
+def test_every_sample_once(size: int, more: int, draw: st.DataObject) -> None:
+    count = size + more
+    every = list(chain.from_iterable(list(share) for share in shares(count, size)))
+    assert every == list(range(100, 100 + count))
+    batch = draw.draw(st.integers(size, 50))
+    left = count % batch
+    if left and left < size:
+        with pytest.raises(LayerwiseError, match=f"the last batch has {left} of {count} samples, too few"):
+            shares(count, size, batch=batch)
+        return
+    parts = shares(count, size, batch=batch)
+    assert sorted(chain.from_iterable(parts)) == list(range(100, 100 + count))
+    assert {share.last for share in parts} == {left or None}
+    assert all(bool(share.note) == bool(left) for share in parts)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 40))
+def test_repeated_or_left_out(size: int, each: int, count: int) -> None:
+    if count < size:
+        return
+    batch = size * each
+    repeated = shares(count, size, batch=batch, remainder="repeat")
+    assert {len(share) for share in repeated} == {-(-count // batch) * each}
+    assert set(chain.from_iterable(repeated)) == set(range(100, 100 + count))
+    short = shares(count, size, batch=batch, remainder="leave out")
+    assert sorted(chain.from_iterable(short)) == list(range(100, 100 + count - count % batch))
+    assert all(("left out" in share.note) == bool(count % batch) for share in short)
+
+
+def test_rank_0_says_what_becomes_of_the_remainder(capsys: pytest.CaptureFixture[str]) -> None:
+    layerwise.split(range(10), batch=4)
+    assert capsys.readouterr().err == (
+        "layerwise.split: the last of 3 batches has 2 samples: call model(x, batch=2) for it\n"
+    )
+    layerwise.split(range(12), batch=4)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_loop_over_shares_is_one_devices() -> None:
+    count = 2 * BATCH + 5
+    model, losses = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = data(count).tensors
+    for batch in torch.arange(count).split(BATCH):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ranks = run_ranks(2, "tests.api.ranks:epoch_of_shares", count)
+    assert [sum(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, rel=1e-9)
+    for _, state in ranks:
+        assert apart(state, model.state_dict()) <= 1e-9
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(LayerwiseError, match="has 1 samples, too few for 2 ranks"):
+        shares(1, 2)
+    with pytest.raises(LayerwiseError, match="it must be 'short', 'repeat' or 'leave out'"):
+        layerwise.split(range(8), remainder="drop")
+    with pytest.raises(LayerwiseError, match="it must be at least 1"):
+        layerwise.split(range(8), batch=0)

