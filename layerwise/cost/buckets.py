@@ -26,7 +26,7 @@ class Bucket:
     name: str
     row: Ints
     group: Group
-    first: bool  # of its devices
+    first: bool  # of its groups
     bytes: float = 0.0
     last: str = ""
 
@@ -34,8 +34,8 @@ class Bucket:
 def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     """By the layer after whose backward pass they leave. A strategy with the inputs' and the sink's configurations.
 
-    A bucket takes gradients, from the last layer to the first, until it is full; it leaves with its last one. Each
-    device's first bucket is small, so that communication begins early. Parameters that several layers use come last.
+    A bucket takes gradients, from the last layer to the first, until it is full; it leaves with its last one. The
+    first bucket of a group is small, so that communication begins early. Parameters that several layers use come last.
     """
     inner = [layer for layer in reversed(model.graph.layers) if not isinstance(layer.op, Tied)]
     tied = [layer for layer in reversed(model.graph.layers) if isinstance(layer.op, Tied)]
@@ -45,8 +45,7 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
         for row, group, size in _gradients(model, layer, strategy):
             bucket = filling.get(row.tobytes())
             if bucket is None or bucket.bytes >= (FIRST_BUCKET_BYTES if bucket.first else BUCKET_BYTES):
-                first = not any(((b.row >= 0) & (row >= 0)).any() for b in found)
-                bucket = filling[row.tobytes()] = Bucket(layer.name, row, group, first)
+                bucket = filling[row.tobytes()] = Bucket(layer.name, row, group, first=bucket is None)
                 found.append(bucket)
             bucket.bytes += size
             bucket.last = layer.name

@@ -80,10 +80,11 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         return Network(graph, weights, {name: name for name in _names(graph)})
     if suffix in SUFFIXES:
         from layerwise.graph.from_torch import import_torch
-        from layerwise.graph.load_pt2 import load_pt2
+        from layerwise.graph.load_pt2 import load_pt2, load_pt2_weights
 
         graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
-        return Network(graph.rebatch(batch), stored, {name: name for name in _names(graph)})
+        values, keys = load_pt2_weights(spec)
+        return Network(graph.rebatch(batch), {**stored, **values}, {name: name for name in _names(graph)} | keys)
     return _built_in(spec, batch)
 
 
@@ -94,14 +95,19 @@ def _built_in(spec: str, batch: int) -> Network:
     with torch.device("meta"):
         network = model.build()
     # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
-    return network_of(network, model.example_inputs(2), batch, spec)
+    return network_of(network, model.example_inputs(2), batch, spec, trusted=True)
 
 
-def network_of(module: nn.Module, examples: Sequence[object], batch: int | None, name: str) -> Network:
-    """A module as a Network, at `batch` samples (None: the example's)."""
+def network_of(
+    module: nn.Module, examples: Sequence[object], batch: int | None, name: str, *, trusted: bool = False
+) -> Network:
+    """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
+    from layerwise.graph.batches import check_batches
     from layerwise.graph.from_torch import import_module
 
     graph, stored, structure = import_module(module, tuple(examples), name=name)
+    if not trusted:
+        check_batches(module, examples, graph, name)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -112,6 +118,7 @@ def network_of(module: nn.Module, examples: Sequence[object], batch: int | None,
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
     frozen = next((key for key, p in module.named_parameters() if not p.requires_grad), "")
     built = {key: value for key, read in values.items() if (value := read()) is not None and hasattr(value, "is_meta")}
+    values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, frozen)
 
 

@@ -3,7 +3,7 @@
 `torch.export.load` unpickles: weights and constants that are marked so, custom objects, and the sample inputs, where it
 falls back to full unpickling (torch 2.13: torch/export/pt2_archive/_package.py, torch/_export/serde/serialize.py).
 Nothing of that is called here. Every member that it would unpickle is read with `weights_only=True`, and the file
-refused where that fails; the graph is read by pt2_json.py; of the weights only small buffers are read, from raw bytes.
+refused where that fails; the graph is read by pt2_json.py, weights from their raw bytes when they are asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +24,7 @@ from layerwise.graph.program import Program
 from layerwise.graph.pt2_json import DTYPES, Json, MalformedError, integer, mapping, read_json, sequence, text
 from layerwise.graph.torch_constants import MOST_ELEMENTS
 
+T = TypeVar("T")
 OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet
 
 
@@ -30,10 +33,32 @@ def load_pt2(path: str | os.PathLike[str]) -> Program:
 
     Raises LayerwiseError for a file that is missing, damaged, or that would run code on being loaded by PyTorch.
     """
+    return _read(Path(path), lambda archive: archive.program())
+
+
+def load_pt2_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
+    """How to read each parameter and buffer, on the CPU; and for each name of the state dict the first of its tensor.
+
+    Weights without values (of the meta device) are left out. Raises LayerwiseError as `load_pt2`.
+    """
     file = Path(path)
+    weights = _read(file, lambda archive: archive.weights())
+    shared = _shared(weights)
+
+    def value(name: str) -> torch.Tensor:
+        found = _read(file, lambda archive: archive.value(weights[name]))
+        if found is None:
+            raise LayerwiseError(f"{file}: the value of {name!r} is damaged or of an element type unknown here")
+        return found
+
+    kept = {name: partial(value, name) for name, item in weights.items() if not _is_meta(item)}
+    return dict(kept), shared
+
+
+def _read(file: Path, read: Callable[[_Archive], T]) -> T:
     try:
         with zipfile.ZipFile(file) as archive:
-            return _Archive(file, archive).program()
+            return read(_Archive(file, archive))
     except LayerwiseError as error:
         raise LayerwiseError(f"{file}: {error}") from None
     except FileNotFoundError:
@@ -70,11 +95,32 @@ class _Archive:
             raise LayerwiseError(f"member {member!r} is damaged ({error})") from None
         return found
 
-    def program(self) -> Program:
+    def model(self) -> str:
+        """The member with the graph."""
         models = [m for m in self.members if m.startswith("models/") and m.endswith(".json")]
         model = next((m for m in models if m == "models/model.json"), models[0] if len(models) == 1 else None)
         if model is None:
             raise LayerwiseError(f"it holds {len(models)} exported programs ({', '.join(models)}), not one")
+        return model
+
+    def weights(self) -> dict[str, Json]:
+        """Where each parameter and buffer is, once all that PyTorch would unpickle is known to be plain data."""
+        name = self.model().removeprefix("models/").removesuffix(".json")
+        found = self.config(f"data/weights/{name}_weights_config.json")
+        self.vet(found, {})
+        return found
+
+    def value(self, item: Json) -> torch.Tensor | None:
+        """One of them."""
+        entry = mapping(item)
+        if entry.get("use_pickle"):
+            content = io.BytesIO(self.bytes("data/weights/" + text(entry["path_name"])))
+            found = torch.load(content, weights_only=True, map_location="cpu")
+            return found if isinstance(found, torch.Tensor) else None
+        return self.tensor("data/weights/", item, most_bytes=None)
+
+    def program(self) -> Program:
+        model = self.model()
         name = model.removeprefix("models/").removesuffix(".json")
         try:
             weights = self.config(f"data/weights/{name}_weights_config.json")
@@ -125,8 +171,8 @@ class _Archive:
                 "export the model again, with plain tensors as example inputs"
             ) from None
 
-    def tensor(self, folder: str, item: Json) -> torch.Tensor | None:
-        """A small buffer from its raw bytes; None for others."""
+    def tensor(self, folder: str, item: Json, most_bytes: int | None = MOST_ELEMENTS * 8) -> torch.Tensor | None:
+        """A tensor from its raw bytes; None for larger ones, and where it is not as it should be."""
         entry = mapping(item)
         if entry.get("use_pickle") or entry.get("tensor_meta") is None:
             return None
@@ -136,7 +182,7 @@ class _Archive:
         dtype = getattr(torch, DTYPES.get(integer(meta["dtype"]), ""), None)
         if member not in self.members or not isinstance(dtype, torch.dtype):
             return None
-        if self.archive.getinfo(self.members[member]).file_size > MOST_ELEMENTS * 8:
+        if most_bytes is not None and self.archive.getinfo(self.members[member]).file_size > most_bytes:
             return None
         content = bytearray(self.bytes(member))
         flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
@@ -157,10 +203,15 @@ def _shared(weights: Mapping[str, Json]) -> dict[str, str]:
     for name, item in weights.items():
         meta = mapping(mapping(item).get("tensor_meta") or {})
         key = json.dumps([mapping(item).get("path_name"), meta])
-        if mapping(meta.get("device") or {}).get("type") == "meta":
+        if _is_meta(item):
             key = name  # weights without values are all in one member
         result[name] = first.setdefault(key, name)
     return result
+
+
+def _is_meta(item: Json) -> bool:
+    meta = mapping(mapping(item).get("tensor_meta") or {})
+    return mapping(meta.get("device") or {}).get("type") == "meta"
 
 
 def _other_kind(names: set[str]) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -237,10 +238,7 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
     if args.checkpoint is not None and _first():
-        try:
-            Path(args.checkpoint).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LayerwiseError(f"--checkpoint {args.checkpoint}: {error.strerror}") from error
+        _check_folder(args.checkpoint)
     local = searched_with(plan, "local_batch_norm") if args.local_batch_norm is None else args.local_batch_norm
     if args.compare_single and local:
         raise LayerwiseError(
@@ -251,6 +249,23 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         check_writable(args.trace)
     if args.compare_single:  # TF32 rounds to 10 bits, and differently for products of different shapes
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def _check_folder(path: str) -> None:
+    """LayerwiseError where no checkpoint could be written: before the training. Leaves nothing behind."""
+    folder = Path(path)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        finally:
+            for one in missing:
+                if one.is_dir():
+                    one.rmdir()
+    except OSError as error:
+        raise LayerwiseError(f"--checkpoint {path}: {error.strerror}") from error
 
 
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:

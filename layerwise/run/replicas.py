@@ -26,6 +26,7 @@ class Bucket:
     """Parameters whose gradients travel together among the ranks of `group`."""
 
     group: Group
+    first: bool  # of its group
     names: list[str] = field(default_factory=list)
     bytes: int = 0
     flat: Tensor | None = None
@@ -52,9 +53,10 @@ class Replicas:
             p = parameters[name]
             key = (groups[name], p.dtype)
             bucket = open_buckets.get(key)
-            limit = FIRST_BUCKET_BYTES if self.buckets and bucket is self.buckets[0] else BUCKET_BYTES
+            # The first of its group: all members must cut alike, and a rank's own first may be of another group.
+            limit = FIRST_BUCKET_BYTES if bucket is not None and bucket.first else BUCKET_BYTES
             if bucket is None or bucket.bytes >= limit:
-                bucket = open_buckets[key] = Bucket(groups[name])
+                bucket = open_buckets[key] = Bucket(groups[name], first=bucket is None)
                 self.buckets.append(bucket)
             bucket.names.append(name)
             bucket.bytes += p.numel() * p.element_size()
@@ -74,11 +76,17 @@ class Gradients:
         self.alone: dict[str, Tensor] = {}
         for bucket in replicas.buckets:
             bucket.missing = {name for name in bucket.names if replicas.parameters[name].requires_grad}
+            for name in bucket.names:
+                p, view = replicas.parameters[name], replicas.views.get(name)
+                if not p.requires_grad and p.grad is not None and view is not None and _same(p.grad, view):
+                    p.grad = p.grad.clone()  # of before it was frozen: to stay as it is while its bucket is summed
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter; its bucket leaves when this was the last one missing."""
         replicas = self.replicas
         bucket, p = replicas.of.get(name), replicas.parameters[name]
+        if not p.requires_grad:  # a tied one, frozen after loading
+            return
         if bucket is None:
             self.alone[name] = gradient
             return
@@ -108,7 +116,7 @@ class Gradients:
                 self.earlier[name] = summed
             view.copy_(total)
         elif self.synchronise:
-            self.earlier[name] = p.grad.clone() if p.grad.data_ptr() == view.data_ptr() else p.grad
+            self.earlier[name] = p.grad.clone() if _same(p.grad, view) else p.grad
             view.copy_(gradient)
         else:
             local[name] = p.grad.clone()
@@ -151,3 +159,7 @@ class Gradients:
         for name, p in zip(bucket.names, parameters, strict=True):
             self.replicas.views[name] = bucket.flat[at : at + p.numel()].view_as(p)
             at += p.numel()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

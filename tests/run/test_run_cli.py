@@ -145,8 +145,20 @@ def test_resuming_says_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]
     assert sorted(path.name for path in Path("ck").iterdir()) == ["step-00000002", "step-00000003"]
     assert "going on from ck/step-00000003" in run(*flags)
     assert "nothing to do: the checkpoint has 3 steps already" in run(*flags)
-    assert run_main(dispatch, ["run", *flags, "--seed", "3"]) == 2
-    assert "was trained with seed 0, here it is 3" in capsys.readouterr().err
+    for changed, reason in (
+        (("--seed", "3"), "was trained with seed 0, here it is 3"),
+        (
+            ("--lr", "0.5"),
+            "was trained with optimizer sgd, lr 0.1, weight decay 0, here it is sgd, lr 0.5, weight decay 0",
+        ),
+        (("--optimizer", "momentum"), "here it is momentum, lr 0.01, momentum 0.9, weight decay 0"),
+        (("--weight-decay", "0.1"), "here it is sgd, lr 0.1, weight decay 0.1"),
+    ):
+        assert run_main(dispatch, ["run", *flags, *changed]) == 2
+        out, err = capsys.readouterr()
+        assert reason in err
+        assert (out, err.count("\n")) == ("", 1)
+    assert sorted(path.name for path in Path("ck").iterdir()) == ["step-00000002", "step-00000003"]
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
@@ -167,6 +179,10 @@ BAD = [
     ("one.json --optimizer lion", "invalid choice: 'lion'"),
     ("one.json --resume", "need --checkpoint DIR"),
     ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
+    ("one.json --checkpoint two.json", "--checkpoint two.json: File exists"),
+    ("one.json --checkpoint two.json/ck", "--checkpoint two.json/ck: Not a directory"),
+    ("one.json --checkpoint ck --data cifar", "unknown data 'cifar'"),
+    ("one.json --checkpoint ck/a --trace missing/t.json", "'missing/t.json' cannot be written"),
     ("one.json --compare-single --local-batch-norm", "leave out --compare-single"),
     ("local.json --compare-single", "give --no-local-batch-norm"),
     ("one.json --trace missing/t.json", "'missing/t.json' cannot be written"),

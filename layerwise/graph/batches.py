@@ -1,0 +1,45 @@
+"""Batches: whether a traced model is the same network at every batch, as `LayerGraph.rebatch` takes it to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.from_torch import import_module
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.ends import Constant
+
+
+def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> None:
+    """LayerwiseError where the model computes with the number of samples itself, such as `x.sum(0) / x.shape[0]`.
+
+    Tracing makes a constant of it, so a second trace, of twice the samples, is compared with the first at that batch. A
+    model that takes no other batch, or that cannot follow one, says so where it is given one; a constant with a row a
+    sample, too.
+    """
+    larger = [
+        torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == graph.batch else x for x in examples
+    ]
+    try:
+        expected = graph.rebatch(2 * graph.batch)
+        found, *_ = import_module(model, tuple(larger), name=name)
+    except LayerwiseError:
+        return
+    for layer, other in zip_longest(expected.layers, found.layers):
+        if layer is None or other is None or _facts(layer) != _facts(other):
+            where = layer or other
+            assert where is not None
+            raise LayerwiseError(
+                f"layer {where.name!r} depends on the number of samples by more than its shape (x.shape[0] as a "
+                "number, or a roll or slice along the samples): its numbers would be those of another batch; use "
+                "mean() and the like"
+            )
+
+
+def _facts(layer: Layer) -> tuple[object, ...]:
+    op = None if isinstance(layer.op, Constant) else layer.op.rows()
+    return layer.name, op, layer.inputs, layer.parameters, layer.out.shape

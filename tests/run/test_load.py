@@ -1,0 +1,140 @@
+"""Loading: rank 0's values win; ranks that load other things, and modules that cannot be trained, are refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm, CommError
+from layerwise.comm.thread import run_threads
+from layerwise.errors import LayerwiseError
+from layerwise.graph.load import Network, network_of
+from layerwise.run.load import load
+from tests.run.plans import difference
+from tests.run.small_modules import SAMPLES, equal, mlp, plan_of, traced
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Everything(nn.Module):
+    """Values of all kinds: parameters, buffers, some of them not saved, a tensor that is neither, and made of these."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.norm.running_mean += seed
+        self.register_buffer("scale", torch.rand(6))
+        self.register_buffer("shift", torch.rand(6), persistent=False)
+        self.plain = torch.rand(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x) * self.scale + self.shift) * self.plain + (self.plain * 2 + 1)
+
+
+def test_rank_0s_values_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = [Everything(seed).double() for seed in range(3)]
+    single, lock = copy.deepcopy(built[0]), threading.Lock()
+
+    def alone(*given: object) -> Network:  # torch.export is not for threads
+        with lock:
+            return network_of(*given)
+
+    monkeypatch.setattr(importlib.import_module("layerwise.run.load"), "network_of", alone)
+    plan, x = plan_of(traced(built[0]), 3), SAMPLES[0]
+
+    def rank(comm: Comm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        module = load(plan, built[comm.rank], comm=comm, dtype=torch.float64, example_inputs=(x[:2],))
+        out = module.eval()(x[module.share()])
+        return out.detach(), module.full_state_dict()
+
+    ranks = run_threads(3, rank, timeout_s=20)
+    assert difference(torch.cat([out for out, _ in ranks]), single.eval()(x)) <= 1e-9
+    for _, state in ranks:
+        equal(state, single.state_dict())
+    for module in built:  # as with DDP
+        equal(module.state_dict(), single.state_dict())
+
+
+def test_ranks_with_different_models_are_refused() -> None:
+    networks = [mlp()[1], replace(mlp()[1], built={})]
+    plan = plan_of(networks[0], 2)
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(CommError) as raised:
+            load(plan, networks[comm.rank], comm=comm)
+        return str(raised.value)
+
+    for text in run_threads(2, rank, timeout_s=20):
+        assert "the ranks have built different models: '0.weight' is there" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "unlike"),
+    [("plan", {}), ("arguments of load", {"dtype": torch.float64}), ("arguments of load", {"seed": 1})],
+)
+def test_ranks_that_load_differently_are_refused(what: str, unlike: dict[str, object]) -> None:
+    _, network = mlp()
+    plans = [plan_of(network, 2), plan_of(network, 2) if unlike else plan_of(network, 2, {"c": 2})]
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(CommError) as raised:
+            load(plans[comm.rank], network, comm=comm, **(unlike if comm.rank else {}))
+        return str(raised.value)
+
+    for text in run_threads(2, rank, timeout_s=20):
+        assert text.startswith(f"the ranks differ in {what}: ")
+
+
+def test_a_frozen_parameter_is_refused_at_load() -> None:
+    module = copy.deepcopy(mlp()[0])
+    module[2].weight.requires_grad_(False)
+    network = traced(module)
+    with pytest.raises(LayerwiseError, match=r"parameter '2\.weight' has requires_grad=False"):
+        load(plan_of(network, 1), network)
+    with pytest.raises(LayerwiseError, match=r"parameter '2\.weight' has requires_grad=False"):
+        load(plan_of(network, 1), module, example_inputs=(SAMPLES[0],))
+
+
+@pytest.mark.parametrize("part", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["batch norm", "dropout"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_part_in_another_mode_is_refused(part: nn.Module, training: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 6), part).double().train(training)
+    part.train(not training)
+    modes = ("evaluation", "training") if training else ("training", "evaluation")
+    with pytest.raises(LayerwiseError, match=f"layer '1' is in {modes[0]} mode and the model is not"):
+        traced(module)
+    module.train()
+    assert traced(module).graph.layers
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(torch.relu(self.norm(x))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_norm_called_twice_is_refused(ranks: int) -> None:
+    network = traced(Twice().double())
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(LayerwiseError) as raised:
+            load(plan_of(network, ranks), network, comm=comm)
+        return str(raised.value)
+
+    for text in run_threads(ranks, rank, timeout_s=20):
+        assert "uses buffer 'norm.running_mean' that another layer has, too" in text
