@@ -116,6 +116,18 @@ def positive(text: str) -> float:
     return number
 
 
+def seconds(text: str) -> float:
+    """`120s`, `2m`, `90`: seconds, above 0."""
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        value = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 120s or 5m")
+    return value
+
+
 def global_batch(batch: int | None, whole: int | None, gpus: int) -> int:
     """Samples a step."""
     total = whole if whole is not None else (32 if batch is None else batch) * gpus

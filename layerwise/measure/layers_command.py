@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layerwise.cli import console, global_batch, machine_arguments, training_arguments
+from layerwise.cli import console, global_batch, machine_arguments, seconds, training_arguments
 from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostOptions
 from layerwise.errors import LayerwiseError
@@ -47,18 +47,6 @@ def add(subparsers: Any) -> None:
     g.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms out")
     g.add_argument("--threads", type=int, metavar="T", help="of a kernel on a CPU (default: as the environment says)")
     g.add_argument("--json", action="store_true", help="what was done, for programs")
-
-
-def seconds(text: str) -> float:
-    """`120s`, `2m`, `90`: seconds, above 0."""
-    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
-    try:
-        value = float(text[:-1]) * factor if factor else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 120s or 5m")
-    return value
 
 
 def run(args: argparse.Namespace, strategies: Strategies, load: Load) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from layerwise.cli import console, positive, progress_bar, run_main
+from layerwise.cli import console, positive, progress_bar, run_main, seconds
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.machine import Profile, save
@@ -25,7 +25,7 @@ EPILOG = """examples:
   torchrun --nproc-per-node 4 -m layerwise.measure links --out mine.json
       the links between four ranks of this machine
   torchrun --nnodes 2 --nproc-per-node 8 ... -m layerwise.measure links \\
-      --out mine.json --budget 300
+      --out mine.json --budget 5m
       two nodes: inside and between them, all collectives of all shapes"""
 
 
@@ -46,7 +46,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"
     )
     p.add_argument("--profile", metavar="NAME", help="what a new file starts from (default: cpu; h100 on GPUs)")
-    p.add_argument("--budget", type=positive, default=60.0, metavar="S", help="about how long it takes (default: 60)")
+    p.add_argument("--budget", type=seconds, default=60.0, metavar="60s", help="about how long it takes (default: 60s)")
     p.add_argument("--json", action="store_true", help="what was measured, for programs")
     p.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 from rich.text import Text
 
-from layerwise.cli import Parser, console, positive, progress_bar, run_main, shape
+from layerwise.cli import MAX_BATCH, Parser, console, positive, progress_bar, run_main, shape
 from layerwise.cost.compute import OPTIMIZERS
 from layerwise.cost.tables import CostOptions
 from layerwise.errors import LayerwiseError
@@ -22,10 +21,12 @@ from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
 from layerwise.oracle.measured import read_runs
 from layerwise.oracle.plot import check_plot, draw, save_plot
-from layerwise.oracle.question import NAMES, Oracle, Question, unknown
+from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of
+
+GAMMA = 1000.0  # beyond it or its inverse, no peak was measured
 
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
@@ -45,12 +46,16 @@ strategies: serial; data (samples split); spatial (height, width, depth; all
 that follows --gather-after on one device); filter (output channels), channel
 (input channels, from the second layer on); pipeline (GPipe); df (data+filter)
 and ds (data+spatial): groups across nodes, the split inside a group;
-layerwise: the searched plan.
+layerwise: the searched plan. data+filter and data+spatial are names, too.
+
+"sum": the phases one after the other; the gradients of a bucket share the
+latency of its all-reduce. "overlap": gradients travel beside the backward pass.
 
 RUNS.json: {"runs": [{"strategy": "data", "gpus": 16, "batch": 1024,
 "iteration_s": 0.23}, ...]}: batch is of all GPUs together; iteration_s may be
-a list; or "epoch_s" and "samples"; "inside" (GPUs a group), "segments",
-"peak_bytes" (memory of the fullest GPU, which gives a measured gamma)."""
+a list; or "epoch_s" and "samples"; "inside" (GPUs a group of df, ds),
+"segments" (of a pipeline), "peak_bytes" (memory of
+the fullest GPU, which gives a measured gamma)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         "--profile", default=DEFAULT, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {DEFAULT})"
     )
     g = p.add_argument_group("training")
-    g.add_argument("--samples", type=_whole, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
+    g.add_argument("--samples", type=_samples, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
     g.add_argument(
         "--scaling", choices=["weak", "strong"], default="weak", help="batch a GPU, or a step, stays (default: weak)"
     )
@@ -102,9 +107,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--gamma",
         type=positive,
-        default=1.0,
         metavar="G",
-        help="measured peak of memory over what closed forms count (default: 1)",
+        help="measured peak of memory over what closed forms count (default: 1; not for cost tables)",
     )
     g.add_argument("--max-gpus", type=_whole, metavar="N", help="suggest with at most so many GPUs")
     g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
@@ -126,9 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.processor.peak(args.dtype)
     chosen = _strategies(args.strategy)
     runs = [] if args.measured is None else read_runs(args.measured)
+    if args.gamma is not None and args.formulas == "tables":
+        raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
+    if args.gamma is not None and not 1 / GAMMA <= args.gamma <= GAMMA:
+        raise LayerwiseError(f"--gamma {args.gamma:g}: from {1 / GAMMA:g} to {GAMMA:g}")
     gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
     if args.scaling == "strong" and args.batch is None:
         raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+    batch = (args.batch or 32) * (max(gpus, default=1) if args.scaling == "weak" else 1)
+    if batch > MAX_BATCH:
+        raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
     for count in gpus:
         profile.device_graph(count, args.gpus_per_node)
     if args.plan is not None:
@@ -152,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
             ),
             formulas=args.formulas,
-            gamma=args.gamma,
+            gamma=args.gamma or 1.0,
         )
     )
     with progress_bar("asking", quiet=args.json) as progress:
@@ -169,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer = asked.answers[name, count]
         plan_of(args.model, args.profile, oracle.model(count), answer, input_shape=args.input_shape).save(args.plan)
     if args.plot is not None:
-        save_plot(draw(asked.answers, f"{args.model} on {profile.processor.name}", compared), args.plot)
+        save_plot(draw(asked.answers, f"{args.model} on {profile.processor.name}", compared, asked.reasons), args.plot)
     if args.json:
-        print(json.dumps(report_json.as_dict(args.model, oracle, asked, args.samples, found, compared), indent=1))
+        print(report_json.text(report_json.as_dict(args.model, oracle, asked, args.samples, found, compared)))
         return 0
     out = console()
     out.print(Text.assemble((args.model, "bold"), _heading(args, profile.processor.name)))
@@ -192,7 +203,7 @@ def _strategies(text: str | None) -> tuple[str, ...]:
     """The strategies that the user names; none: all that suit the model."""
     if text is None:
         return ()
-    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    chosen = tuple(dict.fromkeys(canonical(part.strip()) for part in text.split(",") if part.strip()))
     for name in chosen:
         if name not in NAMES:
             raise unknown(name)
@@ -215,6 +226,13 @@ def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _samples(text: str) -> int:
+    """Samples of an epoch."""
+    if len(text) > 15:  # else the times of an epoch leave the range of floats
+        raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
+    return _whole(text)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,12 @@ def ask(
             f"layerwise: no plan was searched for more than {search_up_to} GPU{'s' * (search_up_to > 1)}; "
             f"--search-up-to {max(unsearched)} does it, and takes minutes."
         )
+    priced = {answer.formulas for answer in answers.values()}
+    if len(priced) > 1:
+        notes.append(
+            "layerwise is priced by the cost tables, the other strategies by closed forms: it is left out of the "
+            "suggestion."
+        )
     return Asked(answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, tuple(notes))
 
 

@@ -5,6 +5,7 @@ The paper's memory stalling is its framework's allocator and no matter of a stra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -13,7 +14,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.oracle.collectives import flows_per_port
 from layerwise.oracle.facts import Facts
 from layerwise.oracle.phases import Projection
-from layerwise.oracle.stages import balanced
+from layerwise.oracle.stages import Stage, balanced, imbalance
 
 GRADIENTS = ("data", "spatial", "df", "ds")
 LAYERWISE = ("filter", "channel", "df")
@@ -33,11 +34,18 @@ class Finding:
     text: str
 
 
-def findings(projection: Projection, facts: Facts, devices: DeviceGraph) -> list[Finding]:
-    """Those that apply to a projection on `devices`, the costliest first; none on one device."""
+def findings(projection: Projection, facts: Facts, devices: DeviceGraph, staged: Sequence[Stage] = ()) -> list[Finding]:
+    """Those that apply to a projection on `devices`, the costliest first; none on one device.
+
+    staged: a pipeline's stages, where the cost tables made them; else those that the published form balances.
+    """
     if projection.devices == 1:
         return []
-    found = [*_communication(projection, devices), *_computation(projection, facts), *_memory(projection, facts)]
+    found = [
+        *_communication(projection, devices),
+        *_computation(projection, facts, staged),
+        *_memory(projection, facts),
+    ]
     capacity = devices.processor.memory_bytes
     used = projection.phases.memory_bytes / capacity
     if used > 1:
@@ -66,8 +74,7 @@ def _communication(projection: Projection, devices: DeviceGraph) -> list[Finding
         found.append(Finding("limit", "layer-wise communication", share, layerwise_s, text))
     if at.halo_s:
         share = at.halo_s / at.total_s
-        beside = f", {at.halo_s / at.gradient_s:.0%} of the gradient exchange" if at.gradient_s else ""
-        text = f"halo exchange is {share:.1%} of an iteration{beside}"
+        text = f"halo exchange is {share:.1%} of an iteration"
         found.append(Finding("bottleneck", "point-to-point communication", share, at.halo_s, text))
     if at.passing_s:
         share = at.passing_s / at.total_s
@@ -82,7 +89,7 @@ def _communication(projection: Projection, devices: DeviceGraph) -> list[Finding
     return found
 
 
-def _computation(projection: Projection, facts: Facts) -> list[Finding]:
+def _computation(projection: Projection, facts: Facts, staged: Sequence[Stage]) -> list[Finding]:
     name, at, p = projection.strategy, projection.phases, projection.devices
     found: list[Finding] = []
     if at.update_s:
@@ -91,9 +98,7 @@ def _computation(projection: Projection, facts: Facts) -> list[Finding]:
         found.append(Finding("limit", "weight update", share, at.update_s, text))
     ideal_s = projection.batch / p * facts.compute_s
     if name == "pipeline":
-        cuts = balanced([layer.compute_s for layer in facts.layers], p)
-        times = [sum(layer.compute_s for layer in facts.layers[a:b]) for a, b in pairwise(cuts)]
-        over = max(times) * p / sum(times) - 1
+        over = imbalance(staged) if staged else _published_imbalance(facts, p)
         idle = (p - 1) / (p + projection.segments - 1)
         text = (
             f"the slowest stage takes {over:.1%} longer than the mean; {idle:.1%} of all turns are filling and draining"
@@ -105,6 +110,13 @@ def _computation(projection: Projection, facts: Facts) -> list[Finding]:
             text = f"computation takes {1 + over:.2f}× its ideal share: repeated work, and small local shapes"
             found.append(Finding("bottleneck", "computation redundancy", over, at.compute_s - ideal_s, text))
     return found
+
+
+def _published_imbalance(facts: Facts, stages: int) -> float:
+    """How much longer than the mean the slowest of the published form's stages takes."""
+    cuts = balanced([layer.compute_s for layer in facts.layers], stages)
+    times = [sum(layer.compute_s for layer in facts.layers[a:b]) for a, b in pairwise(cuts)]
+    return max(times) * stages / sum(times) - 1
 
 
 def _memory(projection: Projection, facts: Facts) -> list[Finding]:

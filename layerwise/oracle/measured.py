@@ -2,7 +2,7 @@
 
 A file is `{"runs": [{"strategy": "data", "gpus": 16, "batch": 1024, "iteration_s": 0.23}, ...]}`. Instead of
 `iteration_s`, which may be a list of iterations, a run may have `epoch_s` and `samples`; `inside` (devices a group)
-and `segments` are for hybrids and pipelines; `peak_bytes` is the memory of the fullest device. `batch` is of all
+is for hybrids (df, ds), `segments` for pipelines; `peak_bytes` is the memory of the fullest device. `batch` is of all
 devices together.
 """
 
@@ -14,12 +14,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from layerwise.cli import MAX_BATCH
 from layerwise.errors import LayerwiseError
 from layerwise.files import read_json
-from layerwise.oracle.question import NAMES, Answer, unknown
+from layerwise.machine import MAX_GPUS
+from layerwise.oracle.question import NAMES, Answer, canonical, unknown
+from layerwise.plan import nearest
 
 FENCE = 1.5  # Tukey, Exploratory Data Analysis (1977): outliers are beyond the quartiles by 1.5 times their distance
-OPTIONAL = ("inside", "segments", "peak_bytes")
+MUCH = 1.1  # ... and above the median by a tenth: equal times have no spread, and each beyond them is no outlier
+SHARE = 0.05  # of a run's iterations: so many outliers are worth a word
+FOR = {"inside": ("df", "ds"), "segments": ("pipeline",)}  # fields that only some strategies have
+MOST = {
+    "gpus": MAX_GPUS,
+    "batch": MAX_BATCH,
+    "samples": 10**15,
+    "inside": MAX_GPUS,
+    "segments": MAX_BATCH,
+    "peak_bytes": 10**18,
+}
+FIELDS = ("strategy", "iteration_s", "epoch_s", *MOST)
+SECONDS = 1e-12, 1e12  # of what can have been measured; beyond, ratios leave the range of floats
 ENOUGH = 4  # measurements that have quartiles
 
 
@@ -27,7 +42,7 @@ ENOUGH = 4  # measurements that have quartiles
 class Run:
     """A measured run. iteration_s: the median, where several iterations were measured.
 
-    slow: how many of the measured iterations are beyond Tukey's fence, of `iterations`.
+    slow: how many of the measured iterations are outliers, of `iterations`.
     """
 
     strategy: str
@@ -78,22 +93,35 @@ def read_runs(path: str | os.PathLike[str]) -> list[Run]:
 def _run(run: object, where: str) -> Run:
     if not isinstance(run, dict):
         raise LayerwiseError(f"{where}: must be a JSON object, not {type(run).__name__}")
-    name = run.get("strategy")
+    given = run.get("strategy")
+    name = canonical(given) if isinstance(given, str) else _short(given)
     if name not in NAMES:
-        raise LayerwiseError(f"{where}: {_missing(run, 'strategy') or unknown(str(name))}")
+        raise LayerwiseError(f"{where}: {_missing(run, 'strategy') or unknown(name)}")
+    for key in run:
+        if key not in FIELDS:
+            known = ", ".join(FIELDS)
+            raise LayerwiseError(f"{where}: unknown field {key!r}{nearest(key, FIELDS)}; there are {known}")
+        if key in FOR and name not in FOR[key]:
+            raise LayerwiseError(f"{where}: {key!r} is for {' and '.join(FOR[key])}, not for {name}")
     gpus, batch = _whole(run, "gpus", where), _whole(run, "batch", where)
+    epoch_s = None
+    if "epoch_s" in run:
+        epoch_s = _seconds(run["epoch_s"], "epoch_s", where) * batch / _whole(run, "samples", where)
     if "iteration_s" in run:
         times = run["iteration_s"] if isinstance(run["iteration_s"], list) else [run["iteration_s"]]
         if not times:
             raise LayerwiseError(f"{where}: 'iteration_s' is an empty list")
         times = [_seconds(time, "iteration_s", where) for time in times]
-    elif "epoch_s" in run:
-        times = [_seconds(run["epoch_s"], "epoch_s", where) * batch / _whole(run, "samples", where)]
+    elif epoch_s is not None:
+        times = [epoch_s]
     else:
         raise LayerwiseError(f"{where}: has neither 'iteration_s' nor 'epoch_s' (with 'samples'), in seconds")
-    inside, segments, peak = (_whole(run, key, where) if key in run else None for key in OPTIONAL)
-    slow = len([time for time in times if time > _fence(times)])
-    return Run(str(name), gpus, batch, statistics.median(times), inside, segments, len(times), slow, peak)
+    inside, segments, peak = (
+        _whole(run, key, where) if key in run else None for key in ("inside", "segments", "peak_bytes")
+    )
+    fence = _fence(times)
+    slow = len([time for time in times if time > fence])
+    return Run(name, gpus, batch, statistics.median(times), inside, segments, len(times), slow, peak)
 
 
 def _missing(run: Mapping[str, object], key: str) -> str:
@@ -104,14 +132,26 @@ def _whole(run: Mapping[str, object], key: str, where: str) -> int:
     value = run.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LayerwiseError(
-            f"{where}: {_missing(run, key) or f'{key!r} must be a whole number of at least 1, not {value!r}'}"
+            f"{where}: {_missing(run, key) or f'{key!r} must be a whole number of at least 1, not {_short(value)}'}"
         )
+    if value > MOST[key]:
+        raise LayerwiseError(f"{where}: {key!r} must be at most {MOST[key]:,}, not {_short(value)}")
     return value
+
+
+def _short(value: object) -> str:
+    """As it stands in the file, or its beginning."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _seconds(value: object, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise LayerwiseError(f"{where}: {key!r} must be seconds above 0, not {value!r}")
+        raise LayerwiseError(f"{where}: {key!r} must be seconds above 0, not {_short(value)}")
+    if not SECONDS[0] <= value <= SECONDS[1]:
+        raise LayerwiseError(
+            f"{where}: {key!r} must be seconds from {SECONDS[0]:g} to {SECONDS[1]:g}, not {_short(value)}"
+        )
     return float(value)
 
 
@@ -120,7 +160,7 @@ def _fence(values: Sequence[float]) -> float:
     if len(values) < ENOUGH:
         return math.inf
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third + FENCE * (third - first)
+    return max(third + FENCE * (third - first), MUCH * statistics.median(values))
 
 
 def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
@@ -138,7 +178,7 @@ def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
         if ratio > _fence(rest):
             usual = statistics.median(rest)
             notes.append(f"{ratio:.2f}× its projection, where runs of {run.strategy} take {usual:.2f}×: congestion?")
-        if run.slow:
+        if run.slow > SHARE * run.iterations:
             notes.append(f"{run.slow} of {run.iterations} iterations are outliers")
         result.append(Compared(run, answer, answer.overlapped_s, "; ".join(notes)))
     return result

@@ -15,7 +15,7 @@ from layerwise.machine import Profile
 from layerwise.oracle.facts import Facts, facts_of
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.memory import reuse_factor
-from layerwise.oracle.phases import STRATEGIES, Formulas, Limit, Phases, Projection
+from layerwise.oracle.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
 from layerwise.oracle.project import project
 from layerwise.oracle.stages import Stage, pipeline_phases, stages
 from layerwise.oracle.strategies import Shape, Wishes, limit, shapes, weighted
@@ -24,7 +24,9 @@ from layerwise.plan import nearest
 from layerwise.search.find import SearchResult, search
 
 NAMES = (*STRATEGIES, "layerwise")
+ALIASES = {long: short for short, long in TITLES.items()}  # the names that the tables print
 Scaling = Literal["weak", "strong"]
+Pricing = Literal["tables", "published", "as-run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Question:
     segments: int | None = None
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
-    formulas: Literal["tables", "published", "as-run"] = "tables"
+    formulas: Pricing = "tables"
     gamma: float = 1.0  # the memory that the closed forms count is multiplied by it
 
     def batch_at(self, devices: int) -> int:
@@ -63,6 +65,7 @@ class Answer:
     overlapped_s: an iteration with gradients travelling beside the backward pass (the phases' sum where nothing is
     simulated). fits: within a device's memory. shape: how the devices are used, where there is a choice. priced: the
     strategy and its price, where it is one of configurations. gamma: the memory over what the published formula counts.
+    formulas: what priced it; times of different formulas are not to be compared.
     """
 
     projection: Projection
@@ -73,6 +76,7 @@ class Answer:
     priced: Priced | None = None
     stages: tuple[Stage, ...] = ()
     searched: SearchResult | None = None
+    formulas: Pricing = "tables"
 
     @property
     def strategy(self) -> Mapping[str, Config] | None:
@@ -81,7 +85,9 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """The strategy, by the name that it has elsewhere where the search has found nothing better."""
+        """The strategy, by the name that it has elsewhere: of a search without gain, and of anything on one device."""
+        if self.projection.devices == 1:
+            return "serial"
         chosen = self.searched.best.name if self.searched else ""
         return chosen if chosen in NAMES else self.projection.strategy
 
@@ -150,7 +156,9 @@ class Oracle:
     def findings(self, answer: Answer) -> list[Finding]:
         """The limits and bottlenecks of an answer, the costliest first; none of a searched plan."""
         p = answer.projection
-        return [] if p.strategy == "layerwise" else findings(p, self.facts, self.model(p.devices).devices)
+        return (
+            [] if p.strategy == "layerwise" else findings(p, self.facts, self.model(p.devices).devices, answer.stages)
+        )
 
     def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
@@ -171,12 +179,18 @@ class Oracle:
         gamma = self._gamma("pipeline", shape, phases.memory_bytes)
         return Answer(projection, phases.total_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
 
-    def _closed(self, name: str, devices: int, formulas: Formulas) -> Answer:
+    def _closed(self, name: str, devices: int, formulas: Literal["published", "as-run"]) -> Answer:
         """The cheapest of the strategy's shapes."""
         q = self.question
         found = [self._project(name, devices, shape, formulas, q.gamma) for shape in self.shapes(name, devices)]
         shape, best = min(found, key=lambda pair: pair[1].phases.total_s)
-        return Answer(best, best.phases.total_s, self._fits(best.phases.memory_bytes), shape, q.gamma)
+        memory = best.phases.memory_bytes
+        staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
+        cut = stages(self.model(devices), devices, best.segments) if staged else ()
+        return Answer(
+            best, best.phases.total_s, self._fits(memory), shape, self._gamma(name, shape, memory), stages=cut,
+            formulas=formulas,
+        )  # fmt: skip
 
     def _project(
         self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float
@@ -212,3 +226,8 @@ def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
 def unknown(name: str) -> LayerwiseError:
     """For a strategy that is none."""
     return LayerwiseError(f"unknown strategy {name!r}{nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+
+
+def canonical(name: str) -> str:
+    """A strategy by its short name: `data+filter` is `df`."""
+    return ALIASES.get(name, name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from layerwise.errors import LayerwiseError
 from layerwise.oracle.ask import Asked
 from layerwise.oracle.measured import Compared, mean_accuracy
 from layerwise.oracle.question import Answer, Oracle
@@ -42,6 +44,16 @@ def as_dict(
     }
 
 
+def text(value: Mapping[str, Any]) -> str:
+    """JSON has no infinity and no NaN: LayerwiseError where an answer has one."""
+    try:
+        return json.dumps(value, indent=1, allow_nan=False)
+    except ValueError:
+        raise LayerwiseError(
+            "an answer is beyond the range of numbers, so JSON cannot say it: check the profile's rates and latencies"
+        ) from None
+
+
 def answer_json(a: Answer, samples: int, capacity: float) -> dict[str, Any]:
     """Seconds and bytes; times of an iteration and of an epoch."""
     p = a.projection
@@ -58,6 +70,7 @@ def answer_json(a: Answer, samples: int, capacity: float) -> dict[str, Any]:
         "memory_bytes": p.phases.memory_bytes,
         "memory_share": p.phases.memory_bytes / capacity,
         "fits": a.fits,
+        "formulas": a.formulas,
         "limit": asdict(p.limit),
     }
     if a.shape is not None:
@@ -96,7 +109,9 @@ def suggestion_json(found: Suggestion, samples: int) -> dict[str, Any]:
 def measured_json(compared: Sequence[Compared]) -> dict[str, Any]:
     """Runs, projections and accuracies."""
     rows = [
-        asdict(c.run) | {"projected_s": c.projected_s, "accuracy": c.accuracy, "abnormal": c.abnormal, "gamma": c.gamma}
+        asdict(c.run)
+        | {"projected_s": c.projected_s, "accuracy": c.accuracy, "abnormal": c.abnormal, "gamma": c.gamma}
+        | {"formulas": c.answer.formulas}
         for c in compared
     ]
     return {"runs": rows, "mean_accuracy": mean_accuracy(compared)}

@@ -40,6 +40,10 @@ def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
     part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
     times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
     names = [layer.name for layer in graph.inner]
+    fed = sum(
+        memory[layer.name].memory_bytes for layer in graph.layers if layer.end and not layer.inputs
+    )  # the batch, on the first stage
+    loss = sum(memory[layer.name].memory_bytes for layer in graph.layers if layer.end and layer.inputs)
     rest = [times.pop(layer.name) for layer in graph.layers if layer.end]  # the loss, on the last stage
     cuts = balanced([float(t.forward[0] + t.backward[0]) for t in times.values()], count)
     passed = crossing_bytes(part.graph)
@@ -53,7 +57,9 @@ def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
                 sum(float(t.update[0]) for t in here),
-                sum(memory[name].memory_bytes for name in inside),
+                sum(memory[name].memory_bytes for name in inside)
+                + (0.0 if first else fed)
+                + (loss if end == len(names) else 0.0),
                 passed[inside[-1]] if end < len(names) else 0.0,
             )
         )

@@ -23,7 +23,7 @@ class Suggestion:
     """The best answer within the budget and the best of another strategy; `why` is empty unless there is none.
 
     With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest. margin: how
-    much more the runner-up takes of that: 0.1 is 10 %.
+    much more the runner-up takes of that: 0.1 is 10 %; 0 where the best was preferred in a tie.
     """
 
     best: Answer | None
@@ -33,7 +33,12 @@ class Suggestion:
 
 
 def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:
-    """Chooses by the time with overlap. Ties within 0.1 % go to data parallelism, then to fewer devices."""
+    """Chooses by the time with overlap. Ties within 0.1 % go to data parallelism, then to fewer devices.
+
+    Times of cost tables and of closed forms are not compared: where answers have both, those of closed forms count.
+    """
+    if len({a.formulas for a in answers}) > 1:
+        answers = [a for a in answers if a.formulas != "tables"]
 
     def cost(a: Answer) -> float:
         return a.epoch_s(samples) * (a.projection.devices if budget.seconds is not None else 1)
@@ -64,11 +69,12 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     least_cost = min(map(cost, quick))
     tied = [a for a in quick if cost(a) <= least_cost * (1 + TIE)]
     best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
-    others = [a for a in quick if a.kind != best.kind]
+    name = best.projection.strategy
+    others = [a for a in quick if a.kind != best.kind and a.projection.strategy != name]
     if not others:
         return Suggestion(best, None, None)
     second = min(others, key=cost)
-    return Suggestion(best, second, cost(second) / cost(best) - 1)
+    return Suggestion(best, second, cost(second) / min(cost(best), cost(second)) - 1)
 
 
 def _within(value: float, most: float | None) -> bool:

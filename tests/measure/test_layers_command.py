@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from layerwise.__main__ import dispatch
-from layerwise.cli import run_main
+from layerwise.cli import run_main, seconds
 from layerwise.machine import load, save
-from layerwise.measure.layers_command import seconds
 from layerwise.plan import load_plan
 
 MODEL = ["mlp:8x6x4", "--gpus", "2", "--batch", "4"]

@@ -13,6 +13,8 @@ from layerwise.oracle.facts import Facts, facts_of
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.phases import Formulas
 from layerwise.oracle.project import project
+from layerwise.oracle.question import Oracle, Question
+from layerwise.oracle.stages import imbalance
 
 
 @cache
@@ -66,6 +68,21 @@ def test_pipelines_are_as_slow_as_their_slowest_stage() -> None:
     assert rows["workload balancing"].value > 0
     assert rows["workload balancing"].lost_s > 0
     assert "42.9% of all turns" in rows["workload balancing"].text  # 3 of 4 + 4 - 1
+
+
+def test_halos_are_a_share_of_an_iteration() -> None:
+    """Not of the gradient exchange, which overlap may have left with next to nothing."""
+    text = found("lenet5", "spatial", 4, 32)["point-to-point communication"].text
+    assert text.startswith("halo exchange is ")
+    assert "gradient" not in text
+
+
+def test_imbalance_is_that_of_the_answers_stages() -> None:
+    question = Question(facts("alexnet").graph, load("v100"), 32)
+    oracle = Oracle(question)
+    answer = oracle.answer("pipeline", 4)
+    (balance,) = (f for f in oracle.findings(answer) if f.name == "workload balancing")
+    assert balance.value == pytest.approx(imbalance(answer.stages))
 
 
 def test_memory() -> None:

@@ -50,7 +50,21 @@ def test_several_iterations_are_their_median_and_outliers_are_counted(tmp_path: 
         ([GOOD | {"iteration_s": []}], "empty list"),
         ([GOOD | {"iteration_s": [0.1, -1]}], "seconds above 0, not -1"),
         ([{"strategy": "data", "gpus": 2, "batch": 4, "epoch_s": 1.0}], "'samples' is missing"),
-        ([GOOD | {"inside": 1.5}], "'inside' must be a whole number"),
+        ([GOOD | {"strategy": "df", "inside": 1.5}], "'inside' must be a whole number"),
+        ([GOOD | {"inside": 2}], "'inside' is for df and ds, not for data"),
+        ([GOOD | {"segments": 2}], "'segments' is for pipeline, not for data"),
+        ([GOOD | {"insdie": 2}], "unknown field 'insdie' (did you mean 'inside'?)"),
+        ([GOOD | {"epoch_s": "x"}], "'epoch_s' must be seconds above 0, not 'x'"),
+        ([GOOD | {"iteration_s": 10**400}], "'iteration_s' must be seconds from 1e-12 to 1e+12, not 1000"),
+        ([GOOD | {"iteration_s": 1e-320}], "'iteration_s' must be seconds from"),
+        ([GOOD | {"iteration_s": float("nan")}], "NaN is not a number of JSON"),
+        (
+            [{"strategy": "data", "gpus": 2, "batch": 4, "epoch_s": 1e308, "samples": 1}],
+            "'epoch_s' must be seconds from",
+        ),
+        ([GOOD | {"batch": 10**30}], "'batch' must be at most 1,073,741,824, not 1000"),
+        ([GOOD | {"gpus": 10**30}], "'gpus' must be at most 65,536"),
+        ([GOOD | {"strategy": ["data"]}], "unknown strategy"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, value: object, reason: str) -> None:
@@ -63,6 +77,24 @@ def test_accuracy_is_the_papers() -> None:
     assert accuracy(0.9, 1.0) == pytest.approx(0.9)
     assert accuracy(1.1, 1.0) == pytest.approx(0.9)
     assert accuracy(3.0, 1.0) == pytest.approx(-1.0)
+
+
+def test_long_names_of_hybrids(tmp_path: Path) -> None:
+    (found,) = read_runs(written(tmp_path, [GOOD | {"strategy": "data+filter"}]))
+    assert found.strategy == "df"
+
+
+def test_times_without_spread_have_no_outliers(tmp_path: Path) -> None:
+    (found,) = read_runs(written(tmp_path, [GOOD | {"iteration_s": [1, 1, 1, 1, 1.0001]}]))
+    assert found.slow == 0
+    runs = [Run("data", 2, 64, seconds) for seconds in (1.0, 1.0, 1.0, 1.0, 1.0001)]
+    assert not any(c.abnormal for c in compare([(run, answered(1.0)) for run in runs]))
+
+
+@pytest.mark.parametrize(("slow", "flagged"), [(5, False), (6, True)])
+def test_a_run_is_flagged_for_more_than_a_few_slow_iterations(slow: int, flagged: bool) -> None:
+    run = Run("data", 2, 64, 1.0, iterations=100, slow=slow)
+    assert bool(compare([(run, answered(1.0))])[0].abnormal) is flagged
 
 
 def answered(seconds: float) -> Answer:

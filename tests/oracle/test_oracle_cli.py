@@ -11,6 +11,8 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
+from layerwise.errors import LayerwiseError
+from layerwise.oracle.report_json import text as json_text
 from layerwise.plan import load_plan
 
 Run = Callable[..., str]
@@ -82,6 +84,10 @@ BAD = [
     ("lenet5 --gpus 4 --profile v10", "did you mean v100?"),
     ("lenet6 --gpus 4", "unknown model 'lenet6'"),
     ("lenet5 --gpus 128 --strategy layerwise", "searched for up to 64 GPUs"),
+    ("lenet5 --gpus 4 --gamma 0.5", "add --formulas published or as-run"),
+    ("lenet5 --gpus 4 --gamma 1e308 --formulas as-run", "--gamma 1e+308: from 0.001 to 1000"),
+    (f"lenet5 --gpus 4 --batch 1{'0' * 40}", "at most 1,073,741,824 samples a step"),
+    (f"lenet5 --gpus 4 --samples 1{'0' * 400}", "is not a number of samples below 10^15"),
 ]
 
 
@@ -167,6 +173,43 @@ def test_figure(run: Run, here: Path) -> None:
     pytest.importorskip("matplotlib")
     run(*LENET, "--gpus", "1..4", "--plot", "figure.png", "--strategy", "data,filter")
     assert (here / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figure_of_measured_runs_alone(run: Run, here: Path) -> None:
+    """Without --gpus there are no answers, and runs of several strategies, batches and repetitions."""
+    pytest.importorskip("matplotlib")
+    one = {"strategy": "data", "gpus": 2, "batch": 64, "iteration_s": 0.001}
+    (here / "runs.json").write_text(json.dumps([one, one, one | {"batch": 8192}, one | {"strategy": "filter"}]))
+    run(*LENET, "--measured", "runs.json", "--plot", "figure.png")
+    assert (here / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_closed_forms_beside_a_searched_plan(run: Run) -> None:
+    """Priced by other formulas, it is not suggested; and gamma is memory over the published formula's."""
+    at = ("--strategy", "filter,layerwise")
+    by_form = {
+        form: json.loads(run(*LENET, "--gpus", "2", *at, "--formulas", form, "--json"))
+        for form in ("published", "as-run")
+    }
+    for form, found in by_form.items():
+        assert {a["strategy"]: a["formulas"] for a in found["answers"]} == {"filter": form, "layerwise": "tables"}
+        assert found["suggestion"]["best"]["strategy"] == "filter"
+        assert found["suggestion"]["runner_up"] is None
+        assert "left out of the suggestion" in found["notes"][-1]
+    naive, ours = (by_form[form]["answers"][0] for form in ("published", "as-run"))
+    assert naive["gamma"] == pytest.approx(1)
+    assert ours["gamma"] == pytest.approx(ours["memory_bytes"] / naive["memory_bytes"])
+
+
+def test_json_has_no_infinity() -> None:
+    assert json.loads(json_text({"x": 1.5})) == {"x": 1.5}
+    with pytest.raises(LayerwiseError, match="beyond the range of numbers"):
+        json_text({"x": [float("inf")]})
+
+
+def test_long_names_of_strategies(run: Run) -> None:
+    found = json.loads(run(*LENET, "--gpus", "4", "--strategy", "data+filter", "--json"))
+    assert [a["strategy"] for a in found["answers"]] == ["df"]
 
 
 @pytest.mark.parametrize("columns", ["80", "100"])

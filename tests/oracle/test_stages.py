@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
+from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
@@ -73,3 +74,5 @@ def test_one_stage_is_one_device() -> None:
     assert phases.passing_s == 0
     whole = [priced.node_cost(layer, (Config(),)).compute.total[0] for layer in priced.graph.inner]
     assert phases.total_s == pytest.approx(float(sum(whole)))
+    serial = price(priced, {layer.name: Config() for layer in priced.graph.inner})
+    assert phases.memory_bytes == pytest.approx(serial.memory_bytes)  # the network's input, too

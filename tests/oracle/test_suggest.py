@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from layerwise.oracle.phases import Limit, Phases, Projection
@@ -59,6 +61,31 @@ def test_no_suggestion_says_why(budget: Budget, why: str) -> None:
 
 def test_what_does_not_fit_is_not_suggested() -> None:
     assert suggest([answer("ds", 16, 1.0, fits=False), DATA], SAMPLES, Budget()).best is DATA
+
+
+def test_a_tie_has_no_negative_margin() -> None:
+    found = suggest([answer("layerwise", 8, 9.995), DATA], SAMPLES, Budget())
+    assert found.best is DATA
+    assert found.margin == 0
+
+
+def test_one_device_has_no_runner_up() -> None:
+    """Every strategy is the same run there."""
+    alone = [answer(name, 1, 50.0) for name in ("serial", "data", "spatial", "pipeline")]
+    assert {a.kind for a in alone} == {"serial"}
+    found = suggest(alone, SAMPLES, Budget())
+    assert (found.best, found.runner_up, found.margin) == (alone[0], None, None)
+
+
+def test_a_strategy_is_no_runner_up_of_its_own() -> None:
+    """Nor is its run on one device, which is the serial one."""
+    assert suggest([answer("data", 1, 50.0), DATA], SAMPLES, Budget()).runner_up is None
+
+
+def test_closed_forms_are_not_compared_with_cost_tables() -> None:
+    closed = replace(DATA, formulas="published")
+    found = suggest([closed, answer("layerwise", 8, 1.0)], SAMPLES, Budget())
+    assert (found.best, found.runner_up) == (closed, None)
 
 
 def test_ties_go_to_data_parallelism() -> None:
