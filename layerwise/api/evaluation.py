@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerwise.api import losses
 from layerwise.api.feed import Feed
 from layerwise.run.module import ParallelModule
 
@@ -44,6 +45,7 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
     try:
         with torch.no_grad():
             for counts, (inputs, target) in zip(real, held_out.batches(shares), strict=True):
+                losses.check_targets(loss, target[counts], held_out.name)
                 out = module(*inputs, batch=size)
                 kept, wanted = _kept(out, counts), target.to(module.device)[counts]
                 if not int(counts.sum()):

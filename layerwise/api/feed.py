@@ -40,6 +40,7 @@ class Feed:
     shuffle: bool | None = None
     drop_last: bool = False
     per_rank: bool = False
+    target: Tensor | None = None  # all of it, where it is at hand
 
     def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """The samples of each batch, on the CPU."""
@@ -68,7 +69,7 @@ def feed(data: object, name: str) -> Feed:
         inputs = tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)
         if all(isinstance(x, Tensor) for x in inputs):
             whole = _Tensors(inputs, data[1], name)
-            return Feed(name, whole, len(data[1]), _as_it_is)
+            return Feed(name, whole, len(data[1]), _as_it_is, target=data[1])
     iterable = isinstance(data, IterableDataset)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | tuple | list | Tensor):
         return Feed(name, data, len(data), default_collate)

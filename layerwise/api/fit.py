@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from layerwise.api import losses
+from layerwise.api.arguments import at_least_1
 from layerwise.api.evaluation import Metric, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.optimizers import Wanted, build, planned
@@ -22,6 +25,7 @@ from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
 from layerwise.cli import console, progress_bar
 from layerwise.errors import LayerwiseError
+from layerwise.plan import nearest
 from layerwise.run import checkpoint as checkpoints
 from layerwise.run.data import order
 from layerwise.run.module import ParallelModule
@@ -85,22 +89,29 @@ def fit(
 
     data, held_out: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set,
     batch size, shuffling, workers and collate function are used); all ranks give the same. loss: of outputs and
-    targets, a mean over samples. optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one
-    over the model's parameters. batch: samples of all ranks together (default: the loader's, else 32). scheduler: a
-    function of the optimizer; it steps once an epoch. metrics: means over samples, by name; with accuracy where
-    outputs are scores of classes, they come after every epoch. checkpoint: a folder that all ranks share, written
-    after every epoch; resume goes on from it, also on another number of ranks. how: as `parallelize` takes it.
+    targets, for losses that are a mean over samples: class weights, and targets that the loss ignores, are refused.
+    optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters.
+    batch: samples of all ranks together (default: the loader's, else 32). scheduler: a function of the optimizer; it
+    steps once an epoch. metrics: means over samples, by name; with accuracy where outputs are scores of classes, they
+    come after every epoch. checkpoint: a folder that all ranks share, written after every epoch; resume goes on from
+    it, also on another number of ranks. how: as `parallelize` takes it.
 
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
     a model that is an nn.Module with values has the trained ones. LayerwiseError for data that does not fit.
     """
-    if getattr(loss, "reduction", "mean") != "mean":
-        raise LayerwiseError("the loss must be a mean over samples: give one with reduction='mean'")
+    losses.check(loss)
+    at_least_1("epochs", epochs)
+    _check_keywords(how)
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
     train = feed(data, "data")
     held = None if held_out is None else feed(held_out, "held_out")
+    if held is not None and held.count < 1:
+        raise LayerwiseError("held_out has no samples: leave it out, or give some")
+    for one in (train, held):
+        if one is not None and one.target is not None:
+            losses.check_targets(loss, one.target, one.name)
     module = _module(model, train, batch, planned(optimizer), seed, how)
     made = build(optimizer, model, module)
     schedule = None if scheduler is None else scheduler(made)
@@ -139,11 +150,23 @@ def _module(
     ranks = how["comm"].size if how.get("comm") is not None else ranks
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
+    if batch is not None:
+        at_least_1("batch", batch)
     whole = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
     ((examples, _),) = train.batches([range(min(2, train.count))])
     device, whole = _device(), min(whole, train.count)
     inputs = tuple(x.to(device) for x in examples)
     return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, **how)
+
+
+def _check_keywords(how: Mapping[str, Any]) -> None:
+    """LayerwiseError for what parallelize does not take."""
+    known = set(signature(parallelize).parameters) - {"model", "example_inputs"}
+    for name in how:
+        if name not in known:
+            raise LayerwiseError(
+                f"fit has no argument {name!r}{nearest(name, known)}, and parallelize has none of that name, either"
+            )
 
 
 def _device() -> torch.device:
@@ -192,6 +215,7 @@ def _epoch(
     with progress_bar("training", quiet=quiet) as bar:
         for i, (numbers, (inputs, target)) in enumerate(zip(cuts, train.batches(mine), strict=True)):
             optimizer.zero_grad()
+            losses.check_targets(loss, target, train.name)
             value = loss(module(*inputs, batch=len(numbers)), target.to(module.device))
             value.backward()  # type: ignore[no-untyped-call]
             if clip_norm is not None:

@@ -16,10 +16,11 @@ NEAREST = "h100"  # for other GPUs
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A profile, and what the user should know of where it comes from."""
+    """A profile, and what the user should know of where it comes from. notes: what else, a line each."""
 
     profile: Profile
     told: str
+    notes: tuple[str, ...] = ()
 
 
 def given(wanted: Profile | str | os.PathLike[str]) -> Machine:

@@ -6,7 +6,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +21,8 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.files import check_writable
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.machine import save
@@ -47,36 +52,90 @@ def cache_file(world: World) -> Path:
     return folder / f"{name}-{world.nodes}x{world.gpus_per_node}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
 
-def cached(world: World) -> Profile | None:
-    """What is known of these ranks already; for rank 0."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of these ranks, the file that keeps it (None: no file does), and what went wrong, a line each."""
+
+    profile: Profile | None = None
+    path: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def cached(world: World) -> Known:
+    """What is known of these ranks already; for rank 0. A file that is no profile counts as not there."""
     path = cache_file(world)
-    return load_profile(path) if path.exists() else None
+    try:
+        return Known(load_profile(path), path) if path.exists() else Known()
+    except (LayerwiseError, OSError) as error:
+        return Known(notes=(f"the cache's file {path} is of no use, as if it were not there: {error}",))
+
+
+@contextmanager
+def _place(path: Path, known: Profile | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Where rank 0 writes: the cache's file, or a passing one where that cannot be written, and a note that says so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+        if known is None:
+            path.unlink(missing_ok=True)
+    except (LayerwiseError, OSError) as error:
+        note = f"what is measured is not kept, the cache's file {path} cannot be written: {error}"
+    else:
+        yield path, ()
+        return
+    with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
+        passing = Path(folder) / path.name
+        if known is not None:
+            save(known, passing)
+        yield passing, (note,)
 
 
 def measured(
     world: World, base: Profile, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float
-) -> Profile | None:
+) -> Known:
     """The profile of these ranks, with what the best plans for the fused `graph` need. `base`: where to begin.
 
-    Every rank calls it; None on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
+    Every rank calls it; nothing on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
     """
-    comm, path = world.comm, cache_file(world)
-    known = cached(world) if comm.rank == 0 else None
-    if comm.tell_all(str(known is not None and known.links is not None))[0] == "False":
+    if world.comm.rank != 0:
+        _measure(world, base, None, lambda _: None, budget_s)
+        return Known()
+    known = cached(world)
+    with _place(cache_file(world), known.profile) as (path, notes):
+        _measure(
+            world, known.profile or base, path, lambda left_s: _layers(world, path, graph, options, space, left_s),
+            budget_s,
+            linked=known.profile is not None and known.profile.links is not None,
+        )  # fmt: skip
+        profile = load_profile(path) if path.exists() else None
+    return Known(profile, None if notes else path, (*known.notes, *notes))
+
+
+def _measure(
+    world: World,
+    base: Profile,
+    path: Path | None,
+    layers: Callable[[float], None],
+    budget_s: float,
+    *,
+    linked: bool = False,
+) -> None:
+    """Links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
+    comm = world.comm
+    if comm.tell_all(str(linked))[0] == "False":
         where = find_topology(comm)
         found = measure_links(comm, where, LINKS * budget_s)
-        if comm.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            facts = links_profile.conditions(comm, where)
-            save(links_profile.with_links(known or base, found, where, facts), path)
+        if path is not None:
+            save(links_profile.with_links(base, found, where, links_profile.conditions(comm, where)), path)
         budget_s *= 1 - LINKS
-    alone(comm, lambda: _layers(world, graph, options, space, budget_s))
-    return cached(world) if comm.rank == 0 else None
+    alone(comm, lambda: layers(budget_s))
 
 
-def _layers(world: World, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float) -> None:
-    """Times of layers, into the cache's file, unless it has enough of them."""
-    path, device = str(cache_file(world)), world.comm.device
+def _layers(
+    world: World, file: Path, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float
+) -> None:
+    """Times of layers, into the file, unless it has enough of them."""
+    path, device = str(file), world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
     benchmark = torch.backends.cudnn.benchmark
     with modes(options.dtype, None, benchmark) as tf32:

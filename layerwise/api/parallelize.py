@@ -15,17 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise import __version__
 from layerwise.api.accumulate import Accumulate, auto
+from layerwise.api.arguments import check, facts
 from layerwise.api.choose import Choice, Request, Strategy, choose, given, options_for, space_for
+from layerwise.api.guards import watch, without_autocast
 from layerwise.api.keywords import ByPosition, by_name
 from layerwise.api.machine import Machine, built_in
 from layerwise.api.machine import given as given_profile
-from layerwise.api.measuring import cache_file, cached, measurable, measured
+from layerwise.api.measuring import cached, measurable, measured
 from layerwise.api.source import Inputs, Model, device_of, dtype_of, examples_of, network
 from layerwise.api.table import table
 from layerwise.api.world import World, join
 from layerwise.cli import console
 from layerwise.comm.base import Comm
-from layerwise.cost.compute import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
@@ -60,7 +61,8 @@ def parallelize(
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
 
     Nothing else in the loop changes: each rank feeds its own samples, takes the loss of its own outputs, and steps the
-    optimizer over `model.parameters()`. The numbers are those of one device on all ranks' samples together.
+    optimizer over `model.parameters()`, which is built after this call: one over the parameters of before raises at its
+    step. The numbers are those of one device on all ranks' samples together. torch.autocast is not supported yet.
 
     model: an nn.Module (every rank has built it; where the values differ, rank 0's win; on the meta device they are
     drawn by position from `seed`), an ExportedProgram, or the path of an .onnx or .pt2 file, with its weights.
@@ -83,10 +85,8 @@ def parallelize(
     """
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
-    if sync_every != "auto" and (not isinstance(sync_every, int) or sync_every < 1):
-        raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
-    if optimizer not in OPTIMIZERS:
-        raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
+    check(model, optimizer, sync_every, memory_limit, batch)
+    original = model
     names: tuple[str, ...] = ()
     if isinstance(example_inputs, Mapping) and isinstance(model, nn.Module):
         names = tuple(example_inputs)
@@ -98,10 +98,23 @@ def parallelize(
     world = join(device, device_mesh, comm, timeout_s)
     here = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
     samples = _batch(batch, examples, here, world)
+    asked = {
+        "layerwise": __version__,
+        "torch": torch.__version__,
+        "batch": samples,
+        "strategy": repr(strategy),
+        "sync_every": sync_every,
+        "optimizer": optimizer,
+        "local_batch_norm": local_batch_norm,
+        "memory_limit": memory_limit,
+        "measure_s > 0": measure_s > 0,
+        "profile": "by itself" if profile is None else "given",
+        "names of inputs": ", ".join(names),
+    }
+    world.comm.handshake(facts(here, examples, asked))  # before the work that they are for
     made = network(model, examples, samples)
     dtype = dtype_of(made)
-    facts = {"model": made.graph.digest, "element type": str(dtype), "batch": str(samples), "strategy": repr(strategy)}
-    world.comm.handshake({"layerwise": __version__, "torch": torch.__version__, **facts})
+    world.comm.handshake({"model": made.graph.digest, "element type": str(dtype)})
     memory = float(world.memory_bytes) if memory_limit is None else memory_limit
     request = Request(_title(model), dtype, memory, optimizer, local_batch_norm)
     graph = fuse(made.graph) if here is None or here.fused else made.graph
@@ -119,11 +132,14 @@ def parallelize(
     module = load(agreed, made, comm=world.comm, device=device, dtype=dtype, seed=seed)
     if isinstance(model, nn.Module):
         module.train(model.training)
+    if isinstance(original, nn.Module):
+        watch(original, module)
+    without_autocast(module)
     if names:
         by_name(module, names)
     note = _accumulate(module, sync_every)
     if choice is not None and verbose:
-        noted = replace(choice, notes=(*choice.notes, *note))
+        noted = replace(choice, notes=(*choice.notes, *found.notes, *note))
         console().print(table(noted, world, found.told), soft_wrap=False)
     return module
 
@@ -133,10 +149,14 @@ def _machine(world: World, graph: LayerGraph, request: Request, budget_s: float)
     base = built_in(world)
     options = options_for(graph, world, base.profile, request)
     if budget_s > 0 and measurable(options.dtype, world.comm):
-        profile = measured(world, base.profile, graph, options, space_for(world), budget_s)
+        known = measured(world, base.profile, graph, options, space_for(world), budget_s)
+    elif world.comm.rank == 0 and world.size > 1:
+        known = cached(world)
     else:
-        profile = cached(world) if world.comm.rank == 0 and world.size > 1 else None
-    return base if profile is None else Machine(profile, f"what was measured on these ranks ({cache_file(world)})")
+        return base
+    if known.profile is None:
+        return replace(base, notes=known.notes)
+    return Machine(known.profile, f"what was measured on these ranks ({known.path or 'not kept'})", known.notes)
 
 
 def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[str, ...]:
@@ -166,8 +186,6 @@ def _batch(batch: int | None, examples: tuple[Tensor, ...], plan: Plan | None, w
         if not examples:
             raise LayerwiseError("give example_inputs, or batch=, the number of samples of all ranks together")
         return examples[0].shape[0] * world.size
-    if batch < 1:
-        raise LayerwiseError(f"batch is {batch}; it must be at least 1")
     if plan is not None and plan.batch != batch:
         raise LayerwiseError(f"the plan is for a global batch of {plan.batch}, not {batch}: leave batch= out")
     return batch

@@ -69,6 +69,7 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
         where = next((t.device for t in (*model.parameters(), *model.buffers())), examples[0].device)
         made = network_of(model, [x.to(where) for x in examples], batch, type(model).__name__)
         made.all_trained()
+        _check_types(made)
         return made
     if isinstance(model, ExportedProgram):
         return _exported(model, "exported program", batch)
@@ -78,6 +79,16 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
             ".onnx or .pt2 file"
         )
     return load_network(os.fspath(model), batch)
+
+
+def _check_types(made: Network) -> None:
+    """LayerwiseError where whole numbers meet weights: the trace takes that, the kernels do not."""
+    for layer in made.graph.inner:
+        if any(p.trainable for _, p in layer.own_parameters()) and not layer.out.differentiable:
+            raise LayerwiseError(
+                f"layer {layer.name!r} is given {layer.specs[0].dtype}, but its weights need floating-point numbers: "
+                "give example_inputs of the type that the model is called with"
+            )
 
 
 def _exported(program: ExportedProgram, name: str, batch: int) -> Network:

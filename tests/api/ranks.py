@@ -1,6 +1,8 @@
 """What the ranks of a pool (tests/comm/pool.py) are called to do."""
 
+import contextlib
 import copy
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from torch.utils.data import DataLoader
 
 from layerwise.api.accumulate import auto
 from layerwise.api.fit import Epoch, fit
+from layerwise.api.measuring import cache_file
 from layerwise.api.parallelize import parallelize
 from layerwise.api.split import split
+from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
@@ -48,7 +52,7 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
 def refused(comm: Comm, how: dict[str, Any]) -> str:
     """The message of the LayerwiseError."""
     try:
-        parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=0, **how)
+        parallelize(network(), **{"example_inputs": data().tensors[0][:4], "comm": comm, "measure_s": 0} | how)
     except LayerwiseError as error:
         return str(error)
     raise AssertionError("not refused")
@@ -84,9 +88,9 @@ def plan_text(comm: Comm) -> str:
     return parallelize(network(), data().tensors[0][:4], comm=comm, verbose=False, measure_s=0).plan.dumps()
 
 
-def differently(comm: Comm) -> str:
-    """The ranks are given different strategies."""
-    return refused(comm, {"strategy": ("data", "model")[comm.rank]})
+def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
+    """The ranks are given different values of an argument."""
+    return refused(comm, {name: values[comm.rank]})
 
 
 def too_few(comm: Comm) -> str:
@@ -203,6 +207,23 @@ def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
             (times,) = profile.layers
             found.append({"links": profile.links.as_json(), "dtype": times.conditions.dtype, "cells": times.count})
     return found
+
+
+def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
+    """What rank 0's table says of the cache when nothing is measured, and when it is."""
+    os.environ["LAYERWISE_CACHE"] = folder
+    path = cache_file(join(comm.device, comm=comm))
+    if comm.rank == 0 and path.parent.parent.is_dir():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{garbage")
+    comm.barrier()
+    told = []
+    for seconds in (0.0, 2.0):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=seconds)
+        told.append(" ".join(text.getvalue().split()))
+    return told[0], told[1]
 
 
 def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tuple[int, ...], str]:

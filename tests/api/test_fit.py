@@ -143,12 +143,34 @@ def test_wrong_data(given: object, message: str) -> None:
         ({"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])}, "not the model's"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "must be a mean"),
         ({"resume": True}, "needs checkpoint"),
+        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(10))}, "class weights is no mean over samples"),
+        ({"loss": nn.NLLLoss(torch.ones(10))}, "class weights is no mean over samples"),
+        ({"loss": nn.CrossEntropyLoss(ignore_index=3)}, "data has targets of 3, which the loss ignores"),
+        ({"loss": "ce"}, "loss is of type str"),
+        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
+        ({"batch": 2.0}, "batch is 2.0; it must be at least 1"),
+        ({"stratgy": "data"}, r"no argument 'stratgy' \(did you mean 'strategy'\?\)"),
+        ({"held_out": (torch.zeros(0, 1, 8, 8), torch.zeros(0))}, "held_out has no samples"),
     ],
 )
 def test_wrong_arguments(how: dict, message: str) -> None:
     args = {"loss": nn.CrossEntropyLoss(), "optimizer": "sgd"} | how
     with pytest.raises(LayerwiseError, match=message):
         layerwise.fit(network(), data(8).tensors, **args, **QUIET)
+
+
+def test_targets_that_the_loss_ignores() -> None:
+    """Also in a data set, and where they are held out only; a target of -100 of a loss that is no class is a number."""
+    x, y = data(8).tensors
+    ignored = y.clone()
+    ignored[5] = -100
+    for loss in (nn.CrossEntropyLoss(), nn.functional.cross_entropy):
+        with pytest.raises(LayerwiseError, match="data has targets of -100"):
+            layerwise.fit(network(), TensorDataset(x, ignored), loss, "sgd", **QUIET)
+        with pytest.raises(LayerwiseError, match="held_out has targets of -100"):
+            layerwise.fit(network(), (x, y), loss, "sgd", held_out=TensorDataset(x, ignored), **QUIET)
+    x, y = torch.ones(4, 3), torch.full((4, 1), -100.0)
+    assert layerwise.fit(nn.Linear(3, 1), (x, y), nn.functional.mse_loss, "sgd", **QUIET).history[0].loss > 1000
 
 
 def test_too_few_samples_for_the_ranks() -> None:

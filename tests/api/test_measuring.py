@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from layerwise.machine import load as load_profile
 from tests.comm.pool import run_ranks
 
 
@@ -12,3 +13,22 @@ def test_measured_once(tmp_path: Path) -> None:
     assert first["cells"] > 0
     assert second["links"] == first["links"]
     assert second["cells"] >= first["cells"]
+
+
+def test_a_corrupt_file_counts_as_not_there(tmp_path: Path) -> None:
+    (unmeasured, measured), _ = run_ranks(2, "tests.api.ranks:in_a_bad_cache", str(tmp_path / "cache"))
+    for told in (unmeasured, measured):
+        assert "is of no use, as if it were not there" in told
+        assert ".json" in told
+    assert "nothing was measured here" in unmeasured
+    assert "what was measured on these ranks" in measured
+    (path,) = (tmp_path / "cache").glob("*.json")
+    assert load_profile(path).links is not None
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (_, measured), nothing = run_ranks(2, "tests.api.ranks:in_a_bad_cache", str(tmp_path / "file" / "cache"))
+    assert "what was measured on these ranks (not kept)" in measured
+    assert "cannot be written" in measured
+    assert nothing == ("", "")

@@ -151,6 +151,11 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
         ({"memory_limit": 1000.0}, "use more ranks or a smaller batch"),
         ({"profile": "h1000"}, "did you mean h100"),
         ({"batch": 0}, "it must be at least 1"),
+        ({"batch": 4.0}, "batch is 4.0; it must be at least 1, and a whole number"),
+        ({"batch": True}, "batch is True"),
+        ({"sync_every": True}, "must be 'auto' or a whole number"),
+        ({"memory_limit": -1}, "memory_limit is -1; it must be a positive number"),
+        ({"memory_limit": "2GB"}, "memory_limit is '2GB'; it must be a positive number"),
         ({"plan": "nothing.json"}, "nothing.json"),
         ({"plan": "x", "strategy": "data"}, "give one of them"),
         ({"device_mesh": "2x2"}, "start the script with torchrun"),
@@ -165,6 +170,11 @@ def test_wrong_arguments(how: dict, message: str) -> None:
 def test_wrong_inputs(inputs: object) -> None:
     with pytest.raises(LayerwiseError, match="example_inputs"):
         layerwise.parallelize(network(), inputs)
+
+
+def test_whole_numbers_where_weights_need_floats() -> None:
+    with pytest.raises(LayerwiseError, match="is given int64, but its weights need floating-point numbers"):
+        layerwise.parallelize(nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), verbose=False)
 
 
 class Branching(nn.Module):
@@ -194,9 +204,21 @@ def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
 
 
 def test_ranks_that_ask_for_different_things() -> None:
-    first, second = run_ranks(2, "tests.api.ranks:differently")
-    assert "the ranks differ in strategy" in first
-    assert first == second
+    example = data().tensors[0][:4]
+    for name, values in {
+        "strategy": ("data", "model"),
+        "sync_every": (1, 2),
+        "optimizer": ("sgd", "adam"),
+        "local_batch_norm": (True, False),
+        "memory_limit": (None, 1e9),
+        "measure_s": (0, 1.0),
+        "profile": (None, "cpu"),
+        "batch": (8, 16),
+        "example_inputs": (example, example[:, :, :4]),
+    }.items():
+        first, second = run_ranks(2, "tests.api.ranks:differently", name, values)
+        assert f"the ranks differ in {name}" in first
+        assert first == second
 
 
 def test_an_onnx_file_trains_from_its_weights(tmp_path: Path) -> None:

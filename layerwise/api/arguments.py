@@ -1,0 +1,47 @@
+"""Arguments: what cannot be, whatever the model is, is said before anything is done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from layerwise.cost.compute import OPTIMIZERS
+from layerwise.errors import LayerwiseError
+from layerwise.plan import Plan
+from layerwise.run.module import ParallelModule
+
+
+def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
+    """LayerwiseError for the first that will not do."""
+    if isinstance(model, ParallelModule):
+        raise LayerwiseError(
+            "the model is a ParallelModule, parallel already: give parallelize the model it was made of"
+        )
+    if sync_every != "auto" and not _whole(sync_every):
+        raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
+    if optimizer not in OPTIMIZERS:
+        raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
+    number = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool)
+    if memory_limit is not None and not (number and memory_limit > 0):  # type: ignore[operator]
+        raise LayerwiseError(f"memory_limit is {memory_limit!r}; it must be a positive number, of bytes a device")
+    if batch is not None:
+        at_least_1("batch", batch)
+
+
+def at_least_1(name: str, value: object) -> None:
+    """LayerwiseError for what is not a whole number of at least 1."""
+    if not _whole(value):
+        raise LayerwiseError(f"{name} is {value!r}; it must be at least 1, and a whole number")
+
+
+def facts(plan: Plan | None, examples: tuple[Tensor, ...], others: Mapping[str, object]) -> dict[str, str]:
+    """What all ranks must be given alike, for the handshake."""
+    shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in examples)
+    digest = "" if plan is None else hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
+    return {name: str(value) for name, value in others.items()} | {"plan": digest, "example_inputs": shapes}
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
