@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from layerwise.comm.start import leave
@@ -61,11 +62,23 @@ def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Pat
             process.join()
 
 
+def _keep_groups() -> None:
+    """torch 2.13 deadlocks now and then where the last reference to a gloo group goes with a DDP model: keep one."""
+    kept, destroy = [], dist.destroy_process_group
+
+    def destroy_process_group() -> None:
+        kept.append(dist.group.WORLD)
+        destroy()
+
+    dist.destroy_process_group = destroy_process_group
+
+
 def _run(
     end: Connection, variables: dict[str, str], script: str, runs: Sequence[tuple[str, ...]], ports: Sequence[str]
 ) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
+    _keep_groups()
     try:
         for number, argv in enumerate(runs):
             if ports:
