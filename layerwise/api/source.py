@@ -48,8 +48,7 @@ def dtype_of(network: Network) -> torch.dtype:
     found: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         for name, p in layer.own_parameters():
-            read = network.stored.get(name) if p.trainable else None
-            value = read() if read is not None else None
+            value = network.value(name) if p.trainable else None
             if isinstance(value, Tensor) and value.is_floating_point():
                 found.setdefault(value.dtype, name)
     if len(found) > 1:

@@ -48,6 +48,11 @@ class Layer:
         return self.space.out
 
     @property
+    def main(self) -> Op:
+        """The operator, without its followers and the views of its inputs."""
+        return self.op.stages(self.specs)[0][0]
+
+    @property
     def end(self) -> bool:
         """Whether nothing is chosen here: data comes in, a constant is made, or outputs go."""
         return isinstance(self.op, Input | Sink) and not isinstance(self.op, Tied)

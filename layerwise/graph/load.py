@@ -45,6 +45,11 @@ class Network:
     built: Mapping[str, Tensor] = field(default_factory=dict)
     frozen: str = ""
 
+    def value(self, name: str) -> object:
+        """A parameter's, buffer's or constant's own value; None where it has none."""
+        read = self.stored.get(name)
+        return None if read is None else read()
+
     def all_trained(self) -> None:
         """LayerwiseError where a parameter is frozen: the runtime makes gradients of all."""
         if self.frozen:
@@ -102,6 +107,8 @@ def network_of(
     module: nn.Module, examples: Sequence[object], batch: int | None, name: str, *, trusted: bool = False
 ) -> Network:
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
+    import torch
+
     from layerwise.graph.batches import check_batches
     from layerwise.graph.from_torch import import_module
 
@@ -117,7 +124,7 @@ def network_of(
     keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
     frozen = next((key for key, p in module.named_parameters() if not p.requires_grad), "")
-    built = {key: value for key, read in values.items() if (value := read()) is not None and hasattr(value, "is_meta")}
+    built = {key: value for key, read in values.items() if isinstance(value := read(), torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, frozen)
 

@@ -116,7 +116,8 @@ class Executor:
                 inward: list[Tensor | None] = list(gradients)
             elif isinstance(step.layer.op, Tied):
                 if name in parameters:
-                    into.add(name, grads.pop(name, torch.zeros_like(parameters[name])))
+                    total = grads.pop(name, None)
+                    into.add(name, torch.zeros_like(parameters[name]) if total is None else total)
                 continue
             elif not step.backward or isinstance(step.layer.op, Input):
                 continue

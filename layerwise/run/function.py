@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.ends import Sink
 from layerwise.ops.loss import Loss
 from layerwise.run.executor import Executor
@@ -74,16 +74,11 @@ class _Function(torch.autograd.Function):
         return None, None
 
 
-def main_op(layer: Layer) -> object:
-    """The layer's operator, without what is fused with it."""
-    return getattr(layer.op, "main", layer.op)
-
-
 def factors(graph: LayerGraph, part: float) -> list[float]:
     """What makes gradients those of the mean over the global batch, where a rank's loss is the mean over its `part`."""
     sink = graph.layers[-1]
     assert isinstance(sink.op, Sink)
-    ops = [main_op(graph[name]) for name in sink.inputs]
+    ops = [graph[name].main for name in sink.inputs]
     return [1.0 if isinstance(op, Loss) and op.reduction == "sum" else part for op in ops]
 
 

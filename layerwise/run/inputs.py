@@ -87,8 +87,7 @@ class Inputs:
 
 
 def _constant(network: Network, name: str) -> Tensor:
-    read = network.stored.get(name) or network.stored.get(name.partition(":")[0])
-    value = None if read is None else read()
+    value = network.value(name if name in network.stored else name.partition(":")[0])
     if value is None or (isinstance(value, Tensor) and value.is_meta):
         raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device): build it for real")
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)

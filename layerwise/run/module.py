@@ -20,7 +20,7 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.element_types import predicted_bytes
 from layerwise.run.executor import Executor
-from layerwise.run.function import Call, factors, main_op, sum_of_losses
+from layerwise.run.function import Call, factors, sum_of_losses
 from layerwise.run.inputs import Inputs
 from layerwise.run.place import parameter_boxes, places, sharing
 from layerwise.run.provenance import searched_with
@@ -177,7 +177,7 @@ class ParallelModule(nn.Module):
                 raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
             return self._global_loss(schedule, outputs[0], target.to(self.device))
         for i, name in enumerate(schedule.graph.layers[-1].inputs):
-            op = main_op(schedule.graph[name])
+            op = schedule.graph[name].main
             if isinstance(op, Loss) and op.reduction != "none":
                 outputs[i] = outputs[i].sum() if op.reduction == "sum" else outputs[i].mean()
         if self._structure is not None:

@@ -15,7 +15,8 @@ from layerwise.run.exchange import Transfer, groups_of, transfer
 from layerwise.run.place import Boxes, Place, needed, places
 from layerwise.run.work import Work, statistics_groups, work
 
-GEMMS = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat", "fused")
+# Operators whose output autocast makes, or leaves, in 16 bits.
+SHORT = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,4 @@ class Schedule:
         """The element type that a layer's output has on the wire."""
         if not layer.out.differentiable:
             return None if isinstance(layer.op, Input) else getattr(torch, layer.out.dtype)
-        kind = layer.op.main.kind if hasattr(layer.op, "main") else layer.op.kind
-        if self.autocast is not None and not isinstance(layer.op, Input | Sink) and kind in GEMMS:
-            return self.autocast
-        return self.dtype
+        return self.autocast if self.autocast is not None and layer.main.kind in SHORT else self.dtype

@@ -42,7 +42,7 @@ class State:
         self.graph, self.boxes, self.comm, self.device, self.dtype = network.graph, boxes, comm, device, dtype
         self.tree = nn.Module()
         self.extra: dict[str, Tensor] = {}
-        self._keys, self._stored = dict(network.keys), network.stored
+        self._keys, self._network = dict(network.keys), network
         self._uncounted = _modules_of(self.graph, "instance_norm")  # PyTorch has a counter there, which stays 0
         self._fill(network, seed)
 
@@ -137,8 +137,7 @@ class State:
 
     def _read(self, name: str) -> Tensor | None:
         """The network's own value, where it has one."""
-        read = self._stored.get(name)
-        value = read() if read else None
+        value = self._network.value(name)
         return value if isinstance(value, Tensor) else None
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Op
 from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Input
-from layerwise.ops.fused import Fused
 from layerwise.ops.loss import Loss
 from layerwise.tensor import TensorSpec
 
@@ -96,7 +94,7 @@ def task(graph: LayerGraph) -> Task:
             )
     ends = [graph[name] for name in graph.layers[-1].inputs]
     for answer, end in enumerate(ends):
-        loss = _main(end)
+        loss = end.main
         if isinstance(loss, Loss):
             return _with_own_loss(graph, feeds, end, loss, answer)
     first = ends[0].out
@@ -117,20 +115,16 @@ def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss,
     slot = next((i for i, feed in enumerate(feeds) if feed.name == source), None)
     if slot is None:
         raise LayerwiseError(f"the target of loss {end.name!r} is computed, not an input: no data set can feed it")
-    prediction = end.op.stages(end.specs)[0][1][0] if isinstance(end.op, Fused) else end.specs[0]
+    prediction = end.op.stages(end.specs)[0][1][0]
     inputs = (*feeds[:slot], *feeds[slot + 1 :])
     return Task(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
-
-
-def _main(layer: Layer) -> Op:
-    return layer.op.main if isinstance(layer.op, Fused) else layer.op
 
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:
     """How many values an integer input has: the smallest vocabulary that looks it up, through views."""
     found = []
     for use in uses[name]:
-        op = _main(graph[use])
+        op = graph[use].main
         if isinstance(op, Embedding):
             found.append(op.count)
         elif graph[use].inputs == (name,) and not graph[use].out.differentiable:

@@ -26,10 +26,10 @@ def take_rank_0s(held: Mapping[str, Tensor], comm: Comm) -> None:
         for name in dict.fromkeys((*told[0], *theirs)):
             ours, other = told[0].get(name), theirs.get(name)
             if ours is None or other is None or ours[:2] != other[:2] or (ours[2] is None) != (other[2] is None):
-                what = "is there" if ours is None or other is None else "has another shape, type or device"
+                what = "is missing" if ours is None or other is None else "has another shape, type or kind of device"
                 raise CommError(
-                    f"the ranks have built different models: {name!r} {what} on rank {rank} and rank 0 only in part; "
-                    "build the same model on every rank"
+                    f"the ranks have built different models: {name!r} {what} on one of the ranks 0 and {rank}; build "
+                    "the same model on every rank"
                 )
     with torch.no_grad():
         for name, tensor in held.items():
@@ -49,4 +49,4 @@ def _send(tensor: Tensor, to: list[int], comm: Comm, what: str) -> None:
 
 def _crc(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes())
+    return zlib.crc32(flat.numpy().data)

@@ -32,8 +32,7 @@ def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> T
 
 def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor | None:
     """The values that the network comes with, of `box` (None: all); None where it has none."""
-    read = network.stored.get(name)
-    value = None if read is None else read()
+    value = network.value(name)
     if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
         return None
     if not isinstance(value, Tensor):

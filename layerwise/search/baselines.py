@@ -29,7 +29,7 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
 
 
 def _fully_connected(layer: Layer) -> bool:
-    return isinstance(layer.op.stages(layer.specs)[0][0], Linear)
+    return isinstance(layer.main, Linear)
 
 
 def _samples(layer: Layer, devices: int) -> Config:
@@ -38,7 +38,7 @@ def _samples(layer: Layer, devices: int) -> Config:
 
 
 def _channels(layer: Layer, devices: int) -> Config:
-    if isinstance(layer.op.stages(layer.specs)[0][0], Softmax):  # has no channels to split: where its input is, serial
+    if isinstance(layer.main, Softmax):  # has no channels to split: where its input is, serial
         return Config()
     fits = [d for d in range(1, devices + 1) if devices % d == 0 and d <= _room(layer, "c")]
     return Config.of({"c": max(fits)})

@@ -35,6 +35,11 @@ SMALL = {
     "unet3d": ((1, 16, 16, 16), {"width": 0.1}, 2),
 }
 LARGER = {
+    "mlp2": ((1024,), {}, 4),
+    "mlp3": ((1024,), {}, 4),
+    "mnist_cnn": ((1, 32, 32), {"width": 0.25}, 4),
+    "cifar10_cnn": ((3, 32, 32), {"width": 0.25}, 4),
+    "cosmoflow:58": ((4, 58, 58, 58), {"width": 0.25}, 2),
     "resnet50": ((3, 64, 64), {"width": 0.05, "num_classes": 10}, 4),
     "alexnet_grouped": ((3, 227, 227), {"width": 0.1, "num_classes": 10}, 4),
     "densenet121": ((3, 32, 32), {"width": 0.1, "num_classes": 10}, 4),
