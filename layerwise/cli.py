@@ -15,9 +15,11 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from layerwise.config import SearchSpace
 from layerwise.cost.compute import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DEFAULT, DTYPES, names
+from layerwise.tensor import LABELS
 
 PIPED_WIDTH = 160  # columns of output that goes to a file or a pipe
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
@@ -62,15 +64,15 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
-def machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The device graph: --gpus, --gpus-per-node, --profile."""
+def machine_arguments(parser: argparse.ArgumentParser, default: str | None = DEFAULT, told: str = DEFAULT) -> None:
+    """The device graph: --gpus, --gpus-per-node, --profile. told: what the help calls the default profile."""
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--gpus", type=int, required=True, metavar="N", help="devices: fewer than a node has, or whole nodes"
     )
     group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
     group.add_argument(
-        "--profile", default=DEFAULT, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {DEFAULT})"
+        "--profile", default=default, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {told})"
     )
 
 
@@ -92,6 +94,25 @@ def training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=list(DTYPES), default="float32", help="rate of the arithmetic (default: float32)"
     )
+
+
+def space_arguments(group: argparse._ArgumentGroup) -> None:
+    """What may be split: --dims, --degrees."""
+    group.add_argument("--dims", metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)")
+    group.add_argument(
+        "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
+    )
+
+
+def search_space(args: argparse.Namespace, *, spread: bool) -> SearchSpace:
+    """The space that the flags of `machine_arguments` and `space_arguments` ask for."""
+    powers_of_two = args.degrees == "powers-of-two"
+    if args.dims is None:
+        return SearchSpace(args.gpus, powers_of_two=powers_of_two, spread=spread)
+    dims = tuple(d.strip() for d in args.dims.split(",") if d.strip())
+    if not dims or set(dims) - {*LABELS, "k"}:
+        raise LayerwiseError(f"--dims {args.dims!r}: choose from {','.join(LABELS)} and k, joined by commas")
+    return SearchSpace(args.gpus, dims, powers_of_two, spread)
 
 
 def shape(text: str) -> tuple[int, ...]:

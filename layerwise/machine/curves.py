@@ -140,13 +140,13 @@ def _curve(item: Field) -> Curve:
     operation = next((name for name in OPERATIONS if name == at["operation"].value), None)
     if operation is None:
         raise at["operation"].error(f"expected one of {', '.join(OPERATIONS)}, found {kind(at['operation'].value)}")
-    further = _number(at["message_s"]) if "message_s" in at else 0.0
+    further = at["message_s"].plain_number() if "message_s" in at else 0.0
     return Curve(operation, _fan(at["fan"]), _whole(at["load"]), _knots(at["knots"]), further)
 
 
 def _overlap(item: Field) -> Overlap:
     at = item.members(("fan", "load", "compute", "sync"))
-    shares = _number(at["compute"]), _number(at["sync"])
+    shares = at["compute"].plain_number(), at["sync"].plain_number()
     for name, share in zip(("compute", "sync"), shares, strict=True):
         if not 0.01 <= share <= 1:
             raise at[name].error(f"expected a share from 0.01 to 1, found {share}")
@@ -163,10 +163,8 @@ def _fan(at: Field) -> tuple[int, ...]:
 def _knots(at: Field) -> tuple[tuple[float, float], ...]:
     knots = []
     for item in at.items():
-        pair = [_number(part) for part in item.items()]
-        if len(pair) != 2:
-            raise item.error("expected [bytes, seconds]")
-        knots.append((pair[0], pair[1]))
+        at_bytes, seconds = item.plain_numbers(2)
+        knots.append((at_bytes, seconds))
     if len(knots) < 2 or knots[0][1] <= 0:
         raise at.error("expected at least two pairs of bytes and seconds, seconds above 0")
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):
@@ -179,10 +177,3 @@ def _whole(at: Field) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
         raise at.error(f"expected a whole number from 1 to {2**20:,}, found {kind(value)}")
     return value
-
-
-def _number(at: Field) -> float:
-    value = at.value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:  # also refuses NaN
-        raise at.error(f"expected a finite number of at least 0, found {kind(value)}")
-    return float(value)

@@ -82,6 +82,7 @@ class DeviceGraph:
     136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
 
     `links`: what was measured of them, where that has been done; `layers`: measured times of layers, likewise.
+    `collectives`: whether regular transfers run as collectives (NCCL) or as messages (gloo).
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeviceGraph:
     levels: tuple[Level, ...]
     links: Links | None = field(default=None, hash=False)  # long to hash
     layers: tuple[LayerTimes, ...] = field(default=(), hash=False)
+    collectives: bool = False
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

@@ -11,6 +11,7 @@ from layerwise.machine.devices import DeviceGraph, Level, Processor
 from layerwise.machine.layer_times import LayerTimes
 
 MAX_GPUS = 65_536
+BACKENDS = ("nccl", "gloo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Profile:
 
     `sources` says where each number came from, by its path in the file (`levels[1].latency_s`). `other_links` serve
     closed forms that name them. What `layerwise.measure` found: `links`; and `layers`, times of layers, a set for each
-    of the conditions under which they were taken, the latest last.
+    of the conditions under which they were taken, the latest last. `backend`: of torch.distributed, nccl or gloo.
     """
 
     name: str
@@ -54,6 +55,16 @@ class Profile:
     other_links: tuple[Link, ...] = ()
     layers: tuple[LayerTimes, ...] = ()
     links: Links | None = field(default=None, hash=False)
+    backend: str = BACKENDS[0]
+
+    @property
+    def collectives(self) -> bool:
+        """Whether regular transfers run as collectives: on NCCL, by what the links were measured with where they were.
+
+        gloo runs messages: see layerwise.run.exchange.
+        """
+        backend = self.backend if self.links is None else self.links.conditions.get("backend", self.backend)
+        return backend == "nccl"
 
     @property
     def gpus_per_node(self) -> int:
@@ -84,7 +95,7 @@ class Profile:
             levels.append(Level(stated.name, size, stated.latency_s, 1 / stated.bandwidth_bytes_per_s, sharing))
             if size == gpus:
                 break
-        return DeviceGraph(self.name, gpus, self.processor, tuple(levels), self.links, self.layers)
+        return DeviceGraph(self.name, gpus, self.processor, tuple(levels), self.links, self.layers, self.collectives)
 
     def _check(self, gpus: int, node: int) -> None:
         if not 1 <= gpus <= MAX_GPUS:

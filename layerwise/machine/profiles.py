@@ -32,7 +32,7 @@ def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     if given in built_in:
         return parse((resources.files(BUILT_IN) / f"{given}.json").read_text(encoding="utf-8"), f"{given}.json")
     path = Path(given)
-    if not path.suffix and path.name == given and not (given and path.exists()):
+    if not path.suffix and path.name == given and not os.path.exists(given):  # noqa: PTH110 (Path.exists raises for long names)
         near = difflib.get_close_matches(given.lower(), built_in, n=2)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise LayerwiseError(

@@ -10,9 +10,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import without_repeats
 from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import DTYPES, Processor, Tile
-from layerwise.machine.fields import Field
+from layerwise.machine.fields import Field, kind
 from layerwise.machine.layer_times_json import read, written
-from layerwise.machine.profile import Link, LinkLevel, Profile
+from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 
 FORMAT = "layerwise-profile"
 VERSION = 1
@@ -33,8 +33,10 @@ def parse(text: str, file: str) -> Profile:
     if version != VERSION or not isinstance(version, int) or isinstance(version, bool):
         raise root.error(f"version: this layerwise reads version {VERSION} only, found {json.dumps(version)[:40]}")
     required = ("format", "version", "name", "description", "device", "levels")
-    optional = ("other_links", "links", "layers")
+    optional = ("backend", "other_links", "links", "layers")
     top = root.members(required, optional)
+    if "backend" in top and top["backend"].value not in BACKENDS:
+        raise top["backend"].error(f"expected one of {', '.join(BACKENDS)}, found {kind(top['backend'].value)}")
     return Profile(
         name=top["name"].text(),
         description=top["description"].text(),
@@ -44,6 +46,7 @@ def parse(text: str, file: str) -> Profile:
         other_links=tuple(_link(item) for item in top["other_links"].items()) if "other_links" in top else (),
         layers=read(top["layers"]) if "layers" in top else (),
         links=parse_links(top["links"]) if "links" in top else None,
+        backend=top["backend"].text() if "backend" in top else BACKENDS[0],
     )
 
 
@@ -68,6 +71,8 @@ def write(profile: Profile) -> str:
     ]
     document: dict[str, object] = {"format": FORMAT, "version": VERSION}
     document |= {"name": profile.name, "description": profile.description, "device": device}
+    if profile.backend != BACKENDS[0]:
+        document["backend"] = profile.backend
     document["levels"] = [
         {"name": level.name} | numbers(f"levels[{i}]", level, ("devices", *LINK[1:], "devices_per_port"))
         for i, level in enumerate(profile.levels)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
-from torch import nn
-
 from layerwise.cli import Parser, run_main
-from layerwise.comm.solo import SoloComm
-from layerwise.config import Config, SearchSpace
-from layerwise.cost.tables import CostModel
-from layerwise.graph.layer import LayerGraph
 from layerwise.measure import layers_command, links_command
-from layerwise.measure.bench import Mode
-from layerwise.plan import Plan
-from layerwise.run.load import load
-from layerwise.search.find import search
 
 EPILOG = """examples:
   python -m layerwise.measure layers vgg16 --gpus 4 --out mine.json
@@ -49,19 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.command == "links":
         return links_command.run(args)
+    from layerwise.api.measuring import module, strategies  # here, so that --help is quick
+
     return layers_command.run(args, strategies, module)
-
-
-def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
-    """The best strategy, the additive optimum and the baselines: whose times matter most."""
-    result = search(model, space)
-    found = [result.best, result.additive, *result.baselines.values()]
-    return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in found]
-
-
-def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:
-    """The runtime's module of a plan on one device."""
-    return load(plan, graph, comm=SoloComm(mode.device), dtype=mode.dtype, autocast=mode.autocast)
 
 
 if __name__ == "__main__":

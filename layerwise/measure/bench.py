@@ -99,6 +99,11 @@ class Bench:
         self.leaves: list[Tensor] = []
         self.out: Tensor | None = None
 
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The layer before has just made the inputs; the one behind, the output's gradients."""
+        return self.inputs, self.gradients
+
     def forward(self) -> None:
         """As `Executor.forward` does for one layer."""
         with torch.set_grad_enabled(self.differentiable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -57,16 +57,6 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
     return found
 
 
-def keys_of(model: CostModel, strategies: Iterable[Mapping[str, Config]]) -> list[Key]:
-    """The cells that these strategies rest on, those of most predicted time first."""
-    share: dict[Key, float] = {}
-    for strategy in strategies:
-        cells = wanted_cells(model, {layer.name: (strategy[layer.name],) for layer in model.graph.inner})
-        for key, cell in cells.items():
-            share[key] = max(share.get(key, 0.0), cell.predicted_s)
-    return sorted(share, key=lambda key: -share[key])
-
-
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
     if isinstance(layer.op, Tied):
         return []
@@ -98,15 +88,10 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
 
 def _bytes(layer: Layer, row: Extents, stages: int) -> float:
     """Of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
-    dims, rank, at = len(layer.space.dims), max(1, len(layer.out.shape)), 0
-    total = prod(row[: min(rank, dims)]) * stages
-    at = dims + rank
-    for spec in layer.specs:
-        total += prod(row[at : at + len(spec.shape)])
-        at += len(spec.shape)
-    for p in layer.space.parameters:
-        total += prod(row[at : at + len(p.shape)])
-        at += len(p.shape)
+    dims, rank = len(layer.space.dims), max(1, len(layer.out.shape))
+    shapes = [*(spec.shape for spec in layer.specs), *(p.shape for p in layer.space.parameters)]
+    ends = np.cumsum([dims + rank, *map(len, shapes)]).tolist()
+    total = prod(row[: min(rank, dims)]) * stages + sum(prod(row[a:b]) for a, b in pairwise(ends))
     return 3.0 * total * layer.out.item_bytes
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from layerwise.cost.fit import held_out_error
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
 from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
 from layerwise.measure.cells import Key, Wanted
+from layerwise.measure.cold import leave_only
 from layerwise.measure.step import LossBench, UpdateBench
 from layerwise.measure.watch import Watch
 
@@ -23,6 +26,10 @@ CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
 
 class Timed(Protocol):
     """What can be measured: two parts, and what lies between one step and the next."""
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
+        """What a step has just made when forward, and when backward begins; None: all that is needed."""
 
     def forward(self) -> None: ...
 
@@ -50,8 +57,8 @@ class Measuring:
         return key[1] in self.known.cells.get(key[0], {}) or key in self.failed
 
     def left(self, cells: Iterable[Wanted]) -> list[Wanted]:
-        """Of these, what is not measured yet."""
-        return [cell for cell in cells if not self.has(cell.key)]
+        """Of these, what is not measured yet, the longest first."""
+        return sorted((cell for cell in cells if not self.has(cell.key)), key=lambda cell: -cell.predicted_s)
 
     def measure(self, cells: Iterable[Wanted], after: Callable[[Wanted], None] = lambda _: None) -> None:
         """Measures in order what fits into the rest of the budget; `after` each, measured or not."""
@@ -110,7 +117,8 @@ def timed(cell: Wanted, mode: Mode, watch: Watch) -> CellTime:
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
     bench = bench_of(cell.task, mode)
-    found = watch([bench.forward, bench.backward, bench.forget])
+    before = [partial(leave_only, recent, mode.device) for recent in (*bench.recent, None)]
+    found = watch([bench.forward, bench.backward, bench.forget], before)
     forward, backward, forget = found.seconds
     return CellTime(forward, backward + forget, found.spread, found.samples, cell.forward, cell.backward)
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 import torch
 
-from layerwise.cli import console, global_batch, machine_arguments, seconds, training_arguments
-from layerwise.config import SearchSpace
+from layerwise.cli import (
+    console,
+    global_batch,
+    machine_arguments,
+    search_space,
+    seconds,
+    space_arguments,
+    training_arguments,
+)
 from layerwise.cost.tables import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import HELP, load_model
+from layerwise.machine import DEFAULT
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers_job import Job, Strategies, Summary, base_profile, terminable
 from layerwise.measure.overhead import Load
-from layerwise.tensor import LABELS
 
 
 def add(subparsers: Any) -> None:
@@ -29,18 +37,16 @@ def add(subparsers: Any) -> None:
         description="Runs every distinct piece of a network's layers that a plan for N devices may need, forward, "
         "backward and update, and writes their times into a profile: first those that the best plan and the baselines "
         "consist of. Run it again to go on where it stopped. --profile is what to begin with where --out is not there "
-        "yet: its peaks, memory and links (default: cpu on a CPU).",
+        "yet: its peaks, memory and links.",
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
-    machine_arguments(p)
+    machine_arguments(p, None, f"{DEFAULT}; cpu on a CPU")
     training_arguments(p)
-    p.set_defaults(profile=None)
     g = p.add_argument_group("measuring")
     g.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is a GPU")
     g.add_argument("--out", metavar="PROFILE.json", help="the profile to write or to add to (default: none is written)")
     g.add_argument("--budget", type=seconds, default=120.0, metavar="120s", help="time to spend (default: 120s)")
-    g.add_argument("--dims", metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)")
-    g.add_argument("--degrees", choices=["all", "powers-of-two"], default="all", help="as in search (default: all)")
+    space_arguments(g)
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g.add_argument("--tf32", choices=["off", "conv", "all"], help="what uses TF32 (default: PyTorch's, convolutions)")
     g.add_argument("--channels-last", action="store_true", help="tensors with channels innermost")
@@ -57,24 +63,25 @@ def run(args: argparse.Namespace, strategies: Strategies, load: Load) -> int:
     device = device_of(args.device)
     mode = mode_of(device, args.dtype, args.channels_last)
     if args.threads is not None:
-        if args.threads < 1:
-            raise LayerwiseError(f"--threads must be at least 1, not {args.threads}")
+        cores = os.cpu_count() or 1
+        if not 1 <= args.threads <= cores:
+            raise LayerwiseError(f"--threads must be from 1 to {cores}, the cores that there are, not {args.threads}")
         torch.set_num_threads(args.threads)
     if args.out is not None:
         check_writable(args.out)
-    batch = global_batch(args.batch, args.global_batch, args.gpus)
-    options = CostOptions(
-        io="sample" if batch >= args.gpus else "free",
-        optimizer=args.optimizer,
-        dtype=args.dtype,
-        local_batch_norm=args.local_batch_norm,
-    )
     with modes(args.dtype, args.tf32, args.cudnn_benchmark) as tf32:
         where = conditions(mode, args.dtype, tf32, args.cudnn_benchmark)
         base = base_profile(args.out, args.profile, where, device)
         base.processor.peak(args.dtype)
         devices = base.device_graph(args.gpus, args.gpus_per_node)
-        space = _space(args, devices.nodes > 1)
+        batch = global_batch(args.batch, args.global_batch, args.gpus)
+        options = CostOptions(
+            io="sample" if batch >= args.gpus else "free",
+            optimizer=args.optimizer,
+            dtype=args.dtype,
+            local_batch_norm=args.local_batch_norm,
+        )
+        space = search_space(args, spread=devices.nodes > 1)
         graph = fuse(load_model(args.model, batch, args.input_shape))
         job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget)
         with terminable():
@@ -84,16 +91,6 @@ def run(args: argparse.Namespace, strategies: Strategies, load: Load) -> int:
     else:
         console().print(_told(summary), soft_wrap=True)
     return 0
-
-
-def _space(args: argparse.Namespace, spread: bool) -> SearchSpace:
-    powers = args.degrees == "powers-of-two"
-    if args.dims is None:
-        return SearchSpace(args.gpus, powers_of_two=powers, spread=spread)
-    dims = tuple(d.strip() for d in args.dims.split(",") if d.strip())
-    if not dims or set(dims) - {*LABELS, "k"}:
-        raise LayerwiseError(f"--dims {args.dims!r}: choose from {','.join(LABELS)} and k, joined by commas")
-    return SearchSpace(args.gpus, dims, powers, spread)
 
 
 def _told(s: Summary) -> str:

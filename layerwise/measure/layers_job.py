@@ -22,7 +22,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DEFAULT, DeviceGraph, Profile, load, save
 from layerwise.machine.layer_times import Conditions, LayerTimes
 from layerwise.measure.bench import Mode
-from layerwise.measure.cells import Key, Wanted, keys_of, wanted_cells
+from layerwise.measure.cells import Key, Wanted, wanted_cells
 from layerwise.measure.conditions import made
 from layerwise.measure.layers import Measuring
 from layerwise.measure.overhead import Load, optimizer_call_s, overhead
@@ -75,18 +75,18 @@ class Job:
         before = next((one for one in self.base.layers if one.conditions == self.where), LayerTimes(self.where))
         measuring = Measuring(replace(before, made=made(self.mode.device)), self.mode, self._save, self.budget_s)
         self._overhead(measuring, load)
-        configs = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
         for _ in range(ROUNDS):
             model = self._model(measuring.known)
             best = strategies(model, self.space)
-            self.cells |= wanted_cells(model, {name: (*cs, *(s[name] for s in best)) for name, cs in configs.items()})
-            first = measuring.left(self.cells[key] for key in keys_of(model, best))
+            chosen = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
+            first = measuring.left(wanted_cells(model, chosen).values())
             if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet):
                 break
+        # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
+        every = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
         model = self._model(measuring.known)
-        self.cells |= wanted_cells(model, configs)
-        rest = sorted(measuring.left(self.cells.values()), key=lambda cell: -cell.predicted_s)
-        self._measure(measuring, rest, "all other pieces", quiet=quiet)
+        self.cells = wanted_cells(model, {name: (*configs, *chosen[name]) for name, configs in every.items()})
+        self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
         return self._summary(measuring, best[0])
 
     def _measure(self, measuring: Measuring, cells: list[Wanted], what: str, *, quiet: bool) -> int:

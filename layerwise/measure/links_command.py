@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from layerwise.cli import console, positive, progress_bar, run_main, seconds
+from layerwise.comm.base import Comm
+from layerwise.comm.start import leave, read_environment, start
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
-from layerwise.machine import Profile, save
-
-if TYPE_CHECKING:
-    from layerwise.comm.base import Comm
-
-PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
+from layerwise.machine import DEFAULT, Profile, save
+from layerwise.measure.links import measure_links
+from layerwise.measure.links_profile import base_profile, check_nodes, conditions, with_links
+from layerwise.measure.links_shapes import find_topology
 
 EPILOG = """examples:
   torchrun --nproc-per-node 4 -m layerwise.measure links --out mine.json
@@ -45,7 +43,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     p.add_argument(
         "--out", required=True, metavar="FILE.json", help="profile to write; what else it has already is kept"
     )
-    p.add_argument("--profile", metavar="NAME", help="what a new file starts from (default: cpu; h100 on GPUs)")
+    p.add_argument("--profile", metavar="NAME", help=f"what a new file starts from (default: cpu; {DEFAULT} on GPUs)")
     p.add_argument("--budget", type=seconds, default=60.0, metavar="60s", help="about how long it takes (default: 60s)")
     p.add_argument("--json", action="store_true", help="what was measured, for programs")
     p.add_argument(
@@ -55,48 +53,36 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Measure, merge, write. With several ranks it ends the process, as `layerwise.comm.start.leave` says."""
-    try:
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            raise LayerwiseError(
-                "links are measured between ranks, and here is only one: "
-                "torchrun --nproc-per-node 2 -m layerwise.measure links --out FILE"
-            )
-        if os.environ.get("RANK", "0") == "0":
-            check_writable(args.out)
-            if args.profile is not None and Path(args.out).is_file():
-                raise LayerwiseError(f"{args.out!r} is there and is added to: leave out --profile, or give a new --out")
-            _base(args, cuda=False)
-    except LayerwiseError:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(PATIENCE_S)  # rank 0 says the same, and its end is then ours
-        raise
-    from layerwise.comm.start import leave
-
+    seat = read_environment(os.environ)
+    if seat is None or seat.size < 2:
+        raise LayerwiseError(
+            "links are measured between ranks, and here is only one: "
+            "torchrun --nproc-per-node 2 -m layerwise.measure links --out FILE"
+        )
+    if seat.rank == 0:
+        check_writable(args.out)
+        if args.profile is not None and Path(args.out).is_file():
+            raise LayerwiseError(f"{args.out!r} is there and is added to: leave out --profile, or give a new --out")
+        _base(args, cuda=False)
     leave(run_main(lambda _: _measure(args)))
 
 
 def _base(args: argparse.Namespace, *, cuda: bool) -> Profile:
-    from layerwise.measure.links_profile import base_profile
-
-    return base_profile(args.out, args.profile or ("h100" if cuda else "cpu"))
+    return base_profile(args.out, args.profile or (DEFAULT if cuda else "cpu"))
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from layerwise.comm.start import start
-    from layerwise.measure.links import measure_links
-    from layerwise.measure.links_profile import conditions, with_links
-    from layerwise.measure.links_shapes import find_topology
-
     with start(args.timeout) as comm:
         where = find_topology(comm)
+        base = _base(args, cuda=comm.device.type == "cuda") if comm.rank == 0 else None
+        if base is not None:
+            check_nodes(base, where)
         with progress_bar("measuring links", quiet=args.json or comm.rank > 0) as progress:
             measured = measure_links(comm, where, args.budget, progress)
-        if comm.rank == 0:
-            base = _base(args, cuda=comm.device.type == "cuda")
+        if base is not None:
             profile = with_links(base, measured, where, conditions(comm, where))
             save(profile, args.out)
             _print(args, comm, profile, {s.curve: s.spread for s in measured.series})
-        comm.barrier()
     return 0
 
 

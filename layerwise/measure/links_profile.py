@@ -38,6 +38,14 @@ def conditions(comm: Comm, where: Topology) -> dict[str, object]:
     }
 
 
+def check_nodes(profile: Profile, where: Topology) -> None:
+    """LayerwiseError where the profile has no level for links between nodes, and there are some."""
+    if where.nodes > 1 and len(profile.levels) == 1:
+        raise LayerwiseError(
+            f"profile {profile.name} describes a single node, and these are {where.nodes}: give another with --profile"
+        )
+
+
 def with_links(profile: Profile, measured: Measured, where: Topology, facts: dict[str, object]) -> Profile:
     """The profile with its levels' latency and bandwidth as measured, and all curves. Levels beyond the second go."""
     source = (
@@ -46,10 +54,6 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
     )
     sources = dict(profile.sources)
     levels = list(profile.levels[:2])
-    if where.nodes > 1 and len(levels) == 1:
-        raise LayerwiseError(
-            f"profile {profile.name} describes a single node, and these are {where.nodes}: give another with --profile"
-        )
     for at, level in enumerate(levels):
         series = port_series(measured, at)
         if at == 0:
@@ -77,7 +81,8 @@ def _measured_level(
 ) -> LinkLevel:
     loaded, single = series[0], series[-1]
     latency = single.points[0][1]
-    (x0, y0), (x1, y1) = loaded.points[-2:]
+    (x0, y0), (x1, y1) = loaded.curve.knots[-2:]
+    bytes_per_s = (x1 - x0) / (y1 - y0) if y1 > y0 else x1 / y1  # noise can make the last line flat
     shared = at > 0 and where.local > 1 and contention(loaded, single) > SHARED
     port: int | str = level.devices_per_port
     if at > 0:
@@ -87,10 +92,9 @@ def _measured_level(
             pairs_text if where.local > 1 else "one rank a node"
         )
     carried = 1.0 if port == "node" or at == 0 else where.local  # curves count what a node's ranks carry together
-    bandwidth = (x1 - x0) / max(y1 - y0, 1e-12) / carried
     sources[f"levels[{at}].latency_s"] = f"{source}: an exchange of {series[-1].points[0][0]:,.0f} bytes"
     sources[f"levels[{at}].bandwidth_bytes_per_s"] = f"{source}: exchanges of {x0:,.0f} to {x1:,.0f} bytes"
-    return replace(level, latency_s=latency, bandwidth_bytes_per_s=bandwidth, devices_per_port=port)
+    return replace(level, latency_s=latency, bandwidth_bytes_per_s=bytes_per_s / carried, devices_per_port=port)
 
 
 def contention(loaded: Series, single: Series) -> float:

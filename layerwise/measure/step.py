@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,11 @@ class UpdateBench:
         self.parameters = [nn.Parameter(mode.filled((size,))) for size in task.sizes]
         self.values = [mode.filled((size,)) for size in task.sizes]
         self.optimizer = optimizer_of(task.optimizer, self.parameters)
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """Gradients were made long ago, but for the last."""
+        return (), None
 
     def forward(self) -> None:
         """The step, without what any step costs however few parameters it has (`overhead`)."""
@@ -46,6 +53,11 @@ class LossBench:
             for shape in task.shapes
         ]
         self.total: Tensor | None = None
+
+    @property
+    def recent(self) -> tuple[Sequence[Tensor], None]:
+        """The outputs; and backward follows at once."""
+        return self.outputs, None
 
     def forward(self) -> None:
         """Outputs leave the runtime as copies."""

@@ -6,11 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
 
 import torch
 
-Parts = Sequence[Callable[[], object]]
+Do = Callable[[], object]
+Parts = Sequence[Do]
+
+
+def nothing() -> None:
+    """Before a part that needs no preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Watch:
     """Times parts that run one after the other, `least` to `most` times, for about `budget_s` seconds.
 
     On a GPU by events between the parts, in a stream that is never waited for amid the samples: a part takes what the
-    GPU takes, or what its launches take where these are slower.
+    GPU takes, or what its launches take where these are slower. On a CPU by `clock`, in seconds.
     """
 
     device: torch.device
@@ -36,41 +41,48 @@ class Watch:
     least: int = 5
     most: int = 200
     warm: int = 2
+    clock: Callable[[], float] | None = None  # default: the wall clock
 
-    def __call__(self, parts: Parts, between: Callable[[], object] = lambda: None) -> Reading:
-        """`between` runs after each sample, and is not timed."""
-        sample = self._events if self.device.type == "cuda" else self._clock
-        first = sample(parts, between, self.warm)
-        estimate = sum(first[-1])
+    def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
+        """before: what runs before each part, and is not timed."""
+        pairs = list(zip(repeat(nothing, len(parts)) if before is None else before, parts, strict=True))
+        sample = self._events if self.device.type == "cuda" else self._clocked
+        sample(pairs, self.warm - 1)
+        start = time.perf_counter()
+        sample(pairs, 1)
+        estimate = time.perf_counter() - start
         count = min(self.most, max(self.least, int(self.budget_s / max(estimate, 1e-6))))
-        rows = sample(parts, between, count)
+        rows = sample(pairs, count)
         totals = sorted(sum(row) for row in rows)
         median = statistics.median(totals)
         middle = totals[-1 - count // 4] - totals[count // 4]
         seconds = tuple(statistics.median(column) for column in zip(*rows, strict=True))
         return Reading(seconds, middle / median if median > 0 else 0.0, count)
 
-    def _clock(self, parts: Parts, between: Callable[[], object], count: int) -> list[tuple[float, ...]]:
-        rows = []
+    def _clocked(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
+        rows, now = [], self.clock or time.perf_counter
         for _ in range(count):
-            times = [time.perf_counter()]
-            for part in parts:
+            row = []
+            for prepare, part in pairs:
+                prepare()
+                start = now()
                 part()
-                times.append(time.perf_counter())
-            between()
-            rows.append(tuple(b - a for a, b in pairwise(times)))
+                row.append(now() - start)
+            rows.append(tuple(row))
         return rows
 
-    def _events(self, parts: Parts, between: Callable[[], object], count: int) -> list[tuple[float, ...]]:
+    def _events(self, pairs: Sequence[tuple[Do, Do]], count: int) -> list[tuple[float, ...]]:
         torch.cuda.synchronize(self.device)
-        rows: list[list[torch.cuda.Event]] = []
+        rows: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         for _ in range(count):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]  # type: ignore[no-untyped-call]
-            events[0].record()
-            for part, event in zip(parts, events[1:], strict=True):
+            row = []
+            for prepare, part in pairs:
+                prepare()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
                 part()
-                event.record()
-            between()
-            rows.append(events)
+                end.record()
+                row.append((start, end))
+            rows.append(row)
         torch.cuda.synchronize(self.device)
-        return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(events)) for events in rows]
+        return [tuple(float(a.elapsed_time(b)) / 1e3 for a, b in row) for row in rows]

@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
         self._structure = network.structure
         self._executors: dict[int, Executor] = {}
         self._trace: Trace | None = None
+        self._known: Mapping[str, Tensor] | None = None
         self._synchronise = True
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         self._state = State(network, boxes, comm, device=device, dtype=dtype, seed=seed)
@@ -78,9 +79,11 @@ class ParallelModule(nn.Module):
         first = self._executor(self.graph.batch).schedule
         order = [name for step in reversed(first.steps) for name in reversed(step.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if isinstance(layer.op, Tied)]
-        trained = dict(self._tree.named_parameters())
+        held = dict(self._tree.named_parameters())
+        trained = {name: p for name, p in held.items() if p.requires_grad}
+        self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
         groups = {name: self._state.sharing(name) for name in trained}
-        self._replicas = Replicas(trained, [name for name in order if name in trained], groups)
+        self._replicas = Replicas(held, [name for name in order if name in trained], groups)
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         self._prepare("statistics", first.statistics)
@@ -152,6 +155,12 @@ class ParallelModule(nn.Module):
         whole = self._inputs.batch(inputs, batch, target=target is not None)
         executor = self._executor(whole)
         fed = self._inputs.fed(executor.schedule, inputs)
+        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
+        if thawed is not None:
+            raise LayerwiseError(
+                f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
+                "model parallel again, with requires_grad=True from the beginning"
+            )
         seed = combine(self.seed, self.steps)
         if self.training:
             self.steps += 1
@@ -160,7 +169,7 @@ class ParallelModule(nn.Module):
         call = Call(
             executor,
             fed,
-            dict(self._tree.named_parameters()) | dict(self._tree.named_buffers()),
+            self._held(),
             self.training,
             seed,
             self.steps,
@@ -170,6 +179,17 @@ class ParallelModule(nn.Module):
         )
         outputs = call.outputs(torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled()))
         return self._returned(executor.schedule, list(outputs), target)
+
+    def _held(self) -> Mapping[str, Tensor]:
+        """The tree's parameters and buffers; collected anew where some were replaced, by `to` for example."""
+        if self._known is None:
+            self._known = dict(self._tree.named_parameters()) | dict(self._tree.named_buffers())
+        return self._known
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        self._known = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _returned(self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None) -> Any:
         if target is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -18,8 +18,6 @@ from layerwise.plan import Plan
 from layerwise.run.compare import Difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from layerwise.comm.base import Kind
     from layerwise.run.train import Step
 

@@ -20,6 +20,8 @@ from layerwise.cli import (
     positive,
     progress_bar,
     run_main,
+    search_space,
+    space_arguments,
     training_arguments,
 )
 from layerwise.config import SearchSpace
@@ -37,7 +39,6 @@ from layerwise.search.find import candidate, configurations, search
 from layerwise.search.grid import grid_plan, grids, parse_grid, study
 from layerwise.search.make_plan import make_plan
 from layerwise.search.timeline_file import write_timeline
-from layerwise.tensor import LABELS
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -71,12 +72,7 @@ def parser() -> argparse.ArgumentParser:
     machine_arguments(p)
     training_arguments(p)
     g = p.add_argument_group("search space")
-    g.add_argument(
-        "--dims", default=None, metavar="n,c,h,w", help="dimensions to split (default: all but k, the reduction)"
-    )
-    g.add_argument(
-        "--degrees", choices=["all", "powers-of-two"], default="all", help="divisors of N to try (default: all)"
-    )
+    space_arguments(g)
     g.add_argument(
         "--grid",
         metavar="all|RxC",
@@ -134,10 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
-    space = search_space(args.dims, args.gpus, args.degrees == "powers-of-two", devices.nodes > 1)
+    space = search_space(args, spread=devices.nodes > 1)
     writes = [path for path in (args.out, args.export_costs, args.timeline) if path is not None]
     if args.price is not None and (args.out or args.export_costs or args.depth_first):
         raise LayerwiseError("--price does not search: leave out --out, --export-costs and --depth-first")
+    if len(set(writes)) < len(writes):
+        raise LayerwiseError("--out, --export-costs and --timeline name the same file: give each its own")
     _check_grid(args)
     for path in writes:
         check_writable(path)
@@ -187,23 +185,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def search_space(dims: str | None, gpus: int, powers_of_two: bool, spread: bool) -> SearchSpace:
-    """The space that the flags ask for."""
-    if dims is None:
-        return SearchSpace(gpus, powers_of_two=powers_of_two, spread=spread)
-    chosen = tuple(d.strip() for d in dims.split(",") if d.strip())
-    unknown = [d for d in chosen if d not in (*LABELS, "k")]
-    if unknown or not chosen:
-        raise LayerwiseError(f"--dims {dims!r}: choose from {','.join(LABELS)} and k, joined by commas")
-    return SearchSpace(gpus, chosen, powers_of_two, spread)
-
-
 def _check_grid(args: argparse.Namespace) -> None:
     """What does not go with --grid."""
     if args.grid is None:
         return
-    if args.price is not None or args.export_costs is not None or args.depth_first is not None or args.no_fuse:
-        raise LayerwiseError("--grid prices grids: leave out --price, --export-costs, --depth-first and --no-fuse")
+    others = ("price", "export_costs", "timeline", "depth_first", "no_fuse", "layers")
+    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
+    if wrong or args.objective != "timeline":
+        raise LayerwiseError(f"--grid prices grids: leave out {' and '.join(wrong or ['--objective'])}")
     if args.grid == "all" and args.out is not None:
         raise LayerwiseError("--out with --grid all: say which grid to write, such as --grid 2x2, or leave out --grid")
     if args.grid != "all" and (processes := parse_grid(args.grid).processes) != args.gpus:
@@ -242,6 +231,8 @@ def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
         return 0
     out.print(report.strategy_table(model, found, every_layer=args.layers))
     out.print("", report.candidates_table(model, [found, *baselines.values()], found), sep="\n")
+    if args.timeline is not None:
+        out.print(f"timeline written to {args.timeline}", soft_wrap=True)
     return 0
 
 

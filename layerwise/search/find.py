@@ -107,13 +107,16 @@ def search(
 
 
 def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
-    """The fastest by timeline of those that fit into memory (of all, where none does); ties to data parallelism."""
+    """The best by `preference`; ties to data parallelism."""
     everyone = [baselines["data"], *found, *(c for name, c in baselines.items() if name != "data")]
-    fitting = [c for c in everyone if c.fits] or everyone
-    best = min(fitting, key=lambda c: c.timeline.total_s)
-    data = baselines["data"]
-    tied = data in fitting and best.timeline.total_s >= data.timeline.total_s * (1 - TIE)
+    best, data = min(everyone, key=preference), baselines["data"]
+    tied = data.fits == best.fits and best.timeline.total_s >= data.timeline.total_s * (1 - TIE)
     return data if tied else best
+
+
+def preference(c: Candidate) -> tuple[bool, float]:
+    """The least is to be chosen: the fastest by timeline of those that fit into memory (of all, where none does)."""
+    return not c.fits, c.timeline.total_s
 
 
 def candidate(model: CostModel, name: str, strategy: Mapping[str, Config]) -> Candidate:

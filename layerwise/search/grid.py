@@ -15,7 +15,7 @@ from layerwise.cost.tables import CostModel, Progress
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.plan import Plan
-from layerwise.search.find import Candidate, SearchResult, candidate, search
+from layerwise.search.find import Candidate, SearchResult, candidate, preference, search
 from layerwise.search.grid_cost import Distribution, distribution, full_layers, grid_s, link_between
 from layerwise.search.make_plan import make_plan
 
@@ -100,8 +100,7 @@ class GridStudy:
     @property
     def best_grid(self) -> PricedGrid:
         """By the cost tables, with overlap."""
-        fitting = [g for g in self.grids if g.tables.fits] or self.grids
-        return min(fitting, key=lambda g: g.tables.timeline.total_s)
+        return min(self.grids, key=lambda g: preference(g.tables))
 
     @property
     def best_by_paper(self) -> PricedGrid:
@@ -125,9 +124,8 @@ def study(
             "samples) and an output for every part: take fewer processes or more samples"
         )
     result = search(model, replace(space, spread=True), memory_bytes=memory_bytes, progress=progress)
-    everyone = [result.best, *(p.tables for p in priced)]
-    fitting = [c for c in everyone if c.fits] or everyone
-    return GridStudy(priced, result, min(fitting, key=lambda c: c.timeline.total_s))  # ties: to the search's
+    best = min((result.best, *(p.tables for p in priced)), key=preference)  # ties: to the search's
+    return GridStudy(priced, result, best)
 
 
 def price_grid(model: CostModel, grid: ProcessGrid) -> PricedGrid:

@@ -52,23 +52,14 @@ def full_layers(graph: LayerGraph) -> tuple[FullLayer, ...]:
     return tuple(found)
 
 
-def data_s(layers: Sequence[FullLayer], processes: int, link: Link) -> float:
-    """Of batch parallelism: gradients of every weight are all-reduced."""
-    return sum(2 * _collective(layer.parameters * layer.item_bytes, processes, link) for layer in layers)
-
-
-def model_s(layers: Sequence[FullLayer], batch: int, processes: int, link: Link) -> float:
-    """Of model parallelism: outputs are gathered, and their gradients all-reduced, in every layer."""
-    return sum(3 * _collective(batch * layer.outputs * layer.item_bytes, processes, link) for layer in layers)
-
-
 def grid_s(
     layers: Sequence[FullLayer], batch: int, batch_groups: int, model_parts: int, within: Link, across: Link
 ) -> float:
     """Of a grid (Gholami et al., 2018). within: the links of a batch group's parts; across: of one part's replicas.
 
-    With one batch group it is less than `model_s`: no gradient of the network's input is needed, and that of another
-    layer's input is as wide as the layer before. With one part it is `data_s`.
+    With one part it is batch parallelism: gradients of every weight are all-reduced. With one batch group it is less
+    than their model parallelism, which gathers every layer's outputs and all-reduces gradients of the same size: no
+    gradient of the network's input is needed, and that of another layer's input is as wide as the layer before.
     """
     total, samples = 0.0, batch / batch_groups
     for number, layer in enumerate(layers):

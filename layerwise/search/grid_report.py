@@ -13,7 +13,7 @@ from rich.text import Text
 from layerwise.cost.tables import CostModel
 from layerwise.search.find import Candidate
 from layerwise.search.grid import GridStudy, PricedGrid
-from layerwise.search.report import Fitting, short, strategy_json, units
+from layerwise.search.report import Fitting, costs_json, short, strategy_json, units
 
 HEADINGS = (
     "by the paper",
@@ -95,7 +95,7 @@ def as_dict(model: CostModel, found: GridStudy, name: str) -> dict[str, Any]:
         "best_grid_by_paper": str(found.best_by_paper.grid),
         "layerwise": {
             "chosen": found.best.name,
-            **_numbers(found.best),
+            **costs_json(found.best),
             **strategy_json(model, found.best),
             "least_step_time_s": found.result.additive.price.step_time_s,
             "optimal": found.result.optimum.proven,
@@ -110,7 +110,7 @@ def _grid(priced: PricedGrid) -> dict[str, Any]:
         "batch_groups": priced.grid.batch_groups,
         "model_parts": priced.grid.model_parts,
         "paper_communication_s": priced.paper_s,
-        **_numbers(priced.tables),
+        **costs_json(priced.tables),
         "distribution": {
             "slice_bytes": way.slice_bytes,
             "one_scatter_s": way.one_scatter_s,
@@ -118,14 +118,4 @@ def _grid(priced: PricedGrid) -> dict[str, Any]:
             "threshold_bytes": way.threshold_bytes if isfinite(way.threshold_bytes) else None,
             "chosen": way.chosen,
         },
-    }
-
-
-def _numbers(found: Candidate) -> dict[str, float | bool]:
-    return {
-        "step_time_s": found.price.step_time_s,
-        "timeline_s": found.timeline.total_s,
-        "bytes_moved": found.price.bytes_moved,
-        "memory_bytes": found.price.memory_bytes,
-        "fits": found.fits,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 
 from layerwise import __version__
@@ -11,7 +11,7 @@ from layerwise.config import SearchSpace
 from layerwise.cost.basis import basis
 from layerwise.cost.tables import CostModel
 from layerwise.plan import Plan
-from layerwise.search.find import SearchResult
+from layerwise.search.find import Candidate, SearchResult
 from layerwise.search.predicted import layer_times
 
 
@@ -25,11 +25,30 @@ def make_plan(
     fused: bool,
     input_shape: tuple[int, ...] | None = None,
 ) -> Plan:
-    """The chosen strategy as a plan, with what was predicted and what it rests on.
+    """The strategy that a search chose as a plan: `plan_for`, and what only a search can say."""
+    plan = plan_for(name, profile, model, space, result.best, fused=fused, input_shape=input_shape)
+    searched = {
+        "data_timeline_s": result.baselines["data"].timeline.total_s,
+        "lower_bound_s": result.optimum.lower_bound_s,
+    }
+    proof = {"additive_optimum_proven": result.optimum.proven}
+    return replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
+
+
+def plan_for(
+    name: str,
+    profile: str,
+    model: CostModel,
+    space: SearchSpace,
+    best: Candidate,
+    *,
+    fused: bool,
+    input_shape: tuple[int, ...] | None = None,
+) -> Plan:
+    """A strategy as a plan, with what was predicted and what it rests on.
 
     `name`, `profile` and `input_shape` as on the command line, so that the search can be repeated.
     """
-    best, options = result.best, model.options
     inner = [layer.name for layer in model.graph.inner]
     return Plan(
         model=name,
@@ -37,7 +56,7 @@ def make_plan(
         batch=model.graph.batch,
         gpus=model.devices.count,
         gpus_per_node=model.devices.devices_per_node,
-        io=options.io,
+        io=model.options.io,
         fused=fused,
         strategy={layer: best.strategy[layer] for layer in inner},
         predicted={
@@ -50,17 +69,14 @@ def make_plan(
             "sync_bytes": best.price.sync_bytes,
             "statistics_bytes": best.price.statistics_bytes,
             "memory_bytes": best.price.memory_bytes,
-            "data_timeline_s": result.baselines["data"].timeline.total_s,
-            "lower_bound_s": result.optimum.lower_bound_s,
         },
         provenance={
             "chosen": best.name,
             "fits": best.fits,
-            "additive_optimum_proven": result.optimum.proven,
             "profile": profile,
             "compute_time": basis(model, best.price).as_dict(),
             "links": "as stated" if model.devices.links is None else dict(model.devices.links.conditions),
-            "cost_options": asdict(options),
+            "cost_options": asdict(model.options),
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
             "input_shape": None if input_shape is None else list(input_shape),

@@ -51,8 +51,8 @@ def narrow(
     keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
     uppers = []
     bounding_s = 0.0
-    for weight in weights:
-        node = weighted(model, configs, weight)
+    nodes = [weighted(model, configs, weight) for weight in weights]
+    for weight, node in zip(weights, nodes, strict=True):
         started = time.perf_counter()
         bounds = messages.bounds(node, SWEEPS)
         bounding_s += time.perf_counter() - started
@@ -64,8 +64,8 @@ def narrow(
             keep[name] |= lower <= uppers[-1] * SLACK
     kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}
     tables = model.tables(kept_configs, progress)
-    nodes = [{name: cost[keep[name]] for name, cost in weighted(model, configs, w).items()} for w in weights]
-    return Narrowed(tables, nodes, uppers, bounding_s)
+    kept_nodes = [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
+    return Narrowed(tables, kept_nodes, uppers, bounding_s)
 
 
 def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None) -> CostTables:

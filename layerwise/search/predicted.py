@@ -6,8 +6,6 @@ from layerwise.config import Config
 from layerwise.cost.tables import CostModel
 from layerwise.cost.timeline import UPDATE, Span, timeline
 
-PARTS = {"compute": "compute_s", "transfers": "transfers_s", "sync": "sync_s", "statistics": "statistics_s"}
-
 
 def layer_times(model: CostModel, strategy: dict[str, Config]) -> dict[str, dict[str, float]]:
     """Seconds of every layer's parts in a simulated step, forward and backward together.
@@ -23,5 +21,6 @@ def layer_times(model: CostModel, strategy: dict[str, Config]) -> dict[str, dict
             start, end = span.start_s[span.devices], span.end_s[span.devices]
             seconds = float((end - start).max() if span.category == "compute" else end.max() - start.max())
             parts = result.setdefault(span.layer, {})
-            parts[PARTS[span.category]] = parts.get(PARTS[span.category], 0.0) + seconds
+            part = f"{span.category}_s"
+            parts[part] = parts.get(part, 0.0) + seconds
     return result

@@ -285,14 +285,10 @@ def as_dict(
         "batch": model.graph.batch,
         "io": model.options.io,
         "chosen": best.name,
-        **_costs(best),
+        **costs_json(best),
         "samples_per_s": model.graph.batch / best.timeline.total_s,
-        "memory_bytes": best.price.memory_bytes,
         "memory_capacity_bytes": model.devices.processor.memory_bytes,
-        "fits": best.fits,
-        "baselines": {
-            n: _costs(c) | {"memory_bytes": c.price.memory_bytes, "fits": c.fits} for n, c in result.baselines.items()
-        },
+        "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
         **strategy_json(model, best),
         "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
         "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
@@ -314,20 +310,21 @@ def price_dict(model: CostModel, found: Candidate, baselines: Mapping[str, Candi
         "model": name,
         "gpus": model.devices.count,
         "batch": model.graph.batch,
-        **_costs(found),
-        "memory_bytes": found.price.memory_bytes,
-        "fits": found.fits,
-        "baselines": {n: _costs(c) for n, c in baselines.items()},
+        **costs_json(found),
+        "baselines": {n: costs_json(c) for n, c in baselines.items()},
         **strategy_json(model, found),
         "layers": {n: layer_json(p) for n, p in found.price.layers.items()},
     }
 
 
-def _costs(found: Candidate) -> dict[str, float]:
+def costs_json(found: Candidate) -> dict[str, float | bool]:
+    """What a strategy costs. bytes_moved is a step's, summed over devices; memory is one device's."""
     return {
         "step_time_s": found.price.step_time_s,
         "timeline_s": found.timeline.total_s,
         "bytes_moved": found.price.bytes_moved,
+        "memory_bytes": found.price.memory_bytes,
+        "fits": found.fits,
     }
 
 

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from layerwise.chrome import CATEGORIES, Row, Told, chrome_trace
 from layerwise.config import Config
 from layerwise.cost.tables import CostModel
-from layerwise.cost.timeline import Span, Timeline, timeline
+from layerwise.cost.timeline import Span, timeline
 from layerwise.files import write_text
 
 
-def write_timeline(model: CostModel, strategy: Mapping[str, Config], path: str | os.PathLike[str]) -> Timeline:
+def write_timeline(model: CostModel, strategy: Mapping[str, Config], path: str | os.PathLike[str]) -> None:
     """Simulates a step of the strategy and writes what every device does when, whole or not at all."""
     spans: list[Span] = []
-    found = timeline(model, strategy, spans.append)
+    timeline(model, strategy, spans.append)
     names: dict[str, int] = {}
     rows: list[list[Row]] = [[] for _ in range(model.devices.count)]
     for span in spans:
         name = names.setdefault(span.name, len(names))
-        category = next(i for i, known in enumerate(CATEGORIES) if known == span.category)
+        category = CATEGORIES.index(span.category)
         for device in span.devices.nonzero()[0].tolist():
             start, end = (round(float(at[device]) * 1e9) for at in (span.start_s, span.end_s))
             rows[device].append((name, category, start, end))
@@ -28,4 +28,3 @@ def write_timeline(model: CostModel, strategy: Mapping[str, Config], path: str |
         Told(f"predicted, {model.devices.device_name(device)}", list(names), mine) for device, mine in enumerate(rows)
     ]
     write_text(path, chrome_trace(told))
-    return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.from_torch import from_torch
 from layerwise.graph.fuse import fuse
@@ -18,6 +17,7 @@ from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from tests.benchmarks.calibrated import calibrated
 from tests.benchmarks.networks import NETWORKS
 
 GOODPUT = 0.92  # of the nominal rate: what gloo's all_reduce of 16 MB reaches here, headers and all
@@ -47,21 +47,10 @@ def graph_of(name: str, batch: int) -> LayerGraph:
 
 def profile_of(name: str, measured: Measured) -> Profile:
     """`cpu`, its speed scaled so that one rank's step takes as long as measured, and the links of the emulation."""
-    cpu = load("cpu")
-    alone = CostModel(
-        fuse(graph_of(name, measured.samples)), cpu.device_graph(1), CostOptions(io="free", optimizer=OPTIMIZER)
-    )
-    speed = price(alone, {layer.name: Config() for layer in alone.graph.inner}).step_time_s / measured.step_s
-    processor = replace(
-        cpu.processor,
-        peak_flops={dtype: flops * speed for dtype, flops in cpu.processor.peak_flops.items()},
-        memory_bandwidth_bytes_per_s=cpu.processor.memory_bandwidth_bytes_per_s * speed,
-        kernel_floor_s=cpu.processor.kernel_floor_s / speed,
-    )
-    node, link = cpu.levels
+    node = load("cpu").levels[0]
     bandwidth = GOODPUT * measured.rate / 8 if measured.rate else node.bandwidth_bytes_per_s
-    link = replace(link, latency_s=measured.latency_s, bandwidth_bytes_per_s=bandwidth)
-    return replace(cpu, name="emulated", processor=processor, levels=(node, link))
+    graph = fuse(graph_of(name, measured.samples))
+    return calibrated(graph, measured.step_s, measured.latency_s, bandwidth, OPTIMIZER)
 
 
 def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:

@@ -1,52 +1,53 @@
-"""What each rank of tests.benchmarks.grids runs: steps of MLPs on every process grid, and ways to hand out an input."""
+"""What each rank of tests.benchmarks.grids runs: steps of MLPs on every process grid, and ways to hand out an input.
+
+Links and layers are measured first and every grid is predicted with them, as in tests.benchmarks.predictions_rank,
+whose measurements these are. But a rank keeps to its node's quota, not to a core.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean, median, quantiles
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from layerwise.models.mlp import mlp
+from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import join_default_group
-from layerwise.config import Config, SearchSpace
+from layerwise.comm.start import leave, start
+from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostModel
-from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network, load_network
 from layerwise.plan import Plan
-from layerwise.run.load import load
-from layerwise.search.grid import ProcessGrid, grid_strategy, grids, study
-from tests.benchmarks.calibrated import calibrated
-from tests.benchmarks.cluster_rank import PATIENCE_S, Record, agreed, block, latency_s
-from tests.benchmarks.cluster_variants import LOSS, Variant
+from layerwise.search.find import Candidate
+from layerwise.search.grid import ProcessGrid, grids, study
+from tests.benchmarks import predictions_rank
+from tests.benchmarks.networks import Network
+from tests.benchmarks.predictions_rank import PATIENCE_S, Training, measure, plan_of, profile_of, with_layers
 
-ROUNDS = 3
-REPEATS = 15  # of a distribution
+DISTRIBUTED = ProcessGrid(2, 2)
+TIMES = 25  # that an input is handed out each way, in turns
+SMALL_SLICE, LARGE_SLICE = 64, 2 * 2**20  # bytes: alpha and beta are those of one scatter of so much a process
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Job:
     """widths: of MLPs of three square layers. slices: bytes of a batch group's samples, to be handed out on a 2x2 grid.
 
-    one_s: seconds a step of one process, by width: then the layer-wise optimum is measured, too.
+    seconds: budgets of the links, of each network's layers, and of each grid's steps.
     """
 
     widths: list[int]
     batch: int
-    steps: int
     slices: list[int]
-    one_s: dict[str, float]
+    links_s: float
+    layers_s: float
+    plan_s: float
 
 
 def spec(width: int) -> str:
@@ -54,136 +55,125 @@ def spec(width: int) -> str:
     return "mlp:" + "x".join([str(width)] * 4)
 
 
-class Planned(Variant):
-    """Training steps of a network under a strategy."""
-
-    def __init__(self, network: Network, graph: LayerGraph, strategy: Mapping[str, Config], comm: Comm) -> None:
-        batch = graph.batch
-        plan = Plan(network.graph.name, graph.digest, batch, comm.size, 1, "sample", True, strategy)
-        super().__init__(load(plan, network, comm=comm))
-        self.ranks = tuple(range(comm.size))
-        generator = torch.Generator().manual_seed(0)
-        width = graph.layers[0].out.shape[1]
-        x, y = torch.randn(batch, width, generator=generator), torch.randint(width, (batch,), generator=generator)
-        share = self.module.share()
-        self.x, self.y = x[share], y[share]
-
-    def loss(self) -> Tensor:
-        return LOSS(self.module(self.x), self.y)
+def network_of(width: int, batch: int) -> Network:
+    """The same to be trained, with as many classes as it is wide."""
+    return Network(spec(width), lambda: mlp(*[width] * 4), (width,), width, batch=batch)
 
 
-def strategies(graph: LayerGraph, job: Job, links: tuple[float, float], width: int) -> dict[str, dict[str, Config]]:
-    """Every grid, and the layer-wise optimum. Every rank finds the same: it starts from the same numbers."""
-    ranks = dist.get_world_size()
-    result = {str(grid): grid_strategy(grid, graph) for grid in grids(ranks, graph)}
-    if str(width) in job.one_s:
-        devices = calibrated(graph, job.one_s[str(width)], *links).device_graph(ranks, 1)
-        found = study(CostModel(graph, devices), SearchSpace(ranks), grids(ranks, graph))
-        result["layer-wise"] = {layer.name: found.best.strategy[layer.name] for layer in graph.inner}
+def chosen(model: CostModel) -> dict[str, Candidate]:
+    """Every grid, and the layer-wise optimum where it is none of them. Every rank finds the same: from equal times."""
+    ranks = model.devices.count
+    found = study(model, SearchSpace(ranks), grids(ranks, model.graph))
+    result = {str(priced.grid): priced.tables for priced in found.grids}
+    if all(found.best.strategy != one.strategy for one in result.values()):
+        result["layer-wise"] = found.best
     return result
 
 
-def steps(job: Job, comm: Comm, links: tuple[float, float]) -> list[dict[str, object]]:
-    """Seconds a step of every width on every grid, in turns; the losses are those of one device whatever the grid."""
+def first_loss(plan: Plan, network: Network, comm: Comm) -> float:
+    """Of the whole batch, at the initial values: the same whatever the plan."""
+    training = Training(plan, network, comm)
+    with torch.no_grad():
+        mine = float(nn.functional.cross_entropy(training.module(training.x), training.y))
+    return mean(json.loads(text) for text in comm.tell_all(json.dumps(mine)))
+
+
+def steps(job: Job, comm: Comm, budgets: predictions_rank.Job) -> dict[str, object]:
+    """Links; and of every width on every grid seconds a step, predicted and measured."""
+    profile = profile_of(comm, budgets)
     rows: list[dict[str, object]] = []
     for width in job.widths:
-        network = load_network(spec(width), job.batch)
-        graph = fuse(network.graph)
-        found = strategies(graph, job, links, width)
-        every = {name: Planned(network, graph, strategy, comm) for name, strategy in found.items()}
-        records = {grid: Record() for grid in every}
-        for variant in every.values():
-            block(variant, 2, Record())
-        for _ in range(ROUNDS):
-            for grid, variant in every.items():
-                block(variant, job.steps, records[grid])
-        for grid, record in records.items():
-            times, rank_losses = record.times, [0.0] * comm.size
-            dist.all_gather_object(rank_losses, record.losses[-1])
-            loss = statistics.mean(rank_losses)
-            step_s, strategy = statistics.median(times), {layer: str(c) for layer, c in found[grid].items()}
-            row = {"width": width, "grid": grid, "step_s": step_s, "times_s": times, "loss": loss}
-            rows.append(row | {"strategy": strategy})
-    return rows
+        network = network_of(width, job.batch)
+        model = with_layers(comm, profile, network, budgets)
+        for grid, one in chosen(model).items():
+            plan = plan_of(model, network, one)
+            found = measure(plan, network, comm, job.plan_s)
+            kept = {key: found[key] for key in ("strategy", "predicted_s", "times_s")}
+            row = {"width": width, "grid": grid, "step_s": found["measured_s"], "loss": first_loss(plan, network, comm)}
+            rows.append(row | kept | {"parts": found["parts"]["totals"]})
+    return {"links": None if profile.links is None else profile.links.as_json(), "steps": rows}
 
 
-def distributions(job: Job, grid: ProcessGrid) -> list[dict[str, float]]:
-    """Seconds of both ways to hand out a batch from rank 0, by the bytes of a slice: medians of the slowest rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    parts = grid.model_parts
-    heads = list(range(0, world, parts))
-    across = dist.new_group(heads)
-    within = [dist.new_group(list(range(head, head + parts))) for head in heads]
-    own, head = within[rank // parts], rank - rank % parts
+def distributions(slices: list[int], comm: Comm) -> dict[str, object]:
+    """Seconds of both ways to hand out a batch from rank 0 on a 2x2 grid; alpha and beta of one scatter."""
+    ways = Ways(comm)
+    small = median(ways.timed(SMALL_SLICE)["one_scatter"])
+    large = median(ways.timed(LARGE_SLICE)["one_scatter"])
     rows = []
-    for size in job.slices:
-        batch = torch.arange(grid.batch_groups * size // 4, dtype=torch.float32).chunk(grid.batch_groups)
+    for size in slices:
+        found = ways.timed(size)
+        row: dict[str, object] = {"slice_bytes": float(size)}
+        for way, times in found.items():
+            row |= {way: median(times), f"{way}_quartiles": quantiles(times)[::2]}
+        pairs = zip(found["one_scatter"], found["scatter_broadcast"], strict=True)
+        rows.append(row | {"one_scatter_wins": mean(a < b for a, b in pairs)})
+    return {
+        "alpha_s": small,
+        "beta_s_per_byte": (large - small) / (DISTRIBUTED.processes * (LARGE_SLICE - SMALL_SLICE)),
+        "rows": rows,
+    }
+
+
+class Ways:
+    """One scatter to all; or one to the first of each batch group, which broadcasts. Every rank makes it."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.parts = comm, DISTRIBUTED.model_parts
+        heads = list(range(0, comm.size, self.parts))
+        self.across = dist.new_group(heads)
+        within = [dist.new_group(list(range(head, head + self.parts))) for head in heads]
+        self.own, self.head = within[comm.rank // self.parts], comm.rank - comm.rank % self.parts
+
+    def timed(self, size: int) -> dict[str, list[float]]:
+        """Seconds of the slowest rank for slices of `size` bytes, from a barrier on, the two ways in turns."""
+        comm, groups = self.comm, DISTRIBUTED.batch_groups
+        batch = torch.arange(groups * size // 4, dtype=torch.float32).chunk(groups)
         mine = torch.empty(size // 4)
 
-        def one_scatter(batch: tuple[Tensor, ...] = batch, mine: Tensor = mine) -> None:
-            dist.scatter(mine, [batch[r // parts] for r in range(world)] if rank == 0 else None, src=0)
+        def one_scatter() -> None:
+            everyone = [batch[rank // self.parts] for rank in range(comm.size)] if comm.rank == 0 else None
+            dist.scatter(mine, everyone, src=0)
 
-        def scatter_broadcast(batch: tuple[Tensor, ...] = batch, mine: Tensor = mine) -> None:
-            if rank == head:
-                dist.scatter(mine, list(batch) if rank == 0 else None, src=0, group=across)
-            dist.broadcast(mine, head, group=own)
+        def scatter_broadcast() -> None:
+            if comm.rank == self.head:
+                dist.scatter(mine, list(batch) if comm.rank == 0 else None, src=0, group=self.across)
+            dist.broadcast(mine, self.head, group=self.own)
 
-        row = {"slice_bytes": float(size)}
+        found: dict[str, list[float]] = {}
         for way in (one_scatter, scatter_broadcast):
             mine.zero_()
             way()
-            assert torch.equal(mine, batch[rank // parts]), "every rank has its group's samples"
-            row[way.__name__] = timed(way)
-        rows.append(row)
-    return rows
+            assert torch.equal(mine, batch[comm.rank // self.parts]), "every rank has its group's samples"
+        for _ in range(TIMES):
+            for way in (one_scatter, scatter_broadcast):
+                found.setdefault(way.__name__, []).append(_slowest(way))
+        return found
 
 
-def timed(way: Callable[[], None]) -> float:
-    """The median of the slowest rank's time, from a barrier on."""
-    times = []
-    for _ in range(REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        way()
-        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        times.append(float(spent))
-    return agreed(statistics.median(times))
-
-
-def bandwidth() -> float:
-    """Bytes a second of a large message from rank 0 to rank 1."""
-    block_bytes, times = torch.zeros(1_000_000), []
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        if dist.get_rank() == 0:
-            dist.send(block_bytes, 1)
-            dist.recv(torch.zeros(1), 1)
-        elif dist.get_rank() == 1:
-            dist.recv(block_bytes, 0)
-            dist.send(torch.zeros(1), 0)
-        times.append(time.perf_counter() - start)
-    return block_bytes.nbytes / agreed(statistics.median(times))
+def _slowest(way: Callable[[], None]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    way()
+    spent: Tensor = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
 
 
 def main() -> None:
     """argv: the job as JSON, and where rank 0 writes the result."""
     job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
-    cpu = torch.device("cpu")
-    comm = join_default_group(cpu, PATIENCE_S) if dist.get_world_size() > 1 else SoloComm(cpu)
-    found: dict[str, object] = {"nodes": comm.size}
-    links = (latency_s(), bandwidth()) if comm.size > 1 else (0.0, 0.0)
-    found |= {"alpha_s": links[0], "bytes_per_s": links[1], "steps": steps(job, comm, links)}
-    if comm.size == 4 and job.slices:
-        found["distributions"] = distributions(job, ProcessGrid(2, 2))
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+    budgets = predictions_rank.Job([], job.links_s, job.layers_s, job.plan_s)
+    with start(PATIENCE_S) as comm:
+        found: dict[str, object] = {"nodes": comm.size, "job": asdict(job)}
+        if job.widths:
+            found |= steps(job, comm, budgets)
+        if comm.size == DISTRIBUTED.processes and job.slices:
+            found["distribution"] = distributions(job.slices, comm)
+        if comm.rank == 0:
+            out.write_text(json.dumps(found))
+        comm.barrier()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from layerwise.api.measuring import module
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import Network, load_network, network_of
-from layerwise.measure.__main__ import module
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers_job import Job, base_profile
 from layerwise.measure.step import optimizer_of

@@ -1,112 +1,125 @@
-"""python -m tests.benchmarks.memory_prediction: the memory of a step on one device, predicted and measured.
+"""python -m tests.benchmarks.memory_prediction: the memory of a training step, predicted and measured.
 
-On a GPU the peak of CUDA's allocator; on a CPU the most bytes of storages that are alive at once, seen by every
-operator that PyTorch dispatches (what a kernel allocates for itself alone is not among them).
+Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one;
+each rank's peak is measured (tests.benchmarks.live) and the fullest counts. Bytes are counted, so the table is the same
+on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
+from layerwise.models import find
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.config import Config
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
+from layerwise.graph.load import Network, network_of
 from layerwise.machine import load as load_profile
 from layerwise.measure.conditions import device_of
-from layerwise.measure.step import optimizer_of
-from layerwise.plan import Plan
-from layerwise.run.load import load
+from layerwise.plan import Plan, parse_plan
+from layerwise.search.baselines import baseline
+from layerwise.search.find import search
 from layerwise.search.report import units
-from tests.benchmarks.layers import network
-from tests.benchmarks.networks import NETWORKS
+from tests.benchmarks.live import step_bytes
+from tests.benchmarks.networks import NETWORKS as LIKE
+from tests.benchmarks.networks import SMALL
+from tests.comm.pool import run_ranks
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are alive; `peak` is the most there were."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network and its global batch. A built-in one: its samples' shape and options."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self.see(tensors)
-
-    def see(self, tensors: Iterable[Tensor]) -> None:
-        """Takes storages in, and lets those go that are gone."""
-        for t in tensors:
-            storage = t.untyped_storage()
-            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self.known[ref.cdata] = (ref, storage.nbytes())
-        self.known = {key: (ref, size) for key, (ref, size) in self.known.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.known.values()))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.see(t for t in tree_leaves(out) if isinstance(t, Tensor))
-        return out
+    batch: int
+    shape: tuple[int, ...] = ()
+    options: dict[str, float] = field(default_factory=dict)
 
 
-def measured(name: str, batch: int, optimizer: str, device: torch.device) -> tuple[float, float]:
-    """Bytes: predicted, and of the second step, when the optimizer has its state."""
-    net = network(name, batch)
-    graph = fuse(net.graph)
-    serial = {layer.name: Config() for layer in graph.inner}
-    plan = Plan(name, graph.digest, batch, 1, 1, "sample", fused=True, strategy=serial)
-    model = CostModel(graph, load_profile("cpu").device_graph(1), CostOptions(optimizer=optimizer))
-    runtime = load(plan, net, comm=SoloComm(device))
-    update = optimizer_of(optimizer, list(runtime.parameters()))
-    x = torch.randn(next(layer.out.shape for layer in graph.layers if layer.end), device=device)
-    out = graph.layers[-1].specs[0].shape
-    target = torch.randint(out[1], (out[0], *out[2:]), device=device)
+CASES = {
+    "lenet5": Case(32, (1, 32, 32)),
+    "alexnet-like": Case(64),
+    "vgg-like": Case(64),
+    "inception-like": Case(32),
+    "vgg16": Case(8, (3, 64, 64), {"width": 0.25, "num_classes": 10}),
+    "resnet18": Case(8, (3, 96, 96), {"width": 0.5, "num_classes": 10}),
+    "resnet50": Case(8, (3, 96, 96), {"width": 0.5, "num_classes": 10}),
+    "unet3d": Case(2, (1, 32, 32, 32), {"width": 0.25}),
+    "unet3d, one sample": Case(1, (1, 32, 32, 64), {"width": 0.25}),  # io free
+}
+PLANS = ("data", "model", "searched")
 
-    def step() -> None:
-        update.zero_grad()
-        made = runtime(x)
-        outputs = made if isinstance(made, tuple) else (made,)
-        torch.stack([nn.functional.cross_entropy(o, target) for o in outputs]).sum().backward()
-        update.step()
 
-    step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return price(model, serial).memory_bytes, float(torch.cuda.max_memory_allocated(device))
-    held = [*runtime.parameters(), *runtime.buffers(), x, *(p.grad for p in runtime.parameters() if p.grad is not None)]
-    state = [t for values in update.state.values() for t in values.values() if isinstance(t, Tensor)]
-    live = Live([*held, *state])
-    del held, state
-    with live:
-        step()
-    return price(model, serial).memory_bytes, float(live.peak)
+@cache
+def network(name: str) -> Network:
+    """One of the cases."""
+    case, known = CASES[name], {f"{key}-like": made for key, made in (SMALL | LIKE).items()}
+    torch.manual_seed(0)
+    if name in known:
+        return network_of(known[name].build(), (torch.empty(2, *known[name].input_shape),), case.batch, name)
+    return network_of(
+        find(name.partition(",")[0]).build(**case.options), (torch.empty(2, *case.shape),), case.batch, name
+    )
+
+
+def planned(name: str, kind: str, optimizer: str, ranks: int) -> tuple[Plan, float]:
+    """A plan, and the bytes that it is predicted to take."""
+    graph = fuse(network(name).graph)
+    options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer)
+    model = CostModel(graph, load_profile("cpu").device_graph(ranks), options)
+    if ranks == 1:
+        strategy = {layer.name: Config() for layer in graph.inner}
+    else:
+        found = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
+        strategy = {layer.name: found[layer.name] for layer in graph.inner}
+    plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
+    return plan, price(model, strategy).memory_bytes
+
+
+def on_rank(comm: Comm, name: str, plan: str, optimizer: str) -> float:
+    """What one of several ranks measures."""
+    return step_bytes(network(name), parse_plan(plan, "the plan of this benchmark"), comm, optimizer)
+
+
+def compared(name: str, kind: str, optimizer: str, ranks: int, device: torch.device) -> tuple[float, float]:
+    """Bytes: predicted and measured."""
+    plan, predicted = planned(name, kind, optimizer, ranks)
+    if ranks == 1:
+        return predicted, step_bytes(network(name), plan, SoloComm(device), optimizer)
+    peaks = run_ranks(ranks, "tests.benchmarks.memory_prediction:on_rank", name, plan.dumps(), optimizer)
+    return predicted, max(float(str(peak)) for peak in peaks)
 
 
 def main() -> None:
-    """Print a row a network."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", default=["lenet5", "alexnet", "vgg", "unet"])
+    """Print a row a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--device", choices=["cuda", "cpu"])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adam"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "momentum", "adam"])
     args = parser.parse_args()
     device = device_of(args.device)
-    table = Table("", "optimizer", "measured", "predicted", "predicted / measured", box=None)
+    table = Table("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured", box=None)
+    worst = 0.0
     for name in args.networks:
-        batch = NETWORKS[name].global_batch(1) if name in NETWORKS else args.batch
-        for optimizer in args.optimizers:
-            predicted, real = measured(name, batch, optimizer, device)
-            table.add_row(name, optimizer, units(real, "B"), units(predicted, "B"), f"{predicted / real:.3f}")
+        rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else ["serial"])]
+        for ranks, kind in rows:
+            for optimizer in args.optimizers:
+                predicted, real = compared(name, kind, optimizer, ranks, device)
+                worst = max(worst, abs(predicted / real - 1))
+                sizes = units(real, "B"), units(predicted, "B")
+                table.add_row(name, str(ranks), kind, optimizer, *sizes, f"{predicted / real:.3f}")
     Console(width=110).print(table)
+    print(f"at most {worst:.1%} off")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What each rank of tests.benchmarks.oracle_runs runs: measures, asks the oracle, runs what it was asked about.
 
-As tests.benchmarks.predictions_rank, whose measurements these are: a rank keeps to one core, layers are timed by CPU
-time over the share of the core that a rank gets, and the slowest rank's wall clock counts for a step. Each rank feeds
-its share of the samples and computes their loss (io "sample"): that is counted, where giving every rank all of them
-(io "free", which the oracle otherwise assumes as the paper does) is not.
+How layers and steps are timed: tests.benchmarks.side_by_side. Each rank feeds its share of the samples and computes
+their loss (io "sample"): that is counted, where giving every rank all of them (io "free", which the oracle otherwise
+assumes as the paper does) is not.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,23 +27,19 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
 from layerwise.graph.fuse import fuse
 from layerwise.machine import Profile
-from layerwise.machine.fields import Field
-from layerwise.machine.layer_times import Conditions, LayerTimes
-from layerwise.machine.layer_times_json import read, written
-from layerwise.measure.bench import Mode
+from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
-from layerwise.measure.layers import Measuring
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
-from layerwise.oracle.write import plan_of
+from layerwise.oracle.write import plan_of as write_plan
 from layerwise.run.pipeline import Pipelined
 from tests.benchmarks.networks import SMALL, Network
-from tests.benchmarks.predictions_rank import measure, profile_of, share_of_core, take
+from tests.benchmarks.predictions_rank import Training, profile_of, reported
+from tests.benchmarks.side_by_side import Layers, Step
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
 STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
-BLOCK_S = 0.7
 SEGMENTS = 4
 
 
@@ -60,28 +54,29 @@ class Job:
     plan_s: float
 
 
-def oracle_of(comm: Comm, profile: Profile, network: Network, job: Job) -> Oracle:
-    """Over layer times that all ranks have measured at once; rank 0's count."""
+def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
+    """Of this network on these ranks, by analytic times of layers."""
     examples = (torch.empty(2, *network.input_shape, device="meta"),)
     with torch.device("meta"):
         raw = from_torch(network.build(), examples, name=network.title)
-    question = Question(
-        fuse(raw),
-        profile,
-        network.global_batch(comm.size),
-        "strong",
-        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        segments=SEGMENTS,
-        wishes=Wishes(inside=2, dims=("h", "w")),
-        options=CostOptions(io="sample", optimizer=OPTIMIZER, local_batch_norm=True),
+    return Oracle(
+        Question(
+            fuse(raw),
+            profile,
+            network.global_batch(comm.size),
+            "strong",
+            gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            segments=SEGMENTS,
+            wishes=Wishes(inside=2, dims=("h", "w")),
+            options=CostOptions(io="sample", optimizer=OPTIMIZER, local_batch_norm=True),
+        )
     )
-    oracle = Oracle(question)
-    model = oracle.model(comm.size)
-    known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
-    measuring = Measuring(known, Mode(torch.device("cpu"), torch.float32), lambda _: None, job.layers_s)
-    take(measuring, cells_of(oracle, model, comm.size, job), share_of_core(comm))
-    told = comm.tell_all(json.dumps(written([measuring.known])) if comm.rank == 0 else "")[0]
-    return Oracle(replace(question, profile=replace(profile, layers=read(Field("measured", "", json.loads(told))))))
+
+
+def with_times(oracle: Oracle, times: LayerTimes) -> Oracle:
+    """The same question with measured times of layers."""
+    question = oracle.question
+    return Oracle(replace(question, profile=replace(question.profile, layers=(times,))))
 
 
 def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
@@ -128,34 +123,43 @@ def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
     return step
 
 
-def block(step: Callable[[], None], steps: int, comm: Comm) -> float:
-    """Seconds a step of the slowest rank."""
-    comm.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    mine = (time.perf_counter() - began) / steps
-    return max(json.loads(text) for text in comm.tell_all(json.dumps(mine)))
+def answers(oracle: Oracle, job: Job, ranks: int) -> dict[str, Answer]:
+    """Of every strategy that can use so many ranks."""
+    found = {}
+    for name in job.strategies:
+        try:
+            found[name] = oracle.answer(name, ranks)
+        except LayerwiseError as error:
+            print(f"{oracle.question.graph.name}: {error}", file=sys.stderr)
+    return found
 
 
-def blocks_of(step: Callable[[], None], comm: Comm, seconds: float) -> list[float]:
-    """Seconds a step, of several blocks."""
-    block(step, 1, comm)
-    one = block(step, 2, comm)
-    steps = max(1, min(20, round(BLOCK_S / one)))
-    blocks = max(3, min(9, round(seconds / (one * steps))))
-    return [block(step, steps, comm) for _ in range(blocks)]
-
-
-def run(oracle: Oracle, answer: Answer, network: Network, comm: Comm, job: Job) -> dict[str, object]:
-    """Measured s a step; of a plan also its parts, and on what its predicted computation rests."""
-    if answer.priced is None:
-        times = blocks_of(run_pipeline(answer, network), comm, job.plan_s)
-        return {"measured_s": median(times), "times_s": times}
-    model = oracle.model(comm.size)
-    found = measure(plan_of(network.title, "measured", model, answer), network, comm, job.plan_s)
-    kept = {key: found[key] for key in ("measured_s", "times_s", "parts")}
-    return kept | {"measured_share": basis(model, answer.priced.price).measured}
+def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str, dict[str, object]]:
+    """Predicted and measured of every strategy, by steps and layers that were timed turn about."""
+    model, layers = oracle.model(comm.size), Layers(comm, OPTIMIZER)
+    cells = cells_of(oracle, model, comm.size, job)
+    layers.take(cells, job.layers_s)
+    oracle = with_times(oracle, layers.known)
+    first = answers(oracle, job, comm.size)
+    trainings = {
+        name: Training(write_plan(network.title, "measured", oracle.model(comm.size), answer), network, comm)
+        for name, answer in first.items()
+        if answer.priced is not None
+    }
+    steps: dict[str, Step] = {
+        name: trainings[name].step if name in trainings else run_pipeline(answer, network)
+        for name, answer in first.items()
+    }
+    times, known = layers.turn_about(steps, cells, job.plan_s)
+    oracle = with_times(oracle, known)
+    model, rows = oracle.model(comm.size), {}
+    for name, answer in answers(oracle, job, comm.size).items():
+        rows[name] = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
+        if answer.priced is not None:
+            plan = write_plan(network.title, "measured", model, answer)
+            rows[name] |= {"parts": reported(plan, trainings[name], times[name], comm)["parts"]}
+            rows[name] |= {"measured_share": basis(model, answer.priced.price).measured}
+    return rows
 
 
 def described(answer: Answer) -> dict[str, object]:
@@ -180,16 +184,8 @@ def main() -> None:
         profile = profile_of(comm, job)
         result: dict[str, dict[str, object]] = {}
         for network_name in job.networks:
-            network, rows = SMALL[network_name], {}
-            oracle = oracle_of(comm, profile, network, job)
-            for name in job.strategies:
-                try:
-                    answer = oracle.answer(name, comm.size)
-                except LayerwiseError as error:
-                    print(f"{network_name}: {error}", file=sys.stderr)
-                    continue
-                rows[name] = described(answer) | run(oracle, answer, network, comm, job)
-            result[network_name] = rows
+            network = SMALL[network_name]
+            result[network_name] = rows_of(oracle_of(comm, profile, network), network, comm, job)
             if comm.rank == 0:
                 out.write_text(json.dumps({"result": result}))
         comm.barrier()

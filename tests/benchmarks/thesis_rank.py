@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,14 +30,13 @@ from layerwise.run.train import Settings
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from tests.benchmarks.calibrated import calibrated
-from tests.benchmarks.cluster_rank import PATIENCE_S, latency_s
-from tests.benchmarks.grids_rank import bandwidth
+from tests.benchmarks.cluster_rank import PATIENCE_S, agreed, latency_s
 
 DATA = {
     "mlp2": "tests.benchmarks.thesis_rank:flat",
     "mlp3": "tests.benchmarks.thesis_rank:flat",
     "mnist_cnn": "tests.benchmarks.thesis_rank:square",
-    "cifar10_cnn": "synthetic",
+    "cifar10_cnn": "tests.benchmarks.thesis_rank:coloured",
 }
 
 
@@ -47,6 +48,7 @@ class Job:
     batch: int
     epochs: int
     lr: float
+    dtype: str
     one_s: dict[str, float]
 
 
@@ -63,6 +65,28 @@ def flat() -> tuple[Tensor, Tensor]:
     """The same as vectors: (5000, 1024)."""
     x, labels = square()
     return x.flatten(1), labels
+
+
+def coloured() -> tuple[Tensor, Tensor]:
+    """The same in CIFAR-10's shape, three equal channels: (5000, 3, 32, 32)."""
+    x, labels = square()
+    return x.expand(-1, 3, -1, -1), labels
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large message from rank 0 to rank 1."""
+    block_bytes, times = torch.zeros(1_000_000), []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(block_bytes, 1)
+            dist.recv(torch.zeros(1), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(block_bytes, 0)
+            dist.send(torch.zeros(1), 0)
+        times.append(time.perf_counter() - start)
+    return block_bytes.nbytes / agreed(statistics.median(times))
 
 
 def by_inputs(graph: LayerGraph, ranks: int) -> dict[str, Config]:
@@ -87,7 +111,7 @@ def plans(name: str, job: Job, ranks: int, links: tuple[float, float]) -> dict[s
 
 def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
     """One training, from the same initial values and over the same batches whatever the plan."""
-    session = Session(plan, comm, data=DATA[plan.model], settings=Settings("sgd", job.lr))
+    session = Session(plan, comm, data=DATA[plan.model], settings=Settings("sgd", job.lr), dtype=job.dtype)
     steps = list(session.train(job.epochs * session.schedule.per_epoch))
     result = session.finish()
     return {

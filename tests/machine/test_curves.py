@@ -96,7 +96,11 @@ def test_a_profile_keeps_its_links(tmp_path: Path) -> None:
         (("curves", 0, "knots"), [[1, 2], [2, 1]], "seconds must not fall"),
         (("curves", 0, "knots"), [[2, 1], [2, 1]], "bytes must rise"),
         (("curves", 0, "knots", 0, 1), float("nan"), "expected a finite number of at least 0"),
-        (("curves", 0, "knots", 0, 1), "fast", "expected a finite number of at least 0, found the string 'fast'"),
+        (
+            ("curves", 0, "knots", 0, 1),
+            "fast",
+            "links.curves[0].knots[0][1]: expected a number, found the string 'fast'",
+        ),
         (("overlaps", 0, "sync"), 1.5, "links.overlaps[0].sync: expected a share from 0.01 to 1, found 1.5"),
         (("overlaps",), {}, "links.overlaps: expected a list"),
     ],

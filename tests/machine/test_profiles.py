@@ -177,6 +177,8 @@ def test_a_file_that_is_no_profile(content: bytes, said: str, tmp_path: Path) ->
         ("none/such.json", "profile none/such.json: cannot be read: No such file"),
         ("such.json", "profile such.json: cannot be read: No such file"),
         (".", "cannot be read: Is a directory"),
+        ("a" * 300, "unknown profile 'aaa"),
+        ("a" * 300 + ".json", "cannot be read: File name too long"),
         ("a\0.json", "not a text file"),
     ],
 )

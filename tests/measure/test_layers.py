@@ -56,7 +56,7 @@ def test_in_order_and_within_the_budget(machine: Machine) -> None:
     assert measuring.spent_s == 28
     measuring.measure([cell(4), cell(9, predicted_s=0.1)])  # what is small still fits
     assert machine.ran == [5, 3, 1, 2, 9]
-    assert [c.extents for c in measuring.left([cell(4), cell(5), cell(9)])] == [(4,)]
+    assert [c.extents for c in measuring.left([cell(4), cell(5), cell(6, predicted_s=2.0), cell(9)])] == [(6,), (4,)]
 
 
 def test_what_was_measured_before_is_not_measured_again(machine: Machine) -> None:

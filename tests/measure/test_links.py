@@ -19,6 +19,7 @@ from layerwise.machine import load, save
 from layerwise.machine.curves import Curve
 from layerwise.measure import links
 from layerwise.measure.links import Measured, Series, measure_links, rates
+from layerwise.measure.links_fit import knots
 from layerwise.measure.links_profile import conditions, contention, with_links
 from layerwise.measure.links_shapes import Topology, pairs, shapes
 
@@ -72,6 +73,15 @@ def test_the_profile_has_what_was_measured_and_search_uses_it(tmp_path: Path) ->
     found = all_reduce_s(5000.0, collective.groups[0], graph)
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(curve.knots) if pair[1][0] > 5000)
     assert found == pytest.approx(y0 + (5000 - x0) / (x1 - x0) * (y1 - y0))
+
+
+def test_noise_makes_no_bandwidth_endless() -> None:
+    """The largest message took less than the one before: its own rate is what can be said."""
+    points = ((1024.0, 1e-3), (4096.0, 2e-3), (16384.0, 1.5e-3))
+    series = Series(Curve("exchange", (2,), 1, knots(points)), points, 0.0)
+    facts: dict[str, object] = {"date": "today", "backend": "gloo", "torch": "2"}
+    profile = with_links(load("cpu"), Measured((series,), ()), Topology(1, 2), facts)
+    assert profile.levels[0].bandwidth_bytes_per_s == pytest.approx(16384 / 2e-3)
 
 
 @pytest.mark.parametrize("name", ["cpu", "h100", "v100"])

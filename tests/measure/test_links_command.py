@@ -6,21 +6,29 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerwise.cli import run_main
-from layerwise.machine import load
-from layerwise.measure.__main__ import main
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.machine import load, save
+from layerwise.measure import links_command
+from layerwise.measure.__main__ import main, parser
+from layerwise.measure.links_shapes import Topology
 
 ROOT = str(Path(__file__).parents[2])
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def test_one_rank_has_no_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
     out = tmp_path / "x.json"
     assert run_main(main, ["links", "--out", str(out)]) == 2
     err = capsys.readouterr().err
@@ -45,13 +53,34 @@ def test_what_is_wrong_with_the_file_is_said_before_anybody_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     if text is not None:
         (tmp_path / out).write_text(text)
     assert run_main(main, ["links", "--out", str(tmp_path / out)]) == 2
     assert said in capsys.readouterr().err
     assert (tmp_path / out).read_text() == text if text is not None else not (tmp_path / out).exists()
+
+
+def test_an_environment_that_is_not_torchruns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "two"}).items():
+        monkeypatch.setenv(name, value)
+    assert run_main(main, ["links", "--out", str(tmp_path / "x.json")]) == 2
+    assert "WORLD_SIZE is 'two'; it must be a whole number" in capsys.readouterr().err
+
+
+def test_a_profile_of_one_node_is_refused_before_two_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(replace(load("cpu"), levels=load("cpu").levels[:1]), tmp_path / "x.json")
+    monkeypatch.setattr(links_command, "start", lambda _: SoloComm(torch.device("cpu")))
+    monkeypatch.setattr(links_command, "find_topology", lambda _: Topology(2, 1))
+    monkeypatch.setattr(links_command, "measure_links", lambda *_: pytest.fail("measured"))
+    args = parser().parse_args(["links", "--out", str(tmp_path / "x.json")])
+    with pytest.raises(LayerwiseError, match="describes a single node, and these are 2: give another with --profile"):
+        links_command._measure(args)
 
 
 def test_two_processes_write_a_profile_that_search_takes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from layerwise.measure.watch import Watch
+from layerwise.measure.watch import Watch, nothing
 
 
 class Clock:
@@ -44,9 +44,9 @@ CPU = torch.device("cpu")
 
 def test_medians_of_each_part(clock: Clock) -> None:
     forward, backward, between = clock.passes(1, 2, 9), clock.passes(5), clock.passes(100)
-    found = Watch(CPU, budget_s=60.0, least=6, warm=3)([forward, backward], between)
+    found = Watch(CPU, budget_s=650.0, least=4, warm=3)([forward, backward], [between, nothing])
     assert found.seconds == pytest.approx((2, 5))  # the odd 9 does not count
-    assert found.samples == 6  # for 60 s, as the last of the warm-up had it: 14 s each, but at least this many
+    assert found.samples == 5  # in 650 s, where the last of the warm-up took 107 or 114
     assert forward.calls == found.samples + 3
 
 

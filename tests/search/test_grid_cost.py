@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.machine import load
-from layerwise.search.grid_cost import FullLayer, Link, data_s, distribution, full_layers, grid_s, link_between, model_s
+from layerwise.search.grid_cost import FullLayer, Link, distribution, full_layers, grid_s, link_between
 from tests.search.test_grid import mlp
 
 LAYERS = full_layers(mlp(8, 16, 32, 2))
@@ -35,7 +35,7 @@ def test_by_hand() -> None:
     messages = 2 * 2 + 2 * 2 + 2 * 2 * 1
     expected = messages * 1e-3 + (outputs + inputs + weights) * 1e-6
     assert grid_s(LAYERS, 8, 2, 4, LINK, LINK) == pytest.approx(expected)
-    assert data_s(LAYERS, 4, LINK) == pytest.approx(2 * 2 * 2 * 1e-3 + 2 * 3 / 4 * 4 * 610 * 1e-6)
+    assert grid_s(LAYERS, 8, 4, 1, LINK, LINK) == pytest.approx(2 * 2 * 2 * 1e-3 + 2 * 3 / 4 * 4 * 610 * 1e-6)
 
 
 @given(layer_lists, st.integers(1, 512), st.integers(1, 64), links, links)
@@ -44,7 +44,6 @@ def test_a_grid_of_one_column_is_batch_parallelism(
 ) -> None:
     latency, share = link.alpha_s * ceil(log2(processes)), (processes - 1) / processes
     expected = sum(2 * (latency + link.beta_s_per_byte * share * 4 * l.parameters) for l in layers)
-    assert data_s(layers, processes, link) == pytest.approx(expected)
     assert grid_s(layers, batch, processes, 1, other, link) == pytest.approx(expected)
 
 
@@ -52,14 +51,16 @@ def test_a_grid_of_one_column_is_batch_parallelism(
 def test_a_grid_of_one_row_is_model_parallelism_less_the_inputs_gradient(
     layers: list[FullLayer], batch: int, processes: int, link: Link, other: Link
 ) -> None:
-    def twice(width: int) -> float:
+    """Which gathers every layer's outputs and all-reduces gradients of the same size."""
+
+    def once(width: int) -> float:
         share = (processes - 1) / processes
-        return 2 * (link.alpha_s * ceil(log2(processes)) + link.beta_s_per_byte * share * 4 * batch * width)
+        return link.alpha_s * ceil(log2(processes)) + link.beta_s_per_byte * share * 4 * batch * width
 
     chained = [FullLayer("", before.outputs, l.outputs, l.parameters, 4) for before, l in pairwise(layers)]
     chained = [layers[0], *chained]
-    whole = model_s(chained, batch, processes, link)
-    assert grid_s(chained, batch, 1, processes, link, other) == pytest.approx(whole - twice(chained[-1].outputs))
+    whole = sum(3 * once(layer.outputs) for layer in chained)
+    assert grid_s(chained, batch, 1, processes, link, other) == pytest.approx(whole - 2 * once(chained[-1].outputs))
 
 
 @given(st.floats(1, 1e9), st.integers(1, 64), st.integers(1, 64), links)

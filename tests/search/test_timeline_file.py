@@ -11,6 +11,7 @@ import pytest
 from layerwise.chrome import CATEGORIES
 from layerwise.config import Config
 from layerwise.cost.tables import CostModel
+from layerwise.cost.timeline import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.machine import load
@@ -28,12 +29,12 @@ def test_the_file_is_the_simulated_step(name: str, tmp_path: Path) -> None:
     """Its last span ends with the step, all devices' spans are in it, and none of a device overlap in a category."""
     cost = model(4)
     strategy = baseline(cost, name)
-    found = write_timeline(cost, strategy, tmp_path / "t.json")
+    write_timeline(cost, strategy, tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {i: f"rank {i} (predicted, node{i // 2}/gpu{i % 2})" for i in range(4)}
     spans = [e for e in events if e["ph"] == "X"]
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(found.total_s * 1e6, abs=0.01)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline(cost, strategy).total_s * 1e6, abs=0.01)
     tracks = defaultdict(list)
     for e in spans:
         assert e["cat"] in CATEGORIES

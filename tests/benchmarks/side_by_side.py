@@ -1,0 +1,122 @@
+"""Steps of plans and their layers alone, timed turn about, so that both see the same of a shared machine.
+
+A rank keeps to one core, which it shares where there are more ranks than cores. The scheduler gives it whole ticks
+(4 ms) there, so a wall clock says nothing of a layer that takes less: layers are timed by the CPU time that they take,
+over the share of the core that a rank gets while all compute. Steps are timed by the wall clock, in blocks that follow
+each other as in training; the slowest rank counts. Of both the medians count.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from layerwise.api.measuring import module
+from layerwise.comm.base import Comm
+from layerwise.cost.measured import LAYER, step_name
+from layerwise.machine.fields import Field
+from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
+from layerwise.machine.layer_times_json import read, written
+from layerwise.measure.bench import Mode, Update
+from layerwise.measure.cells import Wanted
+from layerwise.measure.layers import Measuring, timed
+from layerwise.measure.overhead import overhead
+from layerwise.measure.watch import Watch
+
+ROUNDS = 5
+LEAST = 2  # steps, however slow
+CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
+MODE = Mode(torch.device("cpu"), torch.float32)
+Step = Callable[[], object]
+
+
+def share_of_core(comm: Comm) -> float:
+    """The part of a core that this rank gets while all ranks compute."""
+    x = torch.ones(256, 256)
+    comm.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() < wall + 1.0:
+        torch.mm(x, x)
+    return (time.process_time() - cpu) / (time.perf_counter() - wall)
+
+
+class Layers:
+    """Times of layers alone, by CPU time; all ranks measure the same at the same time."""
+
+    def __init__(self, comm: Comm, optimizer: str) -> None:
+        self.comm, self.share = comm, share_of_core(comm)
+        known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
+        self.measuring = Measuring(known, MODE, lambda _: None, 0.0)
+        beside = overhead(optimizer, MODE, module)
+        self.measuring.call_s = beside.call_s
+        for name, found in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
+            scaled = replace(found, forward_s=found.forward_s / self.share, backward_s=found.backward_s / self.share)
+            self.measuring.add((name, ()), scaled)
+
+    @property
+    def known(self) -> LayerTimes:
+        """All of them."""
+        return self.measuring.known
+
+    def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
+        """Measures what fits into the budget; rank 0's times count."""
+        began = time.perf_counter()
+        for cell in cells:
+            if time.perf_counter() > began + budget_s:
+                break
+            self.measuring.add(cell.key, self._timed(cell, CELL_S))
+        self.measuring.known = self._told(self.known, 0)
+
+    def turn_about(
+        self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float
+    ) -> tuple[dict[str, list[float]], LayerTimes]:
+        """Seconds of steps of each, for about `seconds`, and times of the cells between: the slowest rank's medians."""
+        counts = {name: self._count(step, seconds) for name, step in steps.items()}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        samples = []
+        for _ in range(ROUNDS):
+            for name, step in steps.items():
+                if len(times[name]) < LEAST or sum(times[name]) < seconds:
+                    times[name] += block(step, counts[name], self.comm)
+            samples.append([self._timed(cell, CELL_S / ROUNDS) for cell in cells])
+        found = Measuring(self.known, MODE, lambda _: None, 0.0)
+        total = 0.0
+        for cell, rows in zip(cells, zip(*samples, strict=True), strict=True):
+            forward, backward = (median(getattr(row, name) for row in rows) for name in ("forward_s", "backward_s"))
+            found.add(cell.key, replace(rows[0], forward_s=forward, backward_s=backward))
+            total += forward + backward
+        totals = [float(text) for text in self.comm.tell_all(repr(total))]
+        return times, self._told(found.known, totals.index(max(totals)))
+
+    def _timed(self, cell: Wanted, seconds: float) -> CellTime:
+        watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
+        found = timed(cell, MODE, watch)
+        if isinstance(cell.task, Update):
+            found = replace(found, forward_s=max(0.0, found.forward_s - self.measuring.call_s / self.share))
+        return found
+
+    def _count(self, step: Step, seconds: float) -> int:
+        """Steps of a block; warms up, too."""
+        return max(1, round(seconds / ROUNDS / median(block(step, 2, self.comm))))
+
+    def _told(self, known: LayerTimes, rank: int) -> LayerTimes:
+        """As one rank has it."""
+        told = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == rank else "")[rank]
+        return read(Field("measured", "", json.loads(told)))[0]
+
+
+def block(step: Step, steps: int, comm: Comm) -> list[float]:
+    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count."""
+    comm.barrier()
+    mine = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        step()
+        mine.append(time.perf_counter() - began)
+    rows = [json.loads(text) for text in comm.tell_all(json.dumps(mine[1:]))]
+    return [max(times) for times in zip(*rows, strict=True)]
