@@ -124,7 +124,9 @@ def held(layer: Layer) -> list[tuple[Parameter, int]]:
     """The parameters that live in a layer, with their bytes an element. A tied parameter is a layer of its own."""
     if isinstance(layer.op, Tied):
         out = layer.out
-        return [(Parameter(layer.name, out.shape, same(out), trainable=out.differentiable), out.item_bytes)]
+        return [
+            (Parameter(layer.name, out.shape, same(out), trainable=out.differentiable and layer.trains), out.item_bytes)
+        ]
     stages = [space(*stage) for stage in layer.op.stages(layer.specs)]
     item_bytes = [s.out.item_bytes for s in stages for _ in s.parameters]
     rows = enumerate(zip(layer.space.parameters, item_bytes, strict=True))
@@ -151,13 +153,14 @@ def rooflines(
     peak = processor.peak(dtype)
     forward, backward = Roofline(len(lay.degrees), processor), Roofline(len(lay.degrees), processor)
     wanted = False  # whether the gradient of the running result is
-    taken = 0
+    taken = used = 0
     for number, (stage, inputs) in enumerate(layer.op.stages(layer.specs)):
         s, at = space(stage, inputs), lay.own_degrees if number else lay.degrees  # followers come after the reduction
         dims = layer.space.dims[: len(s.dims)]  # not the stage's: a follower may be cut more coarsely than its leader
         fed = needs_gradient[taken : taken + len(inputs) - (number > 0)]  # of the inputs but the running result
         taken += len(fed)
-        trains = any(p.trainable for p in s.parameters)
+        trains = any(p.trainable for p in layer.space.parameters[used : used + len(s.parameters)])
+        used += len(s.parameters)
         extents = largest_extents(dims, at)
         read = sum(largest_box(m, dims, at) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
         weights = sum(largest_box(p.maps, dims, lay.own_degrees if p.late else at) for p in s.parameters)

@@ -99,8 +99,9 @@ def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
         "inputs": [spec.dtype for spec in layer.specs],
         "gradients": [int(w) for w in wanted],
         "uses": uses,
+        "frozen": [i for i, name in enumerate(layer.parameters) if name in layer.frozen],
     }
-    usual = {"views": [], "followers": [], "uses": 1}
+    usual = {"views": [], "followers": [], "uses": 1, "frozen": []}
     return json.dumps({k: v for k, v in named.items() if usual.get(k) != v}, default=str, separators=(",", ":"))
 
 
@@ -134,7 +135,7 @@ def sizes(layer: Layer, cells: Fullest) -> list[tuple[int, ...]]:
     """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
     where = layer.space
     if isinstance(layer.op, Tied):
-        trains = layer.out.differentiable
+        trains = layer.out.differentiable and layer.trains
         return [(n,) * trains for n in (cells.own_hi - cells.own_lo).prod(1).tolist()]
     rows = [
         _lengths(p.maps, *((cells.own_lo, cells.own_hi) if p.late else (cells.lo, cells.hi))).prod(1)

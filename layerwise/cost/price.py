@@ -9,6 +9,7 @@ import numpy as np
 
 from layerwise.config import Config, check
 from layerwise.cost.compute import OPTIMIZERS, held, largest_box, largest_extents
+from layerwise.cost.memory import peak_bytes
 from layerwise.cost.sync import wire_bytes
 from layerwise.cost.tables import CostModel, Strategy, input_maps
 from layerwise.errors import LayerwiseError
@@ -30,7 +31,7 @@ class LayerPrice:
     transfer_bytes: float
     sync_bytes: float
     statistics_bytes: float
-    memory_bytes: float  # of the fullest device
+    memory_bytes: float  # of the fullest device, all that the layer ever holds, as closed forms count it
     measured_s: float = 0.0  # of compute_s, what rests on measured times; fitted_s: on the fit to them
     fitted_s: float = 0.0
 
@@ -45,7 +46,7 @@ class Price:
 
     layers: dict[str, LayerPrice]
     step_time_s: float
-    memory_bytes: float  # a device: all that is held at once, and the largest transfer's buffer
+    memory_bytes: float  # of the fullest device at the fullest instant of a step (cost.memory)
 
     @property
     def transfer_bytes(self) -> float:
@@ -68,11 +69,13 @@ class Price:
         return self.transfer_bytes + self.sync_bytes + self.statistics_bytes
 
 
-def price(model: CostModel, strategy: Strategy) -> Price:
-    """Prices one strategy. Raises LayerwiseError where layers are missing, unknown, or cannot be split so."""
+def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = None) -> Price:
+    """Prices one strategy. Raises LayerwiseError where layers are missing, unknown, or cannot be split so.
+
+    memory_bytes: where it is known already.
+    """
     strategy = complete(model, strategy)
     layers: dict[str, LayerPrice] = {}
-    buffer_bytes = 0.0
     for layer in model.graph.layers:
         config = strategy[layer.name]
         cost = model.node_cost(layer, (config,))
@@ -86,7 +89,6 @@ def price(model: CostModel, strategy: Strategy) -> Price:
             transfer_bytes += times * float(load.total_bytes.sum())
             if times and load.received_bytes[0, 0] > 0:
                 gathered_bytes += _needed_bytes(model, layer, slot, config)
-                buffer_bytes = max(buffer_bytes, float(load.received_bytes[0, 0]))
         collective = _collective_bytes(model, layer, config)
         layers[layer.name] = LayerPrice(
             config,
@@ -102,8 +104,7 @@ def price(model: CostModel, strategy: Strategy) -> Price:
             float(cost.compute.measured[0]),
             float(cost.compute.fitted[0]),
         )
-    memory = sum(p.memory_bytes for p in layers.values()) + buffer_bytes
-    memory = max(memory, sum(_update_bytes(model, layer, layers[layer.name].config) for layer in model.graph.layers))
+    memory = float(peak_bytes(model, strategy).max()) if memory_bytes is None else memory_bytes
     return Price(layers, sum(p.total_s for p in layers.values()), memory)
 
 
@@ -132,7 +133,8 @@ def _collective_bytes(model: CostModel, layer: Layer, config: Config) -> dict[st
     for kind, found, times in (
         ("sync", model.gradients_of(layer, lay), 1),
         ("statistics", model.statistics_of(layer, lay), 1),  # forward and backward are two of them
-        ("reduction", model.reductions_of(layer, lay), 1),  # a reduce-scatter and an all-gather: one all-reduce's worth
+        # A reduce-scatter and, for the gradient, an all-gather: one all-reduce's worth.
+        ("reduction", model.reductions_of(layer, lay), 1 if model.reduces_back(layer) else 0.5),
     ):
         for c in found:
             result[kind] += times * wire_bytes(float(c.total_bytes[0]), c.groups[0])
@@ -146,27 +148,19 @@ def _needed_bytes(model: CostModel, layer: Layer, slot: int, config: Config) -> 
     return float(largest_box(maps, layer.space.dims, degrees)[0]) * model.graph[layer.inputs[slot]].out.item_bytes
 
 
-def _parameter_bytes(model: CostModel, layer: Layer, config: Config, extra: int = 0) -> float:
-    """Parameters, gradients and optimizer state, and `extra` more copies of what is trained."""
+def _parameter_bytes(model: CostModel, layer: Layer, config: Config) -> float:
+    """Parameters, gradients and optimizer state."""
     lay = model.layout(layer, (config,))
     total = 0.0
     for p, item_bytes in held(layer):
         degrees = lay.own_degrees if p.late else lay.degrees
-        copies = 2 + OPTIMIZERS[model.options.optimizer] + extra if p.trainable else 1
+        copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
     return total
 
 
-def _update_bytes(model: CostModel, layer: Layer, config: Config) -> float:
-    """What is held while the optimizer steps: activations are gone, but Adam has its denominators in a copy more.
-
-    https://pytorch.org/docs/stable/generated/torch.optim.Adam.html: foreach takes sizeof(params) more at its peak.
-    """
-    return _parameter_bytes(model, layer, config, int(model.options.optimizer == "adam"))
-
-
 def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
-    """Parameters, gradients, optimizer state and the activations that the backward pass needs."""
+    """Parameters, gradients, optimizer state and what every stage makes, whether or not the backward pass needs it."""
     total = _parameter_bytes(model, layer, config)
     lay = model.layout(layer, (config,))
     if isinstance(layer.op, Tied):

@@ -119,6 +119,14 @@ def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> flo
     return _scatter_s(size_bytes, group, graph) if measured is None else measured
 
 
+def all_gather_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+    """Of a buffer that has `size_bytes` on every member afterwards."""
+    if group.size == 1:
+        return 0.0
+    measured = _measured_s("all_gather", size_bytes, group, graph)
+    return _scatter_s(size_bytes, group, graph) if measured is None else measured
+
+
 def _scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     """By the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from layerwise.config import Config, Layout, layout
 from layerwise.cost.compute import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
 from layerwise.cost.fullest import gradient_uses
+from layerwise.cost.gathers import are_gathers, gather_s
 from layerwise.cost.measured import Measurements, chosen
 from layerwise.cost.sync import Group, all_reduce_s, group_of, groups, reduce_scatter_s, sync_rate
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
@@ -142,7 +143,7 @@ class CostModel:
         for c in self.statistics_of(layer, lay):
             statistics += self._each(all_reduce_s, c)
         for c in self.reductions_of(layer, lay):
-            reduction += 2 * self._each(reduce_scatter_s, c)
+            reduction += (1 + self.reduces_back(layer)) * self._each(reduce_scatter_s, c)
         return NodeCost(compute, sync, statistics, reduction)
 
     def _compute_time(self, layer: Layer, lay: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
@@ -189,7 +190,8 @@ class CostModel:
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
         """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
         found: list[Collective] = []
-        wanted = gradients_wanted(layer.op, layer.specs, [self.has_gradient[name] for name in layer.inputs])
+        flows = [self.has_gradient[name] for name in layer.inputs]
+        wanted = gradients_wanted(layer.op, layer.specs, flows, [p.trainable for p in layer.space.parameters])
         for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
             s = space(stage, specs)
             statistics = stage.statistics(specs, s.out)
@@ -216,6 +218,13 @@ class CostModel:
         total = lay.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
         return [self._collective(size, total, lay, range(ks.start), False)]
 
+    def reduces_back(self, layer: Layer) -> bool:
+        """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+        count = len(space(*layer.op.stages(layer.specs)[0]).parameters)
+        trained = any(p.trainable for p in layer.space.parameters[:count])
+        flows = [self.has_gradient[name] for name in layer.inputs]
+        return trained or gradients_wanted(layer.op, layer.specs, flows, [False] * len(layer.space.parameters))[0]
+
     def traffic(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Traffic:
         """Load of one direction of an edge for all pairs of configurations."""
         return traffic(*self._ends(edge, sources, targets))
@@ -239,23 +248,48 @@ class CostModel:
     ) -> Floats:
         """t_X (C_source, C_target), both directions: the adjoint sends the same pieces the other way.
 
-        With `watched` devices only (see `port_seconds`): a lower bound.
+        Where the network has collectives, an all-gather is priced as one, everything else as messages. With `watched`
+        devices only (see `port_seconds`): a lower bound.
         """
         times = self.directions(edge)
         if times == 0:
             return np.zeros((len(sources), len(targets)))
         ends = self._ends(edge, sources, targets)
         out, u, maps, dims, v, late, _ = ends
-        key = (out.shape, out.units, out.item_bytes, u, maps, tuple((d.extent, d.unit) for d in dims), v, late, watched)
+        where = tuple((d.extent, d.unit) for d in dims)
+        key = (times, out.shape, out.units, out.item_bytes, u, maps, where, v, late, watched)
         if key not in self._seconds:
-            if self.options.link_model == "port":
-                self._seconds[key] = port_seconds(*ends, watched)
-            else:
-                self._seconds[key] = seconds(traffic(*ends), self.devices, self.options.link_model)
-        cost = times * self._seconds[key]
+            self._seconds[key] = self._transfer_s(times, *ends, watched)
+        cost = self._seconds[key].copy()
         if isinstance(self.graph[edge[0]].op, Tied):  # uncut, it is replicated: see gradients_of
             cost[[config.total == 1 for config in sources]] = 0.0
         return cost
+
+    def _transfer_s(
+        self,
+        directions: int,
+        source: TensorSpec,
+        u: Layout,
+        maps: Maps,
+        dims: Sequence[Dim],
+        v: Layout,
+        late: bool,
+        graph: DeviceGraph,
+        watched: tuple[int, ...] | None,
+    ) -> Floats:
+        """(C_source, C_target) in one direction or in both."""
+        ends = (source, u, maps, dims, v, late, graph)
+        if self.options.link_model != "port":
+            return directions * seconds(traffic(*ends), graph, self.options.link_model)
+        messages: Floats = directions * port_seconds(*ends, watched)
+        if not graph.collectives:
+            return messages
+        gathers = are_gathers(*ends[:-1])
+        columns = np.flatnonzero(gathers.any(0))  # few
+        if len(columns):
+            found = gather_s(source, maps, dims, v.take(columns), late, graph, directions)
+            messages[:, columns] = np.where(gathers[:, columns], found, messages[:, columns])
+        return messages
 
     def busiest_device(self, edge: Edge, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""

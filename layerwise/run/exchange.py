@@ -1,9 +1,9 @@
 """Transfers: what a rank needs of a tensor and another owns, and the way back, the adjoint.
 
 What travels is `needs & owned`, for every pair of ranks. How: a transfer where nothing travels is a slice. Where the
-network prefers collectives (NCCL), ranks that all need the union of their equal parts all-gather it (the way back is a
-reduce-scatter), and ranks that need equal parts of each other exchange all to all. All else, and everything on gloo
-(whose point-to-point messages in chunks are faster: tests/benchmarks), is a batch of point-to-point messages.
+network prefers collectives (NCCL), ranks that all need a box of which each owns an equal part all-gather it (the way
+back is a reduce-scatter), and ranks that need equal parts of each other exchange all to all. All else, and everything
+on gloo (whose point-to-point messages in chunks are faster: tests/benchmarks), is a batch of point-to-point messages.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class Transfer:
         received = [(peer, like.new_empty(box.shape)) for peer, box in self.sends]
         if self.pattern == "gather" and comm.collectives:
             assert g is not None
-            assert self.own is not None
             return self._reduce_scatter(comm, g, like, what)
         self._exchange(comm, g, sent, received, what, kind)
         if self.own is None:
@@ -108,11 +107,16 @@ class Transfer:
 
     def _reduce_scatter(self, comm: Comm, g: Tensor, like: Tensor, what: str) -> Tensor:
         assert self.own is not None
-        boxes = dict(self.receives) | {comm.rank: self.own}
+        assert self.kept is not None
+        boxes = dict(self.receives) | {comm.rank: self.kept}
         parts = torch.stack([_part(g, self.need, boxes[peer]).flatten() for peer in self.group])
         out = like.new_empty(parts.shape[1:])
         comm.reduce_scatter(out, parts, self.group, "transfers", what)
-        return out.view(self.own.shape)
+        if self.kept == self.own:
+            return out.view(self.own.shape)
+        total = like.new_zeros(self.own.shape)
+        total[self.kept.slices(self.own)] = out.view(self.kept.shape)
+        return total
 
 
 def transfer(owned: Boxes, need: Boxes, rank: int, *, everywhere: bool = False) -> Transfer:
@@ -162,8 +166,7 @@ def _pattern(owned: Boxes, need: Boxes, rank: int) -> tuple[Pattern, Group]:
     volumes = {(a & b).volume for a in own for b in wanted if a is not None and b is not None}
     if len(volumes) > 1:
         return "messages", ()
-    parts = {box.volume for box in own if box is not None}
-    return ("gather" if len(set(wanted)) == 1 and volumes == parts else "all-to-all"), group
+    return ("gather" if len(set(wanted)) == 1 else "all-to-all"), group
 
 
 def _peers(owned: Boxes, need: Boxes, rank: int) -> set[int]:

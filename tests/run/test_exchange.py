@@ -45,8 +45,9 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...], *, needs: bool) -> tuple[Box 
 def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Box | None, ...], tuple[Box | None, ...]]:
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     owned = draw(boxes(shape, needs=False))
-    if draw(st.integers(0, 3)) == 0:  # all-gather: every owner needs all
-        return shape, owned, tuple(box and Box((0, 0), shape) for box in owned)
+    if draw(st.integers(0, 3)) == 0:  # all-gather: every owner needs all, or all but some rows
+        first = draw(st.integers(0, shape[0] - 1))
+        return shape, owned, tuple(box and Box((first, 0), shape) for box in owned)
     return shape, owned, draw(boxes(shape, needs=True))
 
 

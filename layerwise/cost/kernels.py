@@ -1,0 +1,60 @@
+"""Kernels: what the stages of a layer make and keep, in bytes on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.holdings import Holdings
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Kept, space
+from layerwise.ops.fused import gradients_wanted
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One operator of a layer. Bytes are (N,): made, its result; extra, there, back: see ops.base.Kept.
+
+    slots: the layer's inputs that it reads. tracked: whether its result has a gradient; running: whether that of the
+    stage before has.
+    """
+
+    kept: Kept
+    made: Floats
+    extra: Floats
+    there: Floats
+    back: Floats
+    slots: tuple[int, ...]
+    tracked: bool
+    running: bool
+    view: bool
+
+
+def stages_of(layer: Layer, at: Holdings, flows: Sequence[bool], split: bool) -> list[Stage]:
+    """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
+    found: list[Stage] = []
+    trained = [p.trainable for p in layer.space.parameters]
+    wanted = gradients_wanted(layer.op, layer.specs, flows, trained)
+    taken, used, running = 0, 0, False
+    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
+        where, boxes = space(op, specs), at.own if number else at.cell
+        dims, rank = len(where.dims), len(where.out.shape)
+        kept = op.kept(specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        made = at.own.volume * where.out.item_bytes
+        extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.there, kept.back))
+        if split and not number:  # partial sums; what leaves of them and what comes; then backward those of all
+            extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
+            partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
+            there, back = there + 3 * partial, back + 2 * partial
+        slots = tuple(range(taken, taken + len(specs) - (number > 0)))
+        taken += len(slots)
+        tracked = wanted[number] or any(trained[used : used + len(where.parameters)])
+        used += len(where.parameters)
+        found.append(Stage(kept, made, extra, there, back, slots, tracked, running, op.view))
+        running = tracked
+    return found

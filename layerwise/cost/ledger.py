@@ -1,0 +1,67 @@
+"""Ledger: the bytes of storages that are alive on each of N devices, and the most there ever were.
+
+A storage lives while anybody holds it, as PyTorch's do: a view holds the storage behind it. Devices differ in what they
+hold, so holders are counted for each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """size: (N,) bytes; holders: (N,) how many hold it."""
+
+    size: Floats
+    holders: Ints
+
+
+Ref = tuple[tuple[Storage, Mask], ...]  # what a tensor holds, and on which devices
+NOBODY: Ref = ()
+
+
+def part(ref: Ref, where: Mask) -> Ref:
+    """What of it lies on the devices `where`."""
+    return tuple((s, mask & where) for s, mask in ref)
+
+
+class Ledger:
+    """now, peak: (N,) bytes that are alive, and the most that were."""
+
+    def __init__(self, devices: int) -> None:
+        self.now, self.peak = np.zeros(devices), np.zeros(devices)
+
+    def new(self, size: Floats) -> Ref:
+        """A storage with one holder, on the devices where it is not empty."""
+        there = size > 0
+        if not there.any():
+            return NOBODY
+        self.now = self.now + size
+        self.peak = np.maximum(self.peak, self.now)
+        return ((Storage(size, there.astype(np.int64)), there),)
+
+    def spike(self, size: Floats | float) -> None:
+        """Something that is gone at once."""
+        self.peak = np.maximum(self.peak, self.now + size)
+
+    def hold(self, ref: Ref, where: Mask | None = None) -> Ref:
+        """One more holder, of what lies on the devices `where`."""
+        held = ref if where is None else part(ref, where)
+        for s, mask in held:
+            s.holders[mask] += 1
+        return held
+
+    def drop(self, ref: Ref) -> None:
+        """One holder less."""
+        for s, mask in ref:
+            s.holders[mask] -= 1
+            assert (s.holders >= 0).all(), "dropped more often than held"
+            self.now = self.now - np.where(mask & (s.holders == 0), s.size, 0.0)

@@ -1,0 +1,183 @@
+"""Memory: storages and their holders, what travels, and the peak of a step, by hand and as laws.
+
+Against real steps: tests/run/test_memory_prediction.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config import Config
+from layerwise.cost.compute import OPTIMIZERS, held
+from layerwise.cost.holdings import holdings, moved, of_parameter
+from layerwise.cost.ledger import Ledger
+from layerwise.cost.memory import peak_bytes
+from layerwise.cost.price import complete, price
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.machine import load as load_profile
+from layerwise.ops.conv import Conv
+from layerwise.ops.ends import Tied
+from layerwise.ops.linear import Linear
+from layerwise.ops.norm import BatchNorm
+from layerwise.ops.pointwise import Unary
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+from tests.cost.test_price import NETWORKS, random_strategy
+
+# ---- storages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_lives_while_anybody_holds_it() -> None:
+    ledger = Ledger(2)
+    first = ledger.new(np.array([8.0, 4.0]))
+    view = ledger.hold(first, np.array([True, False]))
+    ledger.drop(first)
+    assert ledger.now.tolist() == [8, 0]  # the second device has no view
+    second = ledger.new(np.array([1.0, 6.0]))
+    ledger.drop(view)
+    ledger.drop(second)
+    assert (ledger.now.tolist(), ledger.peak.tolist()) == ([0, 0], [9, 6])
+    ledger.spike(20.0)
+    assert (ledger.now.tolist(), ledger.peak.tolist()) == ([0, 0], [20, 20])
+
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+
+@given(NETWORKS, st.data())
+@settings(max_examples=80)
+def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.DataObject) -> None:
+    """Boxes that are needed, received and sent, of every device."""
+    model = CostModel(network, brute.machine((2, 6)))
+    strategy = random_strategy(model, data)
+    for layer in network.inner:
+        for slot, name in enumerate(layer.inputs):
+            source, config = model.graph[name], strategy[name]
+            if isinstance(source.op, Tied) and config.total == 1:
+                continue
+            maps, late = brute.input_of(layer, slot)
+            table = brute.exchanged(source.space, config, layer.space, maps, late, strategy[layer.name], 6)
+            at = holdings(layer, strategy[layer.name], 6, "sample")
+            found = moved(holdings(source, config, 6, "sample"), maps, at.own if late else at.cell)
+            kept = np.diag(table)
+            assert found.need.tolist() == table.sum(1).tolist()
+            assert found.kept.tolist() == kept.tolist()
+            assert found.received.tolist() == (table.sum(1) - kept).tolist()
+            assert found.sent.tolist() == (table.sum(0) - kept).tolist()
+            assert found.local == (not found.received.any())
+            assert (found.forth <= found.sent).all()
+            assert (found.back <= found.received).all()
+
+
+# ---- steps by hand ---------------------------------------------------------------------------------------------------
+
+
+def linear() -> LayerGraph:
+    b = GraphBuilder("one")
+    x = b.input("x", TensorSpec((8, 6), ("n", None)))
+    return b.finish([networks.add(b, "linear", Linear(10), [x])])
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_one_linear_layer(optimizer: str) -> None:
+    """The fullest instant of the loss, of the backward pass and of the update."""
+    model = CostModel(linear(), brute.machine((1,)), CostOptions(optimizer=optimizer))
+    found = peak_bytes(model, complete(model, {"linear": Config()}))
+    weights, fed, targets, made = 4 * (60 + 10), 4 * 8 * 6, 8 * 8, 4 * 8 * 10
+    before = (1 + OPTIMIZERS[optimizer]) * weights + fed + targets
+    backward = weights + 2 * made  # the output, and its gradient
+    update = weights + (weights if optimizer == "adam" else 0)
+    scored = 4 * made  # the output and its logarithms, and the gradients of both
+    assert found.tolist() == [before + max(backward, update, scored)]
+
+
+def test_data_parallel_gradients_have_buckets_and_scaled_gradients_of_outputs() -> None:
+    model = CostModel(linear(), brute.machine((4,)))
+    found = peak_bytes(model, complete(model, {"linear": Config.of({"n": 4})}))
+    weights, fed, targets, made = 4 * (60 + 10), 4 * 2 * 6, 8 * 2, 4 * 2 * 10
+    assert found.tolist() == [2 * weights + fed + targets + weights + 3 * made] * 4
+
+
+def deep(*more: Unary | BatchNorm, convs: int = 6) -> LayerGraph:
+    b = GraphBuilder("deep")
+    x = b.input("x", TensorSpec((2, 3, 16, 16), ("n", "c", "h", "w")))
+    for i in range(convs):
+        x = networks.add(b, f"conv{i}", Conv(3, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)), [x])
+        for j, op in enumerate(more):
+            x = networks.add(b, f"conv{i}.{j}", op, [x])
+    return fuse(b.finish([x]))
+
+
+def kept_by_a_layer(*more: Unary | BatchNorm) -> float:
+    """By how many outputs the peak grows with one more layer."""
+    sizes = []
+    for convs in (6, 7):
+        model = CostModel(deep(*more, convs=convs), brute.machine((1,)))
+        sizes.append(price(model, {layer.name: Config() for layer in model.graph.inner}).memory_bytes)
+    return (sizes[1] - sizes[0]) / (4 * 2 * 3 * 256)
+
+
+def test_a_relu_keeps_its_result_only() -> None:
+    """What a convolution made for it is gone; a batch norm reads its input again, a gelu too."""
+    assert kept_by_a_layer() == pytest.approx(1, abs=0.1)
+    assert kept_by_a_layer(Unary("relu")) == pytest.approx(1, abs=0.1)
+    assert kept_by_a_layer(Unary("gelu")) == pytest.approx(2, abs=0.1)
+    assert kept_by_a_layer(BatchNorm(), Unary("relu")) == pytest.approx(2, abs=0.1)
+
+
+def test_adam_on_a_cpu_goes_parameter_by_parameter() -> None:
+    b = GraphBuilder("two")
+    x = b.input("x", TensorSpec((1, 50), ("n", None)))
+    for name in ("first", "second"):
+        x = networks.add(b, name, Linear(50, bias=False), [x])
+    graph, options = b.finish([x]), CostOptions(optimizer="adam")
+    serial = {"first": Config(), "second": Config()}
+    gpu, cpu = (price(CostModel(graph, load_profile(n).device_graph(1), options), serial) for n in ("p100", "cpu"))
+    assert cpu.memory_bytes - gpu.memory_bytes == 4 * 2500  # one's denominator, another's root and quotient; or both's
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+@given(NETWORKS, st.sampled_from(["sample", "free"]), st.sampled_from(list(OPTIMIZERS)), st.data())
+@settings(max_examples=80)
+def test_every_device_has_room_for_what_it_keeps(
+    network: LayerGraph, io: str, optimizer: str, data: st.DataObject
+) -> None:
+    """Parameters with gradients and state; and at the end of the forward pass what every layer with a gradient made."""
+    options = CostOptions(io="free" if io == "free" else "sample", optimizer=optimizer)
+    model = CostModel(network, brute.machine((2, 6)), options)
+    strategy = random_strategy(model, data)
+    peak = peak_bytes(model, strategy)
+    parameters, gradients, made = np.zeros(6), np.zeros(6), np.zeros(6)
+    for layer in network.inner:
+        for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
+            for p, item_bytes in held(layer):
+                size = brute.need(p.maps, own if p.late else cell).volume * item_bytes
+                parameters[device] += size * (1 + OPTIMIZERS[optimizer] * p.trainable)
+                gradients[device] += size * p.trainable
+            if model.has_gradient[layer.name] and not isinstance(layer.op, Tied) and not layer.main.view:
+                made[device] += own.volume * layer.out.item_bytes
+    assert (peak >= parameters + gradients).all()
+    assert (peak >= parameters + made).all()
+    assert peak.max() == price(model, strategy).memory_bytes
+
+
+@given(NETWORKS, st.data())
+@settings(max_examples=40)
+def test_an_optimizers_state_comes_on_top(network: LayerGraph, data: st.DataObject) -> None:
+    """Momentum is there through all of the step, and takes nothing else."""
+    machine = brute.machine((2, 6))
+    sgd, momentum = (CostModel(network, machine, CostOptions(optimizer=name)) for name in ("sgd", "momentum"))
+    strategy = random_strategy(sgd, data)
+    state = np.zeros(6)
+    for layer in network.layers:
+        at = holdings(layer, strategy[layer.name], 6, "sample")
+        for p, item_bytes in held(layer):
+            state += of_parameter(layer, p.maps, at, p.late).volume * item_bytes * p.trainable
+    assert peak_bytes(momentum, strategy) - peak_bytes(sgd, strategy) == pytest.approx(state)

@@ -1,0 +1,28 @@
+"""The memory that a plan is predicted to take against the bytes of storages that are alive in a real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.benchmarks.memory_prediction import compared
+
+CPU = torch.device("cpu")
+CASES = [
+    ("lenet5", "serial", "sgd", 1),
+    ("lenet5", "serial", "adam", 1),
+    ("resnet18", "serial", "sgd", 1),
+    ("vgg16", "serial", "momentum", 1),
+    ("inception-like", "serial", "sgd", 1),
+    ("unet3d", "serial", "sgd", 1),
+    ("lenet5", "model", "momentum", 2),
+    ("inception-like", "data", "sgd", 2),
+    ("inception-like", "model", "sgd", 2),
+    ("unet3d, one sample", "searched", "sgd", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "optimizer", "ranks"), CASES)
+def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int) -> None:
+    predicted, measured = compared(name, plan, optimizer, ranks, CPU)
+    assert predicted == pytest.approx(measured, rel=0.05)
