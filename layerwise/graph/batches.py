@@ -11,7 +11,41 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import import_module
 from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.structure import Structure
+from layerwise.graph.torch_build import Stored
 from layerwise.ops.ends import Constant
+
+MORE = 3  # times the example's samples, where sizes of the network may happen to be their number
+
+
+def import_for_batches(
+    model: nn.Module, examples: Sequence[object], name: str
+) -> tuple[LayerGraph, Stored, Structure | None]:
+    """`import_module`, at the example's batch. LayerwiseError where the model is another network at other batches.
+
+    Where its constants cannot be told from the number of samples (four windows, four samples), it is traced with more.
+    """
+    found = import_module(model, tuple(examples), name=name)
+    graph = found[0]
+    try:
+        check_batches(model, examples, graph, name)
+    except LayerwiseError:
+        more = repeated(examples, graph.batch, MORE)
+        try:
+            larger, stored, structure = import_module(model, more, name=name)
+            check_batches(model, more, larger, name)
+            return larger.rebatch(graph.batch), stored, structure
+        except LayerwiseError:
+            pass  # the first says more
+        raise
+    return found
+
+
+def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object, ...]:
+    """Example inputs with that many times the samples."""
+    return tuple(
+        torch.cat([x] * times) if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in examples
+    )
 
 
 def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> None:
@@ -21,12 +55,9 @@ def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGrap
     model that takes no other batch, or that cannot follow one, says so where it is given one; a constant with a row a
     sample, too.
     """
-    larger = [
-        torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == graph.batch else x for x in examples
-    ]
     try:
         expected = graph.rebatch(2 * graph.batch)
-        found, *_ = import_module(model, tuple(larger), name=name)
+        found, *_ = import_module(model, repeated(examples, graph.batch, 2), name=name)
     except LayerwiseError:
         return
     for layer, other in zip_longest(expected.layers, found.layers):

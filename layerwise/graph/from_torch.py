@@ -18,6 +18,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.program import Program, read_program
 from layerwise.graph.structure import Structure, structure_of
 from layerwise.graph.torch_build import Stored, build_graph
+from layerwise.graph.torch_cache import without_cache
 from layerwise.graph.torch_patterns import rewrite
 
 Dims = Sequence[Sequence[str | None]]
@@ -43,7 +44,8 @@ def from_torch(
     size than the sequence where a model builds masks or positions from it.
 
     An exported program (or `load_pt2(file)`) needs no example inputs; an open batch takes the size of these, or of
-    those it was exported with. Batch norm and dropout are those of training, whatever mode the module is in.
+    those it was exported with. Batch norm and dropout are those of training, whatever mode the module is in. Language
+    models of Hugging Face are traced with use_cache=False: keys and values for the generation of text are no outputs.
     """
     return import_torch(model, example_inputs, kwargs=kwargs, name=name, dims=dims)[0]
 
@@ -111,7 +113,7 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
                 "give it a momentum, such as 0.1"
             )
     try:
-        with _quiet():
+        with _quiet(), without_cache(model):
             return torch.export.export(model, examples, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error

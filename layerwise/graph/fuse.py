@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Op
@@ -51,7 +52,7 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
 def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
     """The views that `f` can move in front of, the nearest first: used by nothing else, nor is what they show."""
     found: list[Layer] = []
-    if isinstance(f.op, (Unary, Dropout, Cast)) and not (isinstance(f.op, Dropout) and f.op.channels):
+    if isinstance(f.op, (Unary, Dropout, Cast)) and not (isinstance(f.op, Dropout) and (f.op.channels or f.op.samples)):
         view = layers[f.inputs[0]]
         while isinstance(view.op, (Reshape, Permute)) and uses[view.name] == 1:
             source = layers[view.inputs[0]]
@@ -180,11 +181,12 @@ def _grouped(
     op = head.op if not joined and not any(views) else Fused(head.op, views, tuple(joined))
     edges = (*sources, *(renamed.get(name, name) for name in tied_inputs))
     names = (*head.followers, *(layer.name for layer, _ in followers))
-    return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names)
+    frozen = tuple(name for layer in (head, *(f for f, _ in followers)) for name in layer.frozen)
+    return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names, frozen)
 
 
 def _renamed(layer: Layer, names: dict[str, str]) -> Layer:
     if not any(source in names for source in layer.inputs):
         return layer
     inputs = tuple(names.get(source, source) for source in layer.inputs)
-    return Layer(layer.name, layer.op, inputs, layer.specs, layer.parameters, layer.tied)
+    return replace(layer, inputs=inputs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import networkx as nx
 
@@ -33,6 +33,7 @@ class Layer:
     parameters: tuple[str, ...] = ()
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
     followers: tuple[str, ...] = ()  # names of the fused followers, in order
+    frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
     space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
 
     def __post_init__(self) -> None:
@@ -40,6 +41,9 @@ class Layer:
             object.__setattr__(self, "space", space(self.op, self.specs))
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.name!r} ({self.op.kind}): {error}") from None
+        if self.frozen:
+            fixed = tuple(i for i, name in enumerate(self.parameters) if name in self.frozen)
+            object.__setattr__(self, "space", _untrained(self.space, fixed))
         expected = [p.name for p in self.space.parameters]
         assert len(expected) == len(self.parameters), f"{self.name}: parameters {self.parameters} for {expected}"
 
@@ -56,6 +60,13 @@ class Layer:
     def end(self) -> bool:
         """Whether nothing is chosen here: data comes in, a constant is made, or outputs go."""
         return isinstance(self.op, Input | Sink) and not isinstance(self.op, Tied)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is made of any of its parameters."""
+        if isinstance(self.op, Tied):
+            return self.name not in self.frozen
+        return any(p.trainable for p in self.space.parameters)
 
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Model's name and description of the parameters that live in this layer."""
@@ -107,7 +118,7 @@ class LayerGraph:
 
     def parameter_count(self) -> int:
         """Trainable parameters of the model."""
-        tied = sum(layer.out.volume for layer in self.layers if isinstance(layer.op, Tied))
+        tied = sum(layer.out.volume for layer in self.layers if isinstance(layer.op, Tied) and layer.trains)
         sizes = {name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}
         return tied + sum(sizes.values())
 
@@ -125,8 +136,8 @@ class LayerGraph:
         """Whether a gradient flows back to each layer's output."""
         result: dict[str, bool] = {}
         for layer in self.layers:
-            trains = any(p.trainable for p in layer.space.parameters) or isinstance(layer.op, Tied)
-            result[layer.name] = layer.out.differentiable and (trains or any(result[name] for name in layer.inputs))
+            reached = layer.trains or any(result[name] for name in layer.inputs)
+            result[layer.name] = layer.out.differentiable and reached
         return result
 
     @cached_property
@@ -143,9 +154,19 @@ class LayerGraph:
                 "dims": layer.out.dims,
                 "dtype": layer.out.dtype,
             }
+            | ({"frozen": layer.frozen} if layer.frozen else {})
             for layer in self.layers
         ]
         return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_rows).encode()).hexdigest()
+
+    def freeze(self, names: Collection[str]) -> LayerGraph:
+        """The same network, of which the parameters `names`, and no others, are not trained."""
+        layers = []
+        for layer in self.layers:
+            held = (layer.name,) if isinstance(layer.op, Tied) else layer.parameters
+            frozen = tuple(name for name in held if name in names)
+            layers.append(layer if frozen == layer.frozen else replace(layer, frozen=frozen))
+        return LayerGraph(tuple(layers), self.name)
 
     def rebatch(self, batch: int) -> LayerGraph:
         """The same network with `batch` samples: shapes are inferred again from the inputs."""
@@ -212,6 +233,13 @@ class GraphBuilder:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
         return LayerGraph((*kept, sink), self.name)
+
+
+@lru_cache(maxsize=65536)
+def _untrained(where: Space, which: tuple[int, ...]) -> Space:
+    """With parameters that are not trained. Cached, as `space` is: what is priced by space is shared."""
+    parameters = (replace(p, trainable=p.trainable and i not in which) for i, p in enumerate(where.parameters))
+    return replace(where, parameters=tuple(parameters))
 
 
 def _rebatched(spec: TensorSpec, old: int, new: int) -> TensorSpec:

@@ -35,7 +35,7 @@ class Network:
     stored: how to read its parameters and constants, by their names in the graph; None (or of the meta device) where
     it has no values. keys: the names of its state dict, each with the name that the graph has for the tensor.
     structure: how the model returns its outputs; None: as a tuple, a single one as it is. built: the tensors of a
-    module that this process has built by itself, by name. frozen: a parameter of it that is not to be trained, or "".
+    module that this process has built by itself, by name.
     """
 
     graph: LayerGraph
@@ -43,20 +43,11 @@ class Network:
     keys: Mapping[str, str]
     structure: Structure | None = None
     built: Mapping[str, Tensor] = field(default_factory=dict)
-    frozen: str = ""
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
         read = self.stored.get(name)
         return None if read is None else read()
-
-    def all_trained(self) -> None:
-        """LayerwiseError where a parameter is frozen: the runtime makes gradients of all."""
-        if self.frozen:
-            raise LayerwiseError(
-                f"parameter {self.frozen!r} has requires_grad=False, but layerwise makes gradients of all parameters: "
-                "set it to True, and give the optimizer only the parameters to train"
-            )
 
 
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
@@ -109,12 +100,13 @@ def network_of(
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
     import torch
 
-    from layerwise.graph.batches import check_batches
+    from layerwise.graph.batches import import_for_batches
     from layerwise.graph.from_torch import import_module
 
-    graph, stored, structure = import_module(module, tuple(examples), name=name)
-    if not trusted:
-        check_batches(module, examples, graph, name)
+    if trusted:
+        graph, stored, structure = import_module(module, tuple(examples), name=name)
+    else:
+        graph, stored, structure = import_for_batches(module, examples, name)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -123,10 +115,11 @@ def network_of(
     held = module.state_dict(keep_vars=True)
     keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
-    frozen = next((key for key, p in module.named_parameters() if not p.requires_grad), "")
+    frozen = {known[id(p)] for p in module.parameters() if not p.requires_grad}
+    graph = graph.freeze(frozen)
     built = {key: value for key, read in values.items() if isinstance(value := read(), torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, frozen)
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)
 
 
 def _names(graph: LayerGraph) -> list[str]:

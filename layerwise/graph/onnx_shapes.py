@@ -25,8 +25,10 @@ from layerwise.graph.onnx_call import (
 )
 from layerwise.graph.onnx_pointwise import few
 from layerwise.graph.registry import Built, Call, Operand, Result
-from layerwise.graph.torch_views import expanded, gathered, joined, permuted, reshaped, sliced
+from layerwise.graph.torch_index import gathered
+from layerwise.graph.torch_views import expanded, joined, permuted, reshaped, sliced
 from layerwise.ops.embed import Embedding
+from layerwise.ops.learned import Learned
 from layerwise.ops.resample import Interpolate, Pad
 from layerwise.ops.view import Expand, Slice
 from layerwise.tensor import TensorSpec
@@ -138,7 +140,10 @@ def _each_sample(part: Operand, batch: int) -> Tensor:
     part = few(part)
     if part.shape[0] != 1:
         return part
-    return Built(Expand((batch, *part.shape[1:]), samples=True), (part,))
+    shape = (batch, *part.shape[1:])
+    if part.role == "parameter" and not part.transposed:
+        return Built(Learned(part.shape, shape, part.spec.dtype), (), (part,))
+    return Built(Expand(shape, samples=True), (part,))
 
 
 def split(call: Call) -> Result:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -18,11 +19,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from layerwise.errors import LayerwiseError
 from layerwise.graph.registry import canonical
 
+T = TypeVar("T")
 Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
 
 # Regions that run their graph as it stands, and how many arguments stand between the graph and its operands.
 # https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
 REGIONS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 0, "tag_activation_checkpoint": 0}
+NO_GRADIENT = "wrap_with_set_grad_enabled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,10 @@ class _Reader:
         inner.nodes = self.nodes
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.values.update(zip(inputs, arguments[at + 1 + REGIONS[name] :], strict=True))
-        return inner.read(body.graph)
+        returned = inner.read(body.graph)
+        if name == NO_GRADIENT and arguments[0] is False:
+            return tuple(detached(self.nodes, value) for value in returned)
+        return returned
 
     def argument(self, value: object) -> object:
         if isinstance(value, fx.Node):
@@ -191,6 +197,17 @@ class _Reader:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return _number(value, "argument")
         return value
+
+
+def detached(nodes: list[Node], value: T) -> T | Ref:
+    """What leaves a region that makes no gradients: appends the call that says so."""
+    made = {v.name: v for node in nodes for v in node.outputs if v}
+    if not isinstance(value, Ref) or value.name not in made:
+        return value
+    overload = torch.ops.aten.detach.default
+    result = replace(made[value.name], name=f"{value.name}.detached")
+    nodes.append(Node(result.name, "aten::detach", {"self": value}, (result,), (), overload))
+    return Ref(result.name)
 
 
 def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:

@@ -16,6 +16,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.program import (
+    NO_GRADIENT,
     REGIONS,
     Node,
     Program,
@@ -24,6 +25,7 @@ from layerwise.graph.program import (
     Stack,
     Value,
     control_flow,
+    detached,
     left_open,
     module_path,
 )
@@ -174,9 +176,10 @@ class _Reader:
         inner.calls(graph)
         returned = [name for result in sequence(graph["outputs"]) for name in _names(mapping(result))]
         taken = [name for result in sequence(node["outputs"]) for name in _names(mapping(result))]
+        stopped = kind == NO_GRADIENT and self.argument(arguments[0]) is False
         for name, result in zip(taken, returned, strict=True):
             if name is not None and result is not None and name in self.tensors:
-                self.names[name] = inner.ref(result)
+                self.names[name] = detached(self.nodes, inner.ref(result)) if stopped else inner.ref(result)
 
     def argument(self, arg: Mapping[str, Json]) -> object:
         """An argument as a Node has it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -15,27 +15,20 @@ from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.graph.program import Node, Program, Ref, Value
 from layerwise.graph.registry import Argument, Built, Call, Operand, Result
 from layerwise.graph.torch_constants import Constants, constant_names, is_constant
+from layerwise.graph.torch_losses import follows
 from layerwise.graph.torch_memory import Memory, in_place
 from layerwise.graph.torch_names import input_spec, layer_names
 from layerwise.graph.torch_ops import CHECKS, ROWWISE, base_name, row
+from layerwise.graph.torch_parameters import shared_parameters, without_ones
 from layerwise.graph.torch_pointwise import ELEMENTWISE
+from layerwise.graph.torch_rows import Rows, before_merging
 from layerwise.graph.torch_views import SHAPED, UNCHANGED
+from layerwise.graph.torch_writes import separate_writes
 from layerwise.ops.ends import Constant
+from layerwise.ops.loss import Loss
 from layerwise.ops.pointwise import Binary
 from layerwise.ops.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """An activation whose leading dimensions are merged; what takes row by row works on it as it was before.
-
-    (n, s, c) seen as (n*s, c) for a linear layer and back again would lose s, which can be split.
-    """
-
-    whole: Operand
-    shape: tuple[int, ...]
-
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
 
@@ -48,10 +41,11 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program
+        self.program = program = separate_writes(program)
         self.builder = GraphBuilder(title)
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
+        self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
         self.sources: dict[str, str] = {}  # parameters and constants -> their node
         self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
@@ -59,6 +53,7 @@ class _Importer:
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
         self.memory = Memory(program)
+        self.uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
@@ -66,7 +61,7 @@ class _Importer:
         for i, source in enumerate(inputs):
             spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
             self.values[source.value.name] = self.activation(self.builder.input(source.target, spec))
-        shared = _shared_parameters(program)
+        shared = shared_parameters(program)
         self.shapes: dict[str, TensorSpec] = {}
         for source in program.sources:
             value, target = source.value, source.target
@@ -109,7 +104,7 @@ class _Importer:
         """One call: a constant, a layer or several, or nothing."""
         if node.target.partition("::")[2].startswith(CHECKS):
             return
-        constant = is_constant(node, lambda ref: self.role(ref) == "constant")
+        constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
         written = self.memory.written(node)
         if constant:
             self.constant(node)
@@ -128,6 +123,13 @@ class _Importer:
         """A call that computes something."""
         by_row = self.works_by_row(node)
         build = row(node.target)
+        given = {ref.name: found for ref in node.operands if (found := self.losses.get(self.memory.current(ref.name)))}
+        reduction = follows(node, given)
+        if given and reduction is None:
+            raise LayerwiseError(
+                f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
+                "last, so inside a model losses can be scaled and added only: do it with what the model returns"
+            )
         if build is None:
             if all(v is None or v.name not in self.memory.last for v in node.outputs):
                 return
@@ -148,6 +150,9 @@ class _Importer:
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
             self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+            own = made.op.reduction if isinstance(made, Built) and isinstance(made.op, Loss) else "none"
+            if reduction or (own != "none" and not value.shape):
+                self.losses[value.name] = reduction or own.removeprefix("batch")
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
@@ -170,6 +175,14 @@ class _Importer:
         rank, shape = len(value.shape), value.shape
         return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
 
+    def merges_samples(self, node: Node) -> bool:
+        """view(n * windows, ...) of a constant with a row a sample: a layer, which follows the number of samples."""
+        out = node.outputs[0]
+        if base_name(node.target) not in SHAPED or out is None or self.by_sample(out):
+            return False
+        x = self.known(next(iter(node.operands)))
+        return isinstance(x, Operand) and x.spec.index("n") is not None
+
     def merges_rows(self, node: Node) -> bool:
         """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
         if base_name(node.target) not in SHAPED or node.outputs[0] is None:
@@ -182,7 +195,7 @@ class _Importer:
         whole = x.whole if isinstance(x, Rows) else x
         if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
             return False
-        shape = _before_merging(whole.shape, *out.shape)
+        shape = before_merging(whole.shape, *out.shape)
         if shape is None:
             return False
         if shape != whole.shape:
@@ -236,9 +249,11 @@ class _Importer:
             return self.made[id(result)][1]
         op, inputs, parameters = result.op, result.inputs, result.parameters
         placed = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in inputs]
-        if isinstance(op, Binary) and parameters and self.is_reshaped(parameters[0]):
+        if isinstance(op, Binary) and parameters and self.stands_alone(parameters[0]):
             placed = [parameters[0], *placed] if op.swapped else [*placed, parameters[0]]
             op, parameters = Binary(op.fn, arguments=op.arguments), ()
+        elif isinstance(op, Binary) and parameters and parameters[0].role == "parameter":
+            op = replace(op, stored=without_ones(parameters[0].shape, self.shapes[parameters[0].name].shape))
         for p in parameters:
             if self.is_reshaped(p):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
@@ -246,6 +261,11 @@ class _Importer:
         operand = self.activation(layer)
         self.made[id(result)] = (result, operand)  # kept alive, or its id would be another's
         return operand
+
+    def stands_alone(self, p: Operand) -> bool:
+        """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
+        shared = p.role == "constant" and self.uses[p.name.removesuffix(".not")] > 1
+        return shared or self.is_reshaped(p)
 
     def is_reshaped(self, p: Operand) -> bool:
         """Whether a parameter with a node of its own is used in another shape than it has."""
@@ -312,30 +332,5 @@ def _labelled(spec: TensorSpec) -> TensorSpec:
     return replace(spec, dims=(*spec.dims[:-1], "s"))
 
 
-def _before_merging(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...] | None:
-    """Dimensions that merge to (rows, columns): (s, n*heads, e) becomes (s, n, heads*e). None if nothing merges."""
-    kept = max(k for k in range(len(shape)) if rows % prod(shape[:k]) == 0)
-    rest = rows // prod(shape[:kept])
-    lead = shape[:kept] if rest == 1 else (*shape[:kept], rest)
-    if len(lead) < 2 or shape[kept] % rest:
-        return None
-    return (*lead, columns)
-
-
 def _whole(bound: dict[str, Argument]) -> Operand:
     return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)
-
-
-def _shared_parameters(program: Program) -> set[str]:
-    """Parameters that are used more than once, also by way of transposes and other views."""
-    users: dict[str, list[Node]] = defaultdict(list)
-    for node in program.nodes:
-        for ref in node.operands:
-            users[ref.name].append(node)
-    lazy = (*SHAPED, *UNCHANGED, "t", "transpose", "permute", "numpy_T", "mT")
-
-    def uses(name: str) -> int:
-        seen = [[v.name for v in node.outputs if v] if base_name(node.target) in lazy else None for node in users[name]]
-        return sum(1 if through is None else sum(map(uses, through)) for through in seen)
-
-    return {s.value.name for s in program.sources if s.kind == "parameter" and uses(s.value.name) > 1}

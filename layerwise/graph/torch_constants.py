@@ -106,7 +106,7 @@ class Constants:
             if base_name(node.target) in SHAPED_ONLY:  # only its type matters, and its shape: that of the result
                 like = node.outputs[0]
                 assert like is not None
-                return torch.zeros((), device=device).expand(like.shape)
+                return torch.zeros((), dtype=getattr(torch, like.dtype), device=device).expand(like.shape)
             tensor = self._tensors[value.name]
             return tensor.to(device) if device == "meta" else tensor
         if isinstance(value, tuple):

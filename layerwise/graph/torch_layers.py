@@ -171,7 +171,11 @@ def _first(call: Call, made: Built) -> Result:
 
 def embedding(call: Call) -> Result:
     (weight,) = stored(call, "weight")
-    op = Embedding(weight.shape[0], weight.shape[1], weight.spec.dtype)
+    if call.flag("scale_grad_by_freq"):
+        raise LayerwiseError("an embedding with scale_grad_by_freq is not supported: build it without")
+    padding = call.get("padding_idx")
+    skipped = padding if isinstance(padding, int) and padding >= 0 else None
+    op = Embedding(weight.shape[0], weight.shape[1], weight.spec.dtype, skipped)
     return Built(op, (call.operand("indices"),), (weight,))
 
 

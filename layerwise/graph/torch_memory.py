@@ -30,7 +30,7 @@ class Memory:
 
     def written(self, node: Node) -> str | None:
         """The tensor that a call overwrites, if it does: from now on it is known by the call's result."""
-        for name, seen in _shared(node):
+        for name, seen in shared(node):
             self.base[name] = self.base.get(self.current(seen), self.current(seen))
         return self.current(node.operands[0].name) if in_place(node) and node.operands else None
 
@@ -46,7 +46,7 @@ class Memory:
         return next(later, None)
 
 
-def _shared(node: Node) -> Iterator[tuple[str, str]]:
+def shared(node: Node) -> Iterator[tuple[str, str]]:
     """Outputs that share memory with an operand, by the operator's schema: (output, operand)."""
     if node.overload is None:
         return

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from layerwise.graph.registry import Build, lookup
+from layerwise.graph.torch_index import INDEXING
 from layerwise.graph.torch_layers import LAYERS, local_response_norm
 from layerwise.graph.torch_matrix import MATRICES
-from layerwise.graph.torch_patterns import LOCAL_RESPONSE_NORM
-from layerwise.graph.torch_pointwise import POINTWISE
-from layerwise.graph.torch_views import VIEWS
+from layerwise.graph.torch_patterns import DROP_PATH, LOCAL_RESPONSE_NORM
+from layerwise.graph.torch_pointwise import POINTWISE, drop_path
+from layerwise.graph.torch_views import VIEWS, WRITTEN, written
 
-TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **VIEWS}
+TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **VIEWS, **INDEXING}
+
+# Of what the importer rewrites: torch_patterns, torch_writes.
+OWN: Mapping[str, Build] = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
 
 # What takes rows of the last dimension one by one, and the argument that holds them.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
@@ -46,6 +50,6 @@ def row(target: str) -> Build | None:
     """How to build a call of `target`: a user's own row, else the table's."""
     if (own := lookup(target)) is not None:
         return own
-    if target == LOCAL_RESPONSE_NORM:
-        return local_response_norm
+    if target in OWN:
+        return OWN[target]
     return TABLE.get(base_name(target)) if target.startswith("aten::") else None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from layerwise.graph.program import Node, Program, Ref
 
 LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
+DROP_PATH = "layerwise::drop_path"
 BATCH_MEAN = 3  # a reduction that torch.nn.functional.kl_div has and aten::kl_div has not
 
 
@@ -16,10 +17,48 @@ _BETWEEN = (
     "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
 )  # fmt: skip
 
+_DROPPING = (("aten::div.Tensor", "self"), ("aten::floor", "other"), ("aten::add.Tensor", ""), ("aten::rand", ""))
+
 
 def rewrite(program: Program) -> Program:
     """The same program with the patterns replaced."""
-    return _batch_means(_local_response_norms(program))
+    return _batch_means(_local_response_norms(_drop_paths(program)))
+
+
+def _drop_paths(program: Program) -> Program:
+    """x / keep * floor(keep + rand(n, 1, ...)), the stochastic depth of Hugging Face: some samples become zeros."""
+    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    uses = Counter(_used(program))
+    found: dict[str, Node] = {}
+    gone: set[str] = set()
+    for node in program.nodes:
+        chain = _drawn(node, made) if node.target == "aten::mul.Tensor" else None
+        if chain is None or any(uses[n.name] > 1 for n in chain):
+            continue
+        scaled = chain[0]
+        keep = scaled.arguments["other"]
+        assert isinstance(keep, (int, float))
+        bound = {"input": scaled.arguments["self"], "p": 1 - keep}
+        found[node.name] = replace(node, target=DROP_PATH, arguments=bound, overload=None)
+        gone |= {n.name for n in chain}
+    nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
+    return replace(program, nodes=nodes)
+
+
+def _drawn(node: Node, made: dict[str, Node]) -> list[Node] | None:
+    """The nodes behind the product: div, floor_, add, rand. None if it is no stochastic depth."""
+    chain: list[Node] = []
+    for target, start in _DROPPING:
+        at = node.arguments[start] if start else chain[-1].arguments["self"]
+        below = _maker(at, made)
+        if below is None or below.target.replace("floor_", "floor") != target:
+            return None
+        chain.append(below)
+    scaled, _, added, drawn = chain
+    shape = drawn.outputs[0].shape if drawn.outputs[0] else ()
+    x = node.outputs[0].shape if node.outputs[0] else ()
+    alike = scaled.arguments["other"] == added.arguments["other"] and added.arguments.get("alpha", 1) == 1
+    return chain if alike and x and shape == (x[0], *(1,) * (len(x) - 1)) else None
 
 
 def _local_response_norms(program: Program) -> Program:

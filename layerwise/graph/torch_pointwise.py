@@ -12,6 +12,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.graph.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.graph.torch_views import Tensor, sliced, wrapped
+from layerwise.ops.along import Cumsum
 from layerwise.ops.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.reduce import Reduce
 from layerwise.ops.softmax import Softmax
@@ -173,6 +174,11 @@ def dropout(call: Call) -> Result:
     return (made, None) if len(call.outputs) > 1 else made
 
 
+def drop_path(call: Call) -> Result:
+    """Stochastic depth (see torch_patterns)."""
+    return Built(Dropout(call.number("p"), samples=True), (call.operand("input"),))
+
+
 def masked_fill(call: Call) -> Result:
     return _filled(call.operand("self"), call.operand("mask"), call["value"])
 
@@ -239,6 +245,20 @@ def variance(call: Call) -> Result:
         raise LayerwiseError(f"the variance of {count} numbers, less {less}, is not defined")
     result = scaled(mean, count / (count - less))
     return Built(Unary("sqrt"), (result,)) if "std" in call.target else result
+
+
+def cumsum(call: Call) -> Result:
+    x = call.operand("self")
+    made = Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (x,))
+    dtype = call.outputs[0].dtype
+    return made if dtype == (x.spec.dtype if x.spec.differentiable else "int64") else Built(Cast(dtype), (made,))
+
+
+def argmax(call: Call) -> Result:
+    x = call.operand("self")
+    if call.get("dim") is None and len(x.shape) > 1:
+        raise LayerwiseError("argmax of all dimensions is not supported; name one")
+    return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
 
 
 def logsumexp(call: Call) -> Result:
@@ -319,5 +339,7 @@ POINTWISE: Mapping[str, Build] = (
         "prod": _Reduce("prod"),
         "linalg_vector_norm": _Reduce("norm2"),
         "logsumexp": logsumexp,
+        "cumsum": cumsum,
+        "argmax": argmax,
     }
 )  # fmt: skip

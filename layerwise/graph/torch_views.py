@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from layerwise.errors import LayerwiseError
 from layerwise.graph.registry import Build, Built, Call, Operand, Result
 from layerwise.ops.combine import Concat
-from layerwise.ops.embed import Embedding
-from layerwise.ops.pointwise import Cast
+from layerwise.ops.learned import Learned
+from layerwise.ops.pointwise import Cast, Unary
 from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 
 Tensor = Operand | Built
+WRITTEN = "layerwise::written"  # self, but src from `start` to `stop` of dimension `dim`
 MOST_PIECES = 64  # of a gather by constant indices that is written as a concat of slices
 
 
@@ -55,6 +54,8 @@ def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
     samples = own == 1 and shape[0] == batch and "n" not in x.spec.dims
     if x.shape == shape and not samples:
         return x
+    if samples and x.role == "parameter" and not x.transposed:
+        return Built(Learned(x.shape, shape, x.spec.dtype), (), (x,))
     return Built(Expand(shape, samples), (x,))
 
 
@@ -90,12 +91,24 @@ def broadcast(call: Call) -> Result:
 def copy(call: Call) -> Result:
     """x.copy_(source): x is the source now."""
     source, out = call.operand("src"), call.outputs[0]
-    cast = source if source.spec.dtype == out.dtype else Built(Cast(out.dtype), (source,))
-    if source.shape == out.shape:
-        return cast
-    made = expanded(source, out.shape, call.batch)
-    assert isinstance(made, Built)
-    return Built(made.op, (cast,))
+    made = source if source.shape == out.shape else expanded(source, out.shape, call.batch)
+    return made if source.spec.dtype == out.dtype else Built(Cast(out.dtype), (made,))
+
+
+def written(call: Call) -> Result:
+    """x, but `src` from `start` to `stop` of a dimension (see torch_writes)."""
+    x, source, out = call.operand("self"), call.operand("src"), call.outputs[0]
+    dim, start, stop = call.integer("dim"), call.integer("start"), call.integer("stop")
+    shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
+    if source.shape == (*shape[:dim], *shape[dim + 1 :]):  # what select() shows has lost the dimension
+        middle = reshaped(source, shape)
+    else:
+        middle = source if source.shape == shape else expanded(source, shape, call.batch)
+    if source.spec.dtype != out.dtype:
+        middle = Built(Cast(out.dtype), (middle,))
+    before = [sliced(x, x.shape, dim, 0, start)] if start else []
+    after = [sliced(x, x.shape, dim, stop, x.shape[dim])] if stop < x.shape[dim] else []
+    return joined([*before, middle, *after], dim)
 
 
 def transpose(call: Call) -> Result:
@@ -191,7 +204,7 @@ def repeat(call: Call) -> Result:
     samples = shape[0] == 1 and out[0] == call.batch and "n" not in x.spec.dims
     if not samples and all(have != 1 or want == 1 for have, want in zip(shape, out, strict=True)):
         return result
-    return Built(Expand(out, samples), (result,))
+    return expanded(result, out, call.batch) if isinstance(result, Operand) else Built(Expand(out, samples), (result,))
 
 
 def roll(call: Call) -> Result:
@@ -209,46 +222,6 @@ def roll(call: Call) -> Result:
             ends = (sliced(result, x.shape, dim, cut, extent), sliced(result, x.shape, dim, 0, cut))
             result = joined(ends, dim)
     return result
-
-
-def index(call: Call) -> Result:
-    """x[:, [0, 2, 4]]: constant indices of one dimension are slices, or rows of a table of parameters."""
-    x, indices = call.operand("self"), call["indices"]
-    assert isinstance(indices, tuple)
-    used = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    if len(used) == 1 and isinstance(used[0][1], Operand):
-        return gathered(x, *used)
-    raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
-
-
-def index_select(call: Call) -> Result:
-    return gathered(call.operand("self"), (axis(call), call.operand("index")))
-
-
-def gathered(x: Operand, where: tuple[int, object]) -> Result:
-    dim, at = where
-    assert isinstance(at, Operand)
-    if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and at.spec.dtype != "bool" and not x.transposed:
-        return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype), (at,), (x,))
-    if at.value is None:
-        raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
-    places = np.flatnonzero(at.value) if at.value.dtype == np.bool_ else np.asarray(at.value, np.int64)
-    if places.ndim != 1:
-        if places.ndim == 0:
-            return Built(Select(dim, int(places) % x.shape[dim]), (x,))
-        raise LayerwiseError(f"index: positions of shape {places.shape} are not supported; write it as slices")
-    return joined(_runs(x, dim, places % x.shape[dim]), dim)
-
-
-def _runs(x: Operand, dim: int, places: np.ndarray) -> list[Tensor]:
-    """Slices that together take these places."""
-    steps = np.diff(places)
-    if len(places) > 1 and (steps == steps[0]).all() and steps[0] > 0:
-        return [sliced(x, x.shape, dim, int(places[0]), int(places[-1]) + 1, int(steps[0]))]
-    ends = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(places)]
-    if len(ends) - 1 > MOST_PIECES:
-        raise LayerwiseError(f"index: the positions fall into {len(ends) - 1} pieces, more than {MOST_PIECES}")
-    return [sliced(x, x.shape, dim, int(places[a]), int(places[a]) + b - a) for a, b in pairwise(ends)]
 
 
 def pixel_shuffle(call: Call) -> Result:
@@ -283,12 +256,18 @@ def same_values(call: Call) -> Result:
     return x if x.spec.dtype == out else Built(Cast(out), (x,))
 
 
+def detach(call: Call) -> Result:
+    """The same numbers, but no gradient goes back."""
+    x = call.tensors[0]
+    return Built(Unary("detach"), (x,)) if x.spec.differentiable else x
+
+
 SHAPED = (
     "view", "reshape", "_unsafe_view", "_reshape_alias", "view_as", "reshape_as", "flatten", "unflatten", "ravel",
     "squeeze", "unsqueeze", "squeeze_copy", "unsqueeze_copy", "view_copy", "atleast_1d", "atleast_2d", "atleast_3d",
 )  # fmt: skip
 UNCHANGED = (
-    "contiguous", "clone", "alias", "detach", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
+    "contiguous", "clone", "alias", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
 )  # fmt: skip
 
 VIEWS: Mapping[str, Build] = (
@@ -308,12 +287,11 @@ VIEWS: Mapping[str, Build] = (
     | {
         "broadcast_tensors": broadcast,
         "copy": copy,
+        "detach": detach,
         "narrow": narrow,
         "unbind": unbind,
         "stack": stack,
         "roll": roll,
-        "index": index,
-        "index_select": index_select,
         "pixel_shuffle": pixel_shuffle,
         "pixel_unshuffle": pixel_unshuffle,
         "channel_shuffle": channel_shuffle,

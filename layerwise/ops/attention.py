@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Box, identity, scaled, whole
-from layerwise.ops.base import Extents, Gemm, Maps, Op, broadcast, merge_labels, only
+from layerwise.ops.base import Extents, Gemm, Kept, Maps, Op, broadcast, merge_labels, only
 from layerwise.ops.random import drop
 from layerwise.tensor import TensorSpec
 
@@ -82,6 +82,14 @@ class Attention(Op):
         heads, rows, width = e[..., :-2].prod(-1), e[..., -2], e[..., -1]
         keys, depth = np.full_like(rows, k.shape[-2]), np.full_like(rows, k.shape[-1])
         return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """A flash kernel keeps its output; written out for dropout, weights before and after, and a byte a draw."""
+        q, k = inputs[:2]
+        scores = (hi - lo)[..., : len(q.shape) - 1].astype(np.float64).prod(-1) * k.shape[-2]
+        if self.dropout == 0:
+            return Kept()
+        return Kept(extra=scores * (2 * q.item_bytes + 1), there=16 * scores, back=3 * scores * q.item_bytes)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Native, unless the softmax's results are dropped by position."""

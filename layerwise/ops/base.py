@@ -91,6 +91,24 @@ class Statistics:
     block: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a kernel keeps in memory for its backward pass, and what it takes besides for a while.
+
+    inputs, output: whether its backward pass reads them again. through: whether the gradients of its inputs are views
+    of its output's. extra: bytes that it keeps besides, such as a mask; there: bytes that the forward pass takes while
+    it runs. back: of a backward pass in two parts, what the second one reads, such as the gradient of a padded copy.
+    Arrays over boxes, or one number.
+    """
+
+    inputs: bool = True
+    output: bool = True
+    through: bool = False
+    extra: Counts | float = 0.0
+    there: Counts | float = 0.0
+    back: Counts | float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
     """The iteration space of an operator at given shapes, and all that its cells need. `space` makes one of each."""
@@ -163,6 +181,10 @@ class Op(ABC):
         """What it all-reduces among its own cells, forward; the backward pass does the same again."""
         return None
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """What the kernel keeps and takes for boxes [lo, hi) of the iteration space; default: it reads all again."""
+        return Kept()
+
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """The same operator at another batch; only those that name sizes (reshape, expand) change."""
         return self
@@ -203,6 +225,18 @@ def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
     assert len(needs) == len(inputs), f"{op} maps {len(needs)} of {len(inputs)} inputs"
     assert all(len(m) == len(i.shape) for m, i in zip(needs, inputs, strict=True)), f"{op} maps wrong ranks"
     return Space(out, dims + op.reductions(inputs, out), needs, op.parameters(inputs, out), op.late_inputs(inputs))
+
+
+def volumes(maps: Maps, lo: Extents, hi: Extents) -> Counts:
+    """Elements of the boxes of a tensor that `maps` need for boxes [lo, hi) of the iteration space, (..., D) arrays."""
+    total: Counts = np.asarray((hi > lo).all(-1), np.float64)  # an empty box needs nothing
+    for axis in maps:
+        if axis.source is None:
+            first, last = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
+        else:
+            first, last = axis(lo[..., axis.source], hi[..., axis.source])
+        total = np.asarray(total * (last - first))
+    return total
 
 
 def same(spec: TensorSpec) -> Maps:

@@ -12,7 +12,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
-from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, merge_labels, only
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, merge_labels, only
 from layerwise.ops.pointwise import promoted
 from layerwise.tensor import TensorSpec
 
@@ -68,6 +68,9 @@ class Concat(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False, through=True)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """An input that has no part in the cell is empty."""

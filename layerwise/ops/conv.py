@@ -13,7 +13,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole, window
-from layerwise.ops.base import Dim, Extents, Gemm, Maps, Op, Parameter
+from layerwise.ops.base import Dim, Extents, Gemm, Kept, Maps, Op, Parameter, volumes
 from layerwise.ops.local import Local
 from layerwise.ops.windows import given, interval, margins, padded
 from layerwise.tensor import TensorSpec
@@ -74,6 +74,21 @@ class Conv(Op):
         e = extents.astype(np.float64)
         columns, depth, count = _matrix(self, inputs[0], e)
         return (Gemm(e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1), columns, depth, count),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """Cells at a border that padding alike on both sides does not serve keep a padded copy of their input."""
+        (x,), more = inputs, np.ones(lo.shape[:-1])
+        maps = self.needs(inputs, self.output(x))[0]
+        for i, (k, s, d, (low, _)) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
+        ):
+            first, last = maps[i](lo[..., i], hi[..., i])
+            before = first - (lo[..., i] * s - low)
+            after = (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
+            alike = (after <= before) & (before < after + s)
+            more = more * np.where(alike, 1.0, (last - first + before + after) / np.maximum(last - first, 1))
+        padded_bytes = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
+        return Kept(output=False, extra=padded_bytes, back=padded_bytes)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -168,6 +183,9 @@ class ConvTranspose(Op):
         taps = prod(self.kernel) / prod(self.stride)
         rows = e[..., 0] * e[..., 2 : 2 + len(self.kernel)].prod(-1)
         return (Gemm(rows, columns, depth / prod(self.kernel) * taps, count),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Tap t of input x reaches output x*stride - low + t*dilation; what the cell has not of that is cropped."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
-from layerwise.ops.base import Counts, Dim, Extents, Maps, Op, Parameter, same
+from layerwise.ops.base import Counts, Dim, Extents, Kept, Maps, Op, Parameter, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ class Embedding(Op):
     """Rows of weight (count, width) by integer ids: (n, s) -> (n, s, c).
 
     The reduction k is the vocabulary: a device that holds part of the rows adds zeros for all other ids. No FLOPs: a
-    lookup is bound by memory.
+    lookup is bound by memory. The row of the id `padding` gets no gradient.
     """
 
     kind: ClassVar[str] = "embedding"
     count: int
     width: int
     dtype: str = "float32"
+    padding: int | None = None
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (ids,) = inputs
@@ -53,13 +54,18 @@ class Embedding(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (ids,), weight = inputs, parameters["weight"]
         if weight.shape[0] == self.count:
-            return F.embedding(ids, weight)
-        rows = ids - at.cell.lo[-1]
+            return F.embedding(ids, weight, self.padding)
+        rows, first = ids - at.cell.lo[-1], at.cell.lo[-1]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+        here = self.padding is not None and first <= self.padding < first + weight.shape[0]
+        padding = self.padding - first if here and self.padding is not None else None
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)

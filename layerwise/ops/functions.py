@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import isinf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,9 @@ def unary(fn: str, arguments: Sequence[float], x: Tensor) -> Tensor:
     match fn:
         case "identity":
             return x
+        case "detach":
+            detached: Tensor = _detached().apply(x)
+            return detached
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
         case "clamp":
@@ -43,6 +46,23 @@ def binary(fn: str, arguments: Sequence[float], x: Tensor, y: Tensor) -> Tensor:
         case "prelu":  # torch's own takes no slopes that broadcast
             return torch.where(x > 0, x, x * y)
     return _named(fn)(x, y)
+
+
+@cache
+def _detached() -> Any:
+    """No gradient goes back: zeros do, so that what asks for one gets one. Made here: torch may not be imported yet."""
+    import torch
+
+    class Detached(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return torch.zeros_like(gradient)
+
+    return Detached
 
 
 def _with_scalar(fn: str, x: Tensor, number: float) -> Tensor:

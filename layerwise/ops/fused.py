@@ -110,19 +110,24 @@ class Fused(Op):
         }
 
 
-def gradients_wanted(op: Op, inputs: Sequence[TensorSpec], flows: Sequence[bool]) -> list[bool]:
+def gradients_wanted(
+    op: Op, inputs: Sequence[TensorSpec], flows: Sequence[bool], trained: Sequence[bool] | None = None
+) -> list[bool]:
     """For each of an operator's stages, whether the backward pass goes on to what it reads.
 
-    flows: whether a gradient flows back to each of `inputs`.
+    flows: whether a gradient flows back to each of `inputs`; trained: whether one is made of each of its parameters
+    (default: of none that is a buffer; a layer knows which are frozen).
     """
     result: list[bool] = []
-    running, taken = False, 0
+    running, taken, used = False, 0, 0
     for number, (stage, specs) in enumerate(op.stages(inputs)):
         outside = len(specs) - (number > 0)
         running = running or any(flows[taken : taken + outside])
         taken += outside
         result.append(running)
-        running = running or any(p.trainable for p in space(stage, specs).parameters)
+        own = [p.trainable for p in space(stage, specs).parameters]
+        running = running or any(own if trained is None else trained[used : used + len(own)])
+        used += len(own)
     return result
 
 

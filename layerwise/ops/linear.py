@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole
-from layerwise.ops.base import Dim, Extents, Gemm, Maps, Op, Parameter, merge_labels, only
+from layerwise.ops.base import Dim, Extents, Gemm, Kept, Maps, Op, Parameter, merge_labels, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class Linear(Op):
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
         e = extents.astype(np.float64)
         return (Gemm(e[..., :-2].prod(-1), e[..., -2], e[..., -1], np.ones_like(e[..., -1])),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
@@ -140,6 +143,9 @@ class MatMul(Op):
             return (Gemm(upper.prod(-1), columns, e[..., -1], ones),)
         rows, stack = (upper[..., -1], upper[..., :-1]) if len(a.shape) > 1 else (ones, upper)
         return (Gemm(rows, columns, e[..., -1], stack.prod(-1)),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
-from layerwise.ops.base import Counts, Extents, Maps, Op, merge_labels, only, same
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Statistics, merge_labels, only, same, volumes
+from layerwise.ops.counted import counted_mean
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -62,25 +63,36 @@ class Loss(Op):
         each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
         return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """A cross entropy keeps the logarithms of all probabilities, and has their gradients before its own."""
+        each = volumes(self.needs(inputs, self.output(*inputs))[0], lo, hi) * inputs[0].item_bytes
+        kept = each if self.fn == "cross_entropy" else 0.0
+        return Kept(output=False, extra=kept, there=each, back=each + kept)
+
+    def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
+        """How many targets count, where some may be ignored."""
+        return Statistics((0,), (), 1) if self._ignores(inputs[1]) else None
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Raises LayerwiseError where targets are ignored under a mean: PyTorch's then counts the others only."""
+        """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""
         import torch.nn.functional as F
 
         x, target = inputs
         arguments = {name: TYPES.get(name, float)(value) for name, value in self.arguments}
-        if self.classes and self.reduction == "mean" and not target.is_floating_point():
-            self._check_counted(target, arguments.get("ignore_index", IGNORED))
         each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments)
-        if self.reduction == "none" or each.dim() == 1:
+        if self.reduction == "none":
+            return each
+        if self._ignores(at.specs[1]):
+            counted = target != arguments.get("ignore_index", IGNORED)
+            summed = each if each.dim() == 1 else each.flatten(1).sum(1)
+            return counted_mean(summed, counted.sum(), at.space.out.shape[0], at.all_reduce)
+        if each.dim() == 1:
             return each
         return each.flatten(1).mean(1) if self.reduction == "mean" else each.flatten(1).sum(1)
 
-    def _check_counted(self, target: Tensor, ignored: int) -> None:
-        if bool((target == ignored).any()):
-            raise LayerwiseError(
-                f"{self.fn} with reduction='mean' has targets to ignore ({ignored}): a mean over the others is none of "
-                "the samples' means; use reduction='none' or 'sum' and divide by the number of those that count"
-            )
+    def _ignores(self, target: TensorSpec) -> bool:
+        """Whether it is a mean over what a target does not leave out."""
+        return self.classes and self.reduction == "mean" and not target.differentiable
 
     def _maps(self, spec: TensorSpec, out: TensorSpec, x: TensorSpec) -> Maps:
         if self.reduction != "none":

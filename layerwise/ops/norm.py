@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
-from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, Statistics, same
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Parameter, Statistics, same, volumes
 from layerwise.ops.statistics import Samples, normalised, update
 from layerwise.tensor import TensorSpec
 
@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from layerwise.ops.local import Local
 
 
+class _Norm(Op):
+    """Reads its input again, and statistics of a few numbers."""
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
+
+
 @dataclass(frozen=True, slots=True)
-class BatchNorm(Op):
+class BatchNorm(_Norm):
     """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`.
 
     These are used in evaluation, and updated in training where they lie.
@@ -76,7 +83,7 @@ class BatchNorm(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNorm(Op):
+class GroupNorm(_Norm):
     """Normalises every group of channels of every sample. Channels are cut between groups only."""
 
     kind: ClassVar[str] = "group_norm"
@@ -125,7 +132,7 @@ class GroupNorm(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceNorm(Op):
+class InstanceNorm(_Norm):
     """Normalises every channel of every sample.
 
     With `track` the running statistics are means over all samples of the batch: then every device is told those of all.
@@ -175,7 +182,7 @@ class InstanceNorm(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm(Op):
+class LayerNorm(_Norm):
     """Normalises over the last `rank` dimensions, which are therefore not split."""
 
     kind: ClassVar[str] = "layer_norm"
@@ -208,7 +215,7 @@ class LayerNorm(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm(Op):
+class RMSNorm(_Norm):
     """Divides by the root of the mean square over the last `rank` dimensions. `eps` None: that of the element type."""
 
     kind: ClassVar[str] = "rms_norm"
@@ -272,6 +279,11 @@ class LocalResponseNorm(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         """Square, sum, scale and shift, power, divide."""
         return Op.flops(self, inputs, extents) * (self.size + 5)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """Padded squares, what they are divided by and its power, several kernels one after the other."""
+        whole = 1.0 * volumes(self.needs(inputs, inputs[0])[0], lo, hi) * inputs[0].item_bytes
+        return Kept(output=False, extra=3 * whole, there=2 * whole, back=3 * whole)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F

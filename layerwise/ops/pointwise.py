@@ -14,7 +14,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, identity, whole
-from layerwise.ops.base import Counts, Extents, Maps, Op, Parameter, broadcast, merge_labels, same
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Parameter, broadcast, merge_labels, same
 from layerwise.ops.functions import binary, unary
 from layerwise.ops.random import drop
 from layerwise.tensor import TensorSpec
@@ -40,7 +40,7 @@ REAL = frozenset({  # of floating point, also where the input is of integers
     "div_scalar", "rdiv_scalar",
 })  # fmt: skip
 KEEPING = frozenset({  # of the input's type
-    "identity", "abs", "ceil", "floor", "frac", "neg", "round", "sign", "square", "trunc", "relu", "relu6",
+    "identity", "detach", "abs", "ceil", "floor", "frac", "neg", "round", "sign", "square", "trunc", "relu", "relu6",
     "clamp", "hardtanh",  # low, high (infinite where there is none)
     "threshold",  # threshold, value
     "add_scalar", "sub_scalar", "rsub_scalar", "mul_scalar", "pow_scalar", "rpow_scalar",
@@ -57,6 +57,14 @@ BINARY = frozenset({  # of the common type of both operands
     "prelu",  # x where positive, else x*y
     "masked_fill",  # value: it where y is true, else x
 })  # fmt: skip
+# What the backward pass reads again, if not the inputs: the result, or nothing. pytorch/tools/autograd/derivatives.yaml
+RESULT = frozenset({
+    "relu", "sigmoid", "tanh", "tan", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "rpow_scalar",
+})  # fmt: skip
+NOTHING = TESTING | {
+    "identity", "detach", "neg", "ceil", "floor", "round", "trunc", "sign", "frac", "bitwise_not",
+    "add_scalar", "sub_scalar", "rsub_scalar", "mul_scalar", "div_scalar", "floor_divide_scalar",
+}  # fmt: skip
 BINARY_REAL = frozenset({"atan2", "copysign", "div", "hypot", "logaddexp"})
 BINARY_TESTING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"})
 
@@ -103,6 +111,9 @@ class Unary(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (same(inputs[0]),)
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=self.fn not in RESULT | NOTHING, output=self.fn in RESULT)
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function", self.fn, REAL | KEEPING | TESTING)
         return unary(self.fn, self.arguments, inputs[0])
@@ -132,6 +143,9 @@ class Prelu(Op):
         maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
         return (Parameter("weight", (self.count,), maps, late=True, scale=0.25),)
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
@@ -142,7 +156,8 @@ class Prelu(Op):
 class Binary(Op):
     """fn(x, y) of two tensors, or of one and the parameter "operand" of shape `parameter` (swapped: fn(operand, x)).
 
-    Not `trainable`: a buffer or a constant.
+    Not `trainable`: a buffer or a constant. `stored`: the shape of the model's own tensor, where that has other extents
+    of 1: (c,) for (c, 1, 1).
     """
 
     kind: ClassVar[str] = "binary"
@@ -152,6 +167,7 @@ class Binary(Op):
     swapped: bool = False
     trainable: bool = True
     arguments: tuple[float, ...] = ()
+    stored: tuple[int, ...] | None = None
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         assert len(inputs) == (2 if self.parameter is None else 1), f"{self} of {len(inputs)} inputs"
@@ -171,11 +187,27 @@ class Binary(Op):
         if self.parameter is None:
             return ()
         maps = broadcast(self.parameter, out)
-        return (Parameter("operand", self.parameter, maps, self.trainable, late=True),)
+        if self.stored is not None:
+            long = iter([m for m, extent in zip(maps, self.parameter, strict=True) if extent > 1])
+            maps = tuple(next(long) if extent > 1 else whole(1) for extent in self.stored)
+        return (
+            Parameter(
+                "operand", self.parameter if self.stored is None else self.stored, maps, self.trainable, late=True
+            ),
+        )
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        linear, alike = self.fn in ("add", "sub"), all(x.shape == inputs[0].shape for x in inputs)
+        through = self.fn == "add" and alike and not self.arguments
+        tests = linear or self.fn in BINARY_TESTING or self.fn == "masked_fill"
+        return Kept(inputs=not tests, output=self.fn in ("pow", "atan2", "hypot"), through=through)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function of two tensors", self.fn, BINARY | BINARY_REAL | BINARY_TESTING)
         x, y = inputs if self.parameter is None else (inputs[0], parameters["operand"])
+        if self.stored is not None and self.parameter is not None:
+            long = iter([here for here, extent in zip(y.shape, self.stored, strict=True) if extent > 1])
+            y = y.reshape([next(long) if extent > 1 else 1 for extent in self.parameter])
         return binary(self.fn, self.arguments, *((y, x) if self.swapped else (x, y)))
 
 
@@ -193,6 +225,9 @@ class Where(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return tuple(broadcast(x, out) for x in inputs)
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
 
@@ -202,7 +237,7 @@ class Where(Op):
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Op):
-    """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c).
+    """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c); `samples`: each n.
 
     The draw depends on an element's place in the whole tensor, so every partition drops the same elements.
     """
@@ -211,6 +246,7 @@ class Dropout(Op):
     pointwise: ClassVar[bool] = True
     p: float
     channels: bool = False
+    samples: bool = False  # stochastic depth
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         if not 0 <= self.p <= 1:
@@ -220,11 +256,23 @@ class Dropout(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (same(inputs[0]),)
 
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """A byte a draw is kept; while it is drawn, two numbers of 64 bits; then the input times 0 or 1."""
+        (x,) = inputs
+        if self.p in (0, 1):
+            return Kept(inputs=False, output=False, through=self.p == 0)
+        extents = (hi - lo).astype(np.float64)
+        drawn = (extents[..., :1] if self.samples else extents[..., :2] if self.channels else extents).prod(-1)
+        product = extents.prod(-1) * x.item_bytes
+        return Kept(
+            inputs=False, output=False, extra=drawn, there=np.maximum(16 * drawn, product), back=product + drawn
+        )
+
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs
         if not at.training:
             return x
-        rank = min(2, x.dim()) if self.channels else x.dim()
+        rank = 1 if self.samples else min(2, x.dim()) if self.channels else x.dim()
         place = Box(at.out.lo[:rank], at.out.hi[:rank])
         return drop(x, self.p, at.seed, place, at.space.out.shape[:rank])
 
@@ -246,6 +294,9 @@ class Cast(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
-from layerwise.ops.base import Counts, Extents, Maps, Op, resized
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, resized, volumes
 from layerwise.ops.local import Local
 from layerwise.ops.windows import Interval, along, constant, given, interval, margins, padded
 from layerwise.tensor import TensorSpec
@@ -68,6 +68,18 @@ class Pool(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * prod(self.kernel)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """Where maxima lie, of 64 bits; cells at a border that torch's padding does not serve keep a padded input."""
+        (x,), lead = inputs, len(inputs[0].shape) - len(self.kernel)
+        made = (hi - lo).astype(np.float64).prod(-1)
+        read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes
+        # A whole dimension is as torch pads it.
+        whole = ((lo == 0) & (hi == self.output(x).shape))[..., lead:].all(-1)
+        padded_bytes = np.where(whole | (made == 0), 0.0, read)
+        several = 2 * read if self.mode == "lp" else 0.0
+        extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
+        return Kept(output=self.mode == "lp", extra=extra, back=padded_bytes + several)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs
@@ -143,6 +155,10 @@ class AdaptivePool(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         sizes = zip(inputs[0].shape[-len(self.size) :], self.size, strict=True)
         return Op.flops(self, inputs, extents) * prod((extent + m - gcd(extent, m)) / m for extent, m in sizes)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        made = (hi - lo).astype(np.float64).prod(-1)
+        return Kept(output=False, extra=8 * made if self.mode == "max" else 0.0)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where the cell's windows are those of its part, else (windows are products) by dimension."""

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.geometry import AxisMap, identity, whole
-from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, only
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Op):
-    """One number for all positions of `dims`. FLOPs: one an input element, two for the norm."""
+    """One number for all positions of `dims`. FLOPs: one an input element, two for the norm.
+
+    "argmax", of one dimension, is the position of the (first) largest element.
+    """
 
     kind: ClassVar[str] = "reduce"
-    mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]
+    mode: Literal["mean", "sum", "max", "min", "prod", "norm2", "argmax"]
     dims: tuple[int, ...]
     keepdim: bool = False
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         gone = self._gone(x)
-        if x.dtype == "bool" and self.mode in ("sum", "prod"):
+        if self.mode == "argmax" or (x.dtype == "bool" and self.mode in ("sum", "prod")):
             x = replace(x, dtype="int64")
         rank = range(len(x.shape))
         if not self.keepdim:
@@ -53,6 +56,10 @@ class Reduce(Op):
         (x,) = inputs
         reduced = prod(x.shape[i] for i in self._gone(x))
         return Op.flops(self, inputs, extents) * (reduced * (2 if self.mode == "norm2" else 1))
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        linear = self.mode in ("mean", "sum")
+        return Kept(inputs=not linear, output=not linear)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Of the input's type (integers do not become longer ones), but sums of booleans are integers."""
@@ -78,6 +85,9 @@ class Reduce(Op):
                 return torch.amax(x, self.dims, self.keepdim)
             case "min":
                 return torch.amin(x, self.dims, self.keepdim)
+            case "argmax":
+                (dim,) = self.dims
+                return torch.argmax(x, dim, self.keepdim)
 
     def _gone(self, x: TensorSpec) -> frozenset[int]:
         return frozenset(dim_index(d, x) for d in self.dims)

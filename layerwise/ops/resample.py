@@ -12,7 +12,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole, window
-from layerwise.ops.base import Counts, Extents, Maps, Op, resized
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, resized
 from layerwise.ops.local import Local
 from layerwise.ops.windows import Interval, Taps, given, interval, margins, padded, taps_of, weighted
 from layerwise.tensor import TensorSpec
@@ -55,6 +55,9 @@ class Pad(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         from torch.nn import functional
@@ -123,6 +126,9 @@ class Interpolate(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         taps = {"linear": 2, "cubic": 4}.get(self.mode)
         return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where it finds in the given positions what it would in all, else one dimension after the other."""

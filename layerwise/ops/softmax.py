@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.geometry import whole
-from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, same
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class Softmax(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * 5
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False)
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

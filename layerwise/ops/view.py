@@ -19,7 +19,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, fixed, identity, whole, window
 from layerwise.geometry.axis import Step
-from layerwise.ops.base import Counts, Extents, Maps, Op, dim_index, only
+from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, only
 from layerwise.ops.merge import heads, ones, reshaped, starts
 from layerwise.tensor import TensorSpec
 
@@ -36,6 +36,9 @@ class View(Op):
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False, through=True)
 
 
 @dataclass(frozen=True, slots=True)

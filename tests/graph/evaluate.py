@@ -18,6 +18,7 @@ from layerwise.graph.program import read_program
 from layerwise.graph.registry import Operand
 from layerwise.graph.torch_build import _Importer
 from layerwise.graph.torch_patterns import rewrite
+from layerwise.ops.along import Cumsum, Gather
 from layerwise.ops.attention import Attention
 from layerwise.ops.base import Op
 from layerwise.ops.combine import Concat
@@ -25,6 +26,7 @@ from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant, Input, Sink
 from layerwise.ops.fused import Fused
+from layerwise.ops.learned import Learned
 from layerwise.ops.linear import Linear, MatMul
 from layerwise.ops.loss import Loss
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
@@ -64,6 +66,8 @@ def _parameters(layer: Layer, values: Mapping[str, Tensor], stored: Mapping[str,
 
 def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
     """One operator."""
+    if isinstance(op, Learned):
+        return p["value"].expand(op.shape)
     x = inputs[0]
     match op:
         case Fused():
@@ -112,6 +116,8 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return (F.log_softmax if op.log else F.softmax)(x, op.dim)
         case Reduce(mode="norm2"):
             return torch.linalg.vector_norm(x, 2, op.dims, op.keepdim)
+        case Reduce(mode="argmax"):
+            return x.argmax(op.dims[0], op.keepdim)
         case Reduce(mode="prod"):
             return x.prod(op.dims[0], op.keepdim)
         case Reduce():
@@ -122,7 +128,7 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
         case Prelu():
             return F.prelu(x, p["weight"])
         case Binary():
-            pair = inputs if op.parameter is None else [x, p["operand"]]
+            pair = inputs if op.parameter is None else [x, p["operand"].reshape(op.parameter)]
             return _binary(op, *(reversed(pair) if op.swapped else pair))
         case Where():
             return torch.where(*inputs)
@@ -156,7 +162,11 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
                 return F.interpolate(x, scale_factor=op.scales, mode=mode, align_corners=aligned)
             return F.interpolate(x, op.size, mode=mode, align_corners=aligned)
         case Embedding():
-            return F.embedding(x, p["weight"])
+            return F.embedding(x, p["weight"], op.padding)
+        case Cumsum():
+            return x.cumsum(op.dim)
+        case Gather():
+            return x.gather(op.dim, inputs[1])
         case Loss():
             return _loss(op, *inputs)
     raise AssertionError(f"no way to run {op}")

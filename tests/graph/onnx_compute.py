@@ -59,6 +59,8 @@ def compute(graph: LayerGraph, inputs: Sequence[Array], weights: Mapping[str, Ar
 
 
 def _run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
+    if not inputs:  # a parameter of its own
+        return run(op, inputs, p)
     x = inputs[0]
     match op:
         case Pool():

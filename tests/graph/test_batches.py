@@ -46,3 +46,16 @@ def test_what_computes_with_the_number_of_samples_is_refused(last: Callable[[Ten
 @pytest.mark.parametrize("last", RIGHT.values(), ids=RIGHT)
 def test_what_follows_its_shapes_is_not(last: Callable[[Tensor], Tensor]) -> None:
     assert network_of(Model(last), (torch.randn(4, 6),), 8, "test").graph.batch == 8
+
+
+def test_windows_are_told_from_samples() -> None:
+    """Four windows, four samples: a mask for each window looks like a row a sample, until there are more."""
+
+    def windows(x: Tensor) -> Tensor:
+        mask = torch.arange(4.0)[:, None, None] * torch.ones(4, 2, 3)
+        masks = mask[None].expand(x.shape[0], -1, -1, -1).reshape(-1, 2, 3)
+        return x.reshape(-1, 2, 3) + masks
+
+    graph = network_of(Model(lambda x: windows(x.repeat(1, 4))), (torch.randn(4, 6),), 8, "test").graph
+    assert graph.batch == 8
+    assert graph.layers[-1].specs[0].describe() == "(n=32, 2, 3)"

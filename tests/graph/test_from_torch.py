@@ -17,9 +17,9 @@ from layerwise.graph.from_torch import from_torch
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant, Tied
+from layerwise.ops.learned import Learned
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Dropout, Unary
-from layerwise.ops.view import Expand
 from tests.graph import zoo
 from tests.graph.evaluate import imported
 from tests.graph.zoo import Function
@@ -132,7 +132,8 @@ def test_gpt_ties_its_head_and_computes_its_loss() -> None:
 def test_class_token_follows_the_batch() -> None:
     for batch in (1, 4):
         graph = from_torch(zoo.Vit(), (torch.randn(batch, 3, 16, 16),))
-        assert isinstance(graph["expand"].op, Expand)
+        assert isinstance(graph["expand"].op, Learned)
+        assert graph["expand"].parameters == ("cls_token",)
         assert graph.rebatch(6)["cat"].out.shape == (6, 17, 12)
 
 
@@ -306,7 +307,7 @@ def test_a_mask_a_sample_is_a_constant_of_the_batch() -> None:
 
 
 class Regions(nn.Module):
-    """no_grad, autocast and checkpointing, which compute nothing by themselves."""
+    """no_grad, which stops gradients; autocast and checkpointing, which compute nothing by themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +323,7 @@ class Regions(nn.Module):
 
 def test_regions_are_inlined() -> None:
     graph = imported(Regions().double(), (numbers(2, 8),))
-    assert names(graph) == ["mul", "amax", "fc", "div", "fc:2"]
+    assert names(graph) == ["mul", "amax", "detach", "fc", "div", "fc:2"]
 
 
 def test_a_module_may_be_called_outputs() -> None:

@@ -147,7 +147,7 @@ def test_parameters_and_buffers_live_in_the_layer() -> None:
     graph = imported(Scaled().double(), (image(*X),))
     assert [(layer.op, layer.parameters) for layer in graph.inner] == [
         (Binary("sub", (1, 4, 1, 1), trainable=False), ("mean",)),
-        (Binary("mul", (1, 4, 1, 1)), ("gain",)),
+        (Binary("mul", (1, 4, 1, 1), stored=(4,)), ("gain",)),
     ]
     assert graph.parameter_count() == 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -192,10 +194,13 @@ def test_queries_that_see_nothing_get_zeros() -> None:
 def test_embedding(data: st.DataObject) -> None:
     dims = data.draw(st.sampled_from([(), ("n",), ("n", "s"), ("n", "c")]))
     ids = TensorSpec(each(data.draw, len(dims), 1, 4), dims, data.draw(st.sampled_from(["int64", "int32"])))
-    op = Embedding(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5)))
+    count = data.draw(st.integers(1, 9))
+    padding = data.draw(st.none() | st.integers(0, count - 1))
+    op = Embedding(count, data.draw(st.integers(1, 5)), padding=padding)
     rows = torch.randint(0, op.count, ids.shape, generator=torch.Generator().manual_seed(0))
     cuts = data.draw(degrees(space(op, (ids,))))
-    check_kernel(op, [ids], cuts, F.embedding, inputs=[rows.to(getattr(torch, ids.dtype))])
+    real = partial(F.embedding, padding_idx=padding)
+    check_kernel(op, [ids], cuts, real, inputs=[rows.to(getattr(torch, ids.dtype))])
 
 
 def test_rows_that_are_elsewhere_stay_untouched() -> None:

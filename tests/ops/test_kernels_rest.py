@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerwise.errors import LayerwiseError
 from layerwise.ops.base import space
 from layerwise.ops.loss import Loss
 from layerwise.ops.reduce import Reduce
@@ -96,18 +95,24 @@ def test_tokens_merged_with_samples() -> None:
 @pytest.mark.parametrize("fn", ["cross_entropy", "nll"])
 @pytest.mark.parametrize("arguments", [(), (("ignore_index", 2),)])
 def test_ignored_targets(fn: str, arguments: tuple[tuple[str, float], ...]) -> None:
-    """A mean over what is left is none of the samples' means; a sum, and what is not reduced, is PyTorch's."""
+    """A mean is over what is left, wherever it lies; a sum, and what is not reduced, is PyTorch's."""
     x, target = TensorSpec((4, 3, 2), ("n", "c", "l")), TensorSpec((4, 2), ("n", "l"), "int64")
-    a = torch.randn(x.shape)
+    a = torch.randn(x.shape, dtype=torch.float64)
     b = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]])
     ignored = int(dict(arguments).get("ignore_index", -100))
     real = {"cross_entropy": F.cross_entropy, "nll": F.nll_loss}[fn]
     mean = Loss(fn, "mean", arguments)  # type: ignore[arg-type]
     at = whole(mean, [x, target])
     torch.testing.assert_close(mean.run(at, [a, b], {}).mean(), real(a, b, ignore_index=ignored))
-    b[1, 0] = ignored
-    with pytest.raises(LayerwiseError, match="targets to ignore"):
-        mean.run(at, [a, b], {})
+    b[1, 0] = b[3, 0] = b[3, 1] = ignored
+    torch.testing.assert_close(mean.run(at, [a, b], {}).mean(), real(a, b, ignore_index=ignored))
+
+    def reference(p: Tensor, t: Tensor) -> Tensor:
+        each: Tensor = real(p, t, ignore_index=ignored, reduction="none")
+        return each.sum(1) * len(p) / (t != ignored).sum()
+
+    for cuts in range(1, 5):  # some cells have nothing that counts
+        check_kernel(mean, [x, target], (cuts,), reference, inputs=[a, b])
     total = Loss(fn, "sum", arguments)  # type: ignore[arg-type]
     out = total.run(whole(total, [x, target]), [a, b], {})
     torch.testing.assert_close(out.sum(), real(a, b, ignore_index=ignored, reduction="sum"))

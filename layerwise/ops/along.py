@@ -1,0 +1,88 @@
+"""What goes along one dimension and keeps it: running sums, and elements picked by position.
+
+https://pytorch.org/docs/stable/generated/torch.cumsum.html and torch.gather.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Extents, Kept, Maps, Op, dim_index, merge_labels, same
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerwise.ops.local import Local
+
+
+@dataclass(frozen=True, slots=True)
+class Cumsum(Op):
+    """The sum of all elements up to each along `dim`, which is not split; of integers, 64 bits wide."""
+
+    kind: ClassVar[str] = "cumsum"
+    dim: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        dim_index(self.dim, x)
+        return x if x.differentiable else replace(x, dtype="int64")
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (_along(out, dim_index(self.dim, out)),)
+
+    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
+        return frozenset({dim_index(self.dim, out)})
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].cumsum(self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(Op):
+    """out[i, j, k] = x[i, index[i, j, k], k] for dim 1: x and index are of equal extents in all others.
+
+    Which elements of `dim` are read depends on the index, so x is needed whole there; the output is cut anywhere.
+    """
+
+    kind: ClassVar[str] = "gather"
+    dim: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, index = inputs
+        at = dim_index(self.dim, x)
+        if len(index.shape) != len(x.shape) or any(
+            a != b for i, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if i != at
+        ):
+            raise LayerwiseError(
+                f"gather along dimension {at} of {x.describe()}: positions {index.describe()} must have the same "
+                "extents elsewhere"
+            )
+        others = replace(x, dims=tuple(None if i == at else d for i, d in enumerate(x.dims)))
+        others = replace(others, units=tuple(1 if i == at else u for i, u in enumerate(x.units)))
+        return merge_labels(index.shape, (others, index), x.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        x, index = inputs
+        at = dim_index(self.dim, x)
+        maps = tuple(whole(extent) if i == at else identity(extent, i) for i, extent in enumerate(x.shape))
+        return maps, same(index)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
+
+    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        x, index = inputs
+        return x.gather(self.dim, index.long())
+
+
+def _along(spec: TensorSpec, dim: int) -> Maps:
+    """Its own interval of every dimension, all of `dim`."""
+    return tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(spec.shape))

@@ -1,0 +1,136 @@
+"""Parts of tensors in a PyTorch program: picked by position, written in place; gradients that stop, losses that add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.from_torch import from_torch
+from layerwise.ops.along import Gather
+from layerwise.ops.pointwise import Dropout
+from tests.graph.evaluate import imported
+from tests.graph.zoo import Function
+
+ROWS, COLUMNS = torch.arange(3), torch.tensor([4, 1, 0])
+
+
+def shifted(x: Tensor) -> Tensor:
+    """As sequence-to-sequence models shift their labels."""
+    made = x.new_zeros(x.shape)
+    made[:, 1:] = x[:, :-1].clone()
+    made[:, 0] = 7
+    return made.masked_fill_(made == 3, 5) * x
+
+
+def shifted_twice(x: Tensor) -> Tensor:
+    return shifted(shifted(x))
+
+
+PICKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a grid": lambda x: x[torch.arange(x.shape[0])[:, None], COLUMNS],
+    "a grid, turned": lambda x: x[torch.arange(x.shape[0])[None, :], COLUMNS[:, None]],
+    "a grid of inner dimensions": lambda x: x[:, COLUMNS[:, None, None], torch.arange(4)[None, :, None]],
+    "one a sample": lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(-1)],
+    "gathered": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
+    "running sums": lambda x: x.cumsum(1) + (x > 0).cumsum(-1) + x.long().cumsum(1, dtype=torch.int32),
+    "written": shifted,
+    "written twice": lambda x: shifted(shifted(x)),
+    "constants of the type of integers": lambda x: x + torch.full_like(x.long(), 3).div(2, rounding_mode="floor"),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_parts(name: str) -> None:
+    x = torch.arange(3 * 5 * 4, dtype=torch.float64).view(3, 5, 4).flip(1)
+    imported(Function(PICKED[name]), (x * (1 + x % 3),))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: x[COLUMNS[:3], x[:, 0, 0].long()], "positions that are computed from the input"),
+        (lambda x: x[ROWS, :, ROWS], "several dimensions at once"),
+        (lambda x: x.argmax() * x, "argmax of all dimensions"),
+    ],
+)
+def test_parts_that_are_not_supported(call: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(LayerwiseError, match=message):
+        from_torch(Function(call), (torch.randn(3, 5, 4),))
+
+
+def test_what_is_seen_through_another_view_is_not_rewritten() -> None:
+    def seen(x: Tensor) -> Tensor:
+        x = x * 2
+        other = x[:, 1:3]
+        x[:, 2:] = 0.0
+        return x.sum(1) + other.sum(1)
+
+    with pytest.raises(LayerwiseError, match="writes in place into a view"):
+        from_torch(Function(seen), (torch.randn(3, 5, 4),))
+
+
+class Depth(nn.Module):
+    """Stochastic depth as Hugging Face writes it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.fc, self.in_place = nn.Linear(4, 4), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = 0.75 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype)
+        return x + self.fc(x).div(0.75) * (kept.floor_() if self.in_place else torch.floor(kept))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_stochastic_depth_is_a_dropout_of_samples(in_place: bool) -> None:
+    graph = from_torch(Depth(in_place=in_place), (torch.randn(3, 5, 4),))
+    (drop,) = [layer.op for layer in graph.layers if isinstance(layer.op, Dropout)]
+    assert (drop.p, drop.samples) == (0.25, True)
+
+
+class Losses(nn.Module):
+    """Two losses, and what becomes of them."""
+
+    def __init__(self, last: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.last = nn.Linear(4, 4), last
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.fc(x)
+        return self.last(F.cross_entropy(y, target), F.mse_loss(y, x))
+
+
+@pytest.mark.parametrize(
+    "last", [lambda a, b: (a + 3 * b) / 2, lambda a, b: -a.clone(), lambda a, b: a - b.detach(), lambda a, b: a + 1]
+)
+def test_losses_are_scaled_and_added(last: Callable[[Tensor, Tensor], Tensor]) -> None:
+    given = torch.randn(3, 4), torch.randint(0, 4, (3,))
+    assert from_torch(Losses(last), given).layers[-1].specs[0].describe() == "(n=3)"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda a, b: a.sqrt(),
+        lambda a, b: a * b,
+        lambda a, b: 1 / a,
+        lambda a, b: a**2,
+        lambda a, b: torch.stack([a, b]),
+    ],
+)
+def test_nothing_else_is_done_with_losses(last: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The mean of the samples' roots is not the root of their mean."""
+    given = torch.randn(3, 4), torch.randint(0, 4, (3,))
+    with pytest.raises(LayerwiseError, match="losses can be scaled and added only"):
+        from_torch(Losses(last), given)
+
+
+def test_a_gather_keeps_what_can_be_split() -> None:
+    graph = from_torch(Function(PICKED["one a sample"]), (torch.randn(3, 5, 4),))
+    (picked,) = [layer for layer in graph.layers if isinstance(layer.op, Gather)]
+    assert picked.out.describe() == "(n=3, 1, c=4)"
