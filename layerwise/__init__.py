@@ -34,6 +34,7 @@ _HOME = {
     "parallelize": "layerwise.api.parallelize",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.graph.registry",
+    "save": "layerwise.api.save",
     "split": "layerwise.api.split",
     "timeline": "layerwise.cost.timeline",
 }
@@ -63,6 +64,7 @@ __all__ = [
     "parallelize",
     "price",
     "register_op",
+    "save",
     "split",
     "timeline",
 ]
@@ -70,6 +72,7 @@ __all__ = [
 if TYPE_CHECKING:
     from layerwise.api.fit import fit
     from layerwise.api.parallelize import parallelize
+    from layerwise.api.save import save
     from layerwise.api.split import split
     from layerwise.config import Config, SearchSpace
     from layerwise.cost.price import price

@@ -6,29 +6,35 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from layerwise.errors import LayerwiseError
 
 
-def write_text(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
-    """Write to a temporary file beside `path`, then rename. Raises LayerwiseError where that is impossible.
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write what shall be at `path`: a file beside it, renamed at the end, removed where that is not reached.
 
-    Long texts may come in parts. Links are followed; a pipe or a device is written to as it is.
+    Links are followed; a pipe or a device is written to as it is. OSError and ValueError become LayerwiseErrors.
     """
     try:
         target, temporary = _places(path)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines([text] if isinstance(text, str) else text)
+            yield temporary
             if temporary != target:
                 temporary.replace(target)
         finally:
             _remove(target, temporary)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
         raise _unwritable(path, error) from None
+
+
+def write_text(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
+    """Writes a text, which may come in parts, whole or not at all. Raises LayerwiseError where that is impossible."""
+    with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines([text] if isinstance(text, str) else text)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -89,14 +89,14 @@ class _Marked(torch.autograd.Function):
         return gradient, None
 
 
-def auto(module: ParallelModule, compute_s: float, share: float = SHARE) -> tuple[int, str]:
-    """The smallest number of steps for which synchronisation is below `share` of the time, and a line that says so.
+def auto(module: ParallelModule, compute_s: float) -> tuple[int, str]:
+    """The smallest number of steps for which synchronisation is below `SHARE` of the time, and a line that says so.
 
     The sum of all gradients over all ranks is measured, here and now; `compute_s` is a step's forward and backward
     pass. Every rank calls it; rank 0's answer holds.
     """
     comm, everyone = module.comm, tuple(range(module.comm.size))
-    size = sum(p.numel() for p in module.parameters())
+    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
     buffer = torch.zeros(size, dtype=module.dtype, device=module.device)
     seconds = []
     for _ in range(4):  # the first connects
@@ -107,11 +107,11 @@ def auto(module: ParallelModule, compute_s: float, share: float = SHARE) -> tupl
             torch.cuda.synchronize(module.device)
         seconds.append(time.perf_counter() - started)
     sync_s = median(seconds[1:])
-    every = next((k for k in range(1, MOST) if sync_s <= share * (k * compute_s + sync_s)), MOST)
+    every = next((k for k in range(1, MOST) if sync_s <= SHARE * (k * compute_s + sync_s)), MOST)
     every = int(comm.tell_all(str(every))[0])
     batch = module.plan.batch
     grows = f". The effective batch grows from {batch:,} to {every * batch:,}" if every > 1 else ""
     return every, (
         f"sync_every={every}: adding up gradients takes {1e3 * sync_s:.3g} ms, the computation of a step "
-        f"{1e3 * compute_s:.3g} ms; {share:.0%} may be communication{grows}"
+        f"{1e3 * compute_s:.3g} ms; {SHARE:.0%} may be communication{grows}"
     )

@@ -11,6 +11,7 @@ from layerwise.cost.compute import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.run.module import ParallelModule
+from layerwise.run.tensorfile import dtype_name
 
 
 def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:
@@ -23,8 +24,8 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
         raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
     if optimizer not in OPTIMIZERS:
         raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
-    number = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool)
-    if memory_limit is not None and not (number and memory_limit > 0):  # type: ignore[operator]
+    limited = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool) and memory_limit > 0
+    if memory_limit is not None and not limited:
         raise LayerwiseError(f"memory_limit is {memory_limit!r}; it must be a positive number, of bytes a device")
     if batch is not None:
         at_least_1("batch", batch)
@@ -38,7 +39,7 @@ def at_least_1(name: str, value: object) -> None:
 
 def facts(plan: Plan | None, examples: tuple[Tensor, ...], others: Mapping[str, object]) -> dict[str, str]:
     """What all ranks must be given alike, for the handshake."""
-    shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in examples)
+    shapes = ", ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in examples)
     digest = "" if plan is None else hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
     return {name: str(value) for name, value in others.items()} | {"plan": digest, "example_inputs": shapes}
 

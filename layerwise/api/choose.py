@@ -16,6 +16,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, nearest
+from layerwise.run.tensorfile import dtype_name
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, SearchResult, candidate, search
 from layerwise.search.make_plan import make_plan
@@ -65,17 +66,12 @@ def space_for(world: World) -> SearchSpace:
     return SearchSpace(world.size, spread=world.nodes > 1)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def choose(graph: LayerGraph, world: World, profile: Profile, request: Request, strategy: Strategy | None) -> Choice:
     """The best plan for the fused `graph` at its batch; named layers keep what `strategy` says.
 
     LayerwiseError for a strategy that cannot be, and where nothing fits into memory.
     """
-    devices, notes = _devices(world, profile, request)
+    devices, notes = _devices(world, profile, request), list[str]()
     options = options_for(graph, world, profile, request)
     if options.dtype != dtype_name(request.dtype):
         notes.append(f"profile {profile.name} has no rate for {dtype_name(request.dtype)}: planned with float32's")
@@ -98,11 +94,12 @@ def given(graph: LayerGraph, world: World, profile: Profile, request: Request, p
             f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {world.size}"
         )
     plan.check(graph, world.size)
-    devices, notes = _devices(world, profile, request)
-    model = CostModel(graph, devices, CostOptions(io="sample" if plan.io == "sample" else "free"))
+    devices = _devices(world, profile, request)
+    options = options_for(graph, world, profile, request)
+    model = CostModel(graph, devices, replace(options, io="sample" if plan.io == "sample" else "free"))
     best = candidate(model, "the given plan", complete(model, plan.strategy))
     _check_memory(model, best, world.size)
-    return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), True, tuple(notes))
+    return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), True, ())
 
 
 def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Config]:
@@ -135,14 +132,11 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
     return found
 
 
-def _devices(world: World, profile: Profile, request: Request) -> tuple[DeviceGraph, list[str]]:
+def _devices(world: World, profile: Profile, request: Request) -> DeviceGraph:
     """The device graph of these ranks, with the memory that they really have."""
     devices = profile.device_graph(world.size, min(world.gpus_per_node, world.size))
     processor = replace(devices.processor, memory_bytes=int(min(request.memory_bytes, 2.0**62)))
-    notes = []
-    if world.nodes > 1 and world.gpus_per_node * world.nodes != world.size:
-        notes.append(f"the nodes have different numbers of ranks: planned as nodes of {world.gpus_per_node}")
-    return replace(devices, processor=processor), notes
+    return replace(devices, processor=processor)
 
 
 def _check_memory(model: CostModel, best: Candidate, ranks: int) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,15 +19,19 @@ from layerwise.api import losses
 from layerwise.api.arguments import at_least_1
 from layerwise.api.evaluation import Metric, evaluate
 from layerwise.api.feed import Feed, feed
-from layerwise.api.optimizers import Wanted, build, planned
+from layerwise.api.guards import written_back
+from layerwise.api.optimizers import Scheduling, Wanted, build, planned
+from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
+from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 from layerwise.run import checkpoint as checkpoints
 from layerwise.run.data import order
 from layerwise.run.module import ParallelModule
+from layerwise.run.train import least
 
 BATCH = 32  # samples of all ranks together, where nobody says
 
@@ -75,7 +78,7 @@ def fit(
     held_out: object = None,
     metrics: Mapping[str, Metric] | None = None,
     shuffle: bool | None = None,
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    scheduler: Scheduling | None = None,
     clip_norm: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -90,11 +93,12 @@ def fit(
     data, held_out: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set,
     batch size, shuffling, workers and collate function are used); all ranks give the same. loss: of outputs and
     targets, for losses that are a mean over samples: class weights, and targets that the loss ignores, are refused.
-    optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters.
-    batch: samples of all ranks together (default: the loader's, else 32). scheduler: a function of the optimizer; it
-    steps once an epoch. metrics: means over samples, by name; with accuracy where outputs are scores of classes, they
-    come after every epoch. checkpoint: a folder that all ranks share, written after every epoch; resume goes on from
-    it, also on another number of ranks. how: as `parallelize` takes it.
+    optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
+    which then has the parallel module's in their place. scheduler: the optimizer's, or a function of it; it steps once
+    an epoch. batch: samples of all ranks together (default: the loader's, else 32). metrics: means over samples, by
+    name; with accuracy where outputs are scores of classes, they come after every epoch. checkpoint: a folder that all
+    ranks share, written after every epoch; resume goes on from it, also on another number of ranks. how: as
+    `parallelize` takes it.
 
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
@@ -102,7 +106,8 @@ def fit(
     """
     losses.check(loss)
     at_least_1("epochs", epochs)
-    _check_keywords(how)
+    check_optimizer(optimizer, scheduler)
+    _check_keywords(model, how)
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
     train = feed(data, "data")
@@ -114,7 +119,7 @@ def fit(
             losses.check_targets(loss, one.target, one.name)
     module = _module(model, train, batch, planned(optimizer), seed, how)
     made = build(optimizer, model, module)
-    schedule = None if scheduler is None else scheduler(made)
+    schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(made)
     fitted, said = Fitted(module, made), module.comm.rank == 0 and progress
     facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
     done = _resume(checkpoint, fitted, schedule, facts) if resume else 0
@@ -133,6 +138,7 @@ def fit(
             checkpoints.save(checkpoint, module, made, {"epochs": number + 1, **facts, **state})
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
+        written_back(model)
     return fitted
 
 
@@ -145,9 +151,7 @@ def _module(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
         return model
-    grouped = dist.is_available() and dist.is_initialized()
-    ranks = dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = how["comm"].size if how.get("comm") is not None else ranks
+    ranks = how["comm"].size if how.get("comm") is not None else seat()[1]
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
     if batch is not None:
@@ -159,10 +163,15 @@ def _module(
     return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, **how)
 
 
-def _check_keywords(how: Mapping[str, Any]) -> None:
-    """LayerwiseError for what parallelize does not take."""
-    known = set(signature(parallelize).parameters) - {"model", "example_inputs"}
+def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
+    """LayerwiseError for what parallelize does not take, and for all of it where the model is parallel already."""
+    known = set(signature(parallelize).parameters) - {"model", "example_inputs", "held_out"}
     for name in how:
+        if name in known and isinstance(model, ParallelModule):
+            raise LayerwiseError(
+                f"{name}= says how to make a model parallel, but this one is already: give {name}= to the call of "
+                "parallelize that made it"
+            )
         if name not in known:
             raise LayerwiseError(
                 f"fit has no argument {name!r}{nearest(name, known)}, and parallelize has none of that name, either"
@@ -186,16 +195,9 @@ def cut(train: Feed, module: ParallelModule, seed: int, epoch: int, shuffle: boo
     left = count % size
     if left and train.drop_last:
         return batches[:-1]
-    if left and left < max(size / 2, _least(module)) and len(batches) > 1:
+    if left and left < max(size / 2, least(module.plan)) and len(batches) > 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
-
-
-def _least(module: ParallelModule) -> int:
-    """Samples that a batch must have for every rank to have a part of every layer."""
-    plan = module.plan
-    samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
-    return max(samples, plan.gpus) if plan.io == "sample" else samples
 
 
 def _epoch(

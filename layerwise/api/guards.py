@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,8 +17,8 @@ from layerwise.run.module import ParallelModule
 class _Originals:
     """The parameters of the models that were made parallel, by their ids; a hook of all optimizers looks for them."""
 
-    known: dict[int, weakref.ref[nn.Parameter]] = {}  # noqa: RUF012  # one for the process
-    watching = False
+    known: ClassVar[dict[int, weakref.ref[nn.Parameter]]] = {}
+    watching: ClassVar[bool] = False
 
 
 def watch(model: nn.Module, module: ParallelModule) -> None:
@@ -29,6 +29,17 @@ def watch(model: nn.Module, module: ParallelModule) -> None:
     if not _Originals.watching:
         register_optimizer_step_pre_hook(_look)
         _Originals.watching = True
+
+
+def original(model: nn.Module) -> bool:
+    """Whether it was made parallel, and has not been trained: its values are those of before."""
+    return any(_original(p) for p in model.parameters())
+
+
+def written_back(model: nn.Module) -> None:
+    """It has the values of the parallel one now."""
+    mine = {id(p) for p in model.parameters()}
+    _Originals.known = {number: ref for number, ref in _Originals.known.items() if number not in mine}
 
 
 def _look(optimizer: Optimizer, *_: Any) -> None:

@@ -148,7 +148,7 @@ def _layers(
             times = [model.node_cost(layer, (best[layer.name],)).compute for layer in graph.inner]
             if sum(float(t.measured[0]) for t in times) >= ENOUGH * sum(float(t.total[0]) for t in times):
                 return
-        Job(base, where, path, mode, graph, devices, options, space, budget_s).run(_strategies, _module, quiet=True)
+        Job(base, where, path, mode, graph, devices, options, space, budget_s).run(strategies, module, quiet=True)
 
 
 def measurable(dtype: str, comm: Comm) -> bool:
@@ -156,13 +156,13 @@ def measurable(dtype: str, comm: Comm) -> bool:
     return comm.size > 1 and dtype in TYPES
 
 
-def _strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
-    """The best strategy and the baselines: whose times matter most."""
+def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
+    """The best strategy, the additive optimum and the baselines: whose times matter most."""
     result = search(model, space)
     found = [result.best, result.additive, *result.baselines.values()]
     return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in found]
 
 
-def _module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:
+def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:
     """The runtime's module of a plan on one device, whose overhead is measured."""
     return load(plan, graph, comm=SoloComm(mode.device), dtype=mode.dtype, autocast=mode.autocast)

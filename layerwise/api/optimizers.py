@@ -6,38 +6,58 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise.cost.compute import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
+from layerwise.plan import nearest
 from layerwise.run.module import ParallelModule
 from layerwise.run.train import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+Scheduling = LRScheduler | Callable[[Optimizer], LRScheduler]
 WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # need more of a parameter than a box of it
+
+
+def check(wanted: object, scheduler: object) -> None:
+    """LayerwiseError for what can be no optimizer, or no scheduler of it: before the work that they are for."""
+    if isinstance(wanted, str):
+        if wanted not in OPTIMIZERS:
+            raise LayerwiseError(
+                f"unknown optimizer {wanted!r}{nearest(wanted, OPTIMIZERS)}: there are {', '.join(OPTIMIZERS)}"
+            )
+    elif isinstance(wanted, Optimizer):
+        _element_wise(type(wanted))
+        if wanted.state:
+            raise LayerwiseError(
+                "the optimizer has taken steps already: give one that is new, or a function that makes it"
+            )
+    elif not callable(wanted):
+        raise LayerwiseError(f"optimizer is of type {type(wanted).__name__}: give a name, a function, or an optimizer")
+    elif isinstance(wanted, type):
+        _element_wise(wanted)
+    if isinstance(scheduler, LRScheduler):
+        if scheduler.optimizer is not wanted:
+            raise LayerwiseError("the scheduler is of another optimizer: give fit the one that it was built over, too")
+    elif scheduler is not None and not callable(scheduler):
+        raise LayerwiseError(
+            f"scheduler is of type {type(scheduler).__name__}: give one of torch.optim.lr_scheduler, or a function of "
+            "the optimizer"
+        )
 
 
 def build(wanted: Wanted, model: object, module: ParallelModule) -> Optimizer:
     """An optimizer over the module's parameters.
 
-    wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters
-    that has not taken a step: its groups and settings are carried over. LayerwiseError for what is none of these, and
-    for optimizers that are not element-wise.
+    wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters:
+    that very one goes on with the module's in their place, so its groups, settings and schedulers stay as they are.
+    LayerwiseError where it is over others, and for optimizers that are not element-wise.
     """
-    if isinstance(wanted, str):
-        if wanted not in OPTIMIZERS:
-            raise LayerwiseError(f"unknown optimizer {wanted!r}: there are {', '.join(OPTIMIZERS)}")
-        made = Settings(wanted).build(module.parameters())
-    elif isinstance(wanted, Optimizer):
-        made = _carried(wanted, model, module)
-    elif callable(wanted):
-        made = wanted(module.parameters())
-    else:
-        raise LayerwiseError(f"optimizer is of type {type(wanted).__name__}: give a name, a function, or an optimizer")
-    if type(made).__name__ in WHOLE:
-        raise LayerwiseError(
-            f"{type(made).__name__} needs whole parameters, but a rank holds a part of each: take an element-wise "
-            "optimizer such as SGD or AdamW"
-        )
+    if isinstance(wanted, Optimizer):
+        return _moved(wanted, model, module)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
+    _element_wise(type(made))
     return made
 
 
@@ -49,12 +69,18 @@ def planned(wanted: Wanted) -> str:
     return name if name in PLANNED else "adam"
 
 
-def _carried(given: Optimizer, model: object, module: ParallelModule) -> Optimizer:
-    if given.state:
-        raise LayerwiseError("the optimizer has taken steps already: give one that is new, or a function that makes it")
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    names = {id(p): name for name, p in named.items()}
-    held, groups = dict(module.named_parameters()), []
+def _element_wise(kind: type) -> None:
+    if kind.__name__ in WHOLE:
+        raise LayerwiseError(
+            f"{kind.__name__} needs whole parameters, but a rank holds a part of each: take an element-wise optimizer "
+            "such as SGD or AdamW"
+        )
+
+
+def _moved(given: Optimizer, model: object, module: ParallelModule) -> Optimizer:
+    """A rank that has nothing of a group's parameters steps none in it."""
+    names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    held, groups = dict(module.named_parameters()), list[list[nn.Parameter]]()
     for group in given.param_groups:
         strange = next((p for p in group["params"] if id(p) not in names), None)
         if strange is not None:
@@ -62,8 +88,7 @@ def _carried(given: Optimizer, model: object, module: ParallelModule) -> Optimiz
                 f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not the model's: build it over "
                 "model.parameters(), or give a function of the parameters"
             )
-        mine = [held[names[id(p)]] for p in group["params"] if names[id(p)] in held]
-        groups.append({key: value for key, value in group.items() if key != "params"} | {"params": mine})
-    if not any(group["params"] for group in groups):
-        groups[0]["params"] = list(module.parameters())
-    return type(given)(groups)  # type: ignore[call-arg]  # every subclass has its defaults
+        groups.append([held[names[id(p)]] for p in group["params"] if names[id(p)] in held])
+    for group, mine in zip(given.param_groups, groups, strict=True):
+        group["params"] = mine
+    return given

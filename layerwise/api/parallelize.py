@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from layerwise import __version__
+from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, facts
 from layerwise.api.choose import Choice, Request, Strategy, choose, given, options_for, space_for
@@ -36,11 +38,42 @@ from layerwise.run.compare import alone
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
 
+Examples = Inputs | Mapping[str, Tensor]
+
+
+class How(TypedDict, total=False):
+    """The keywords of `parallelize`, which `fit` takes, too."""
+
+    plan: Plan | str | os.PathLike[str] | None
+    profile: Profile | str | os.PathLike[str] | None
+    strategy: Strategy | None
+    batch: int | None
+    memory_limit: float | None
+    device_mesh: DeviceMesh | dist.ProcessGroup | None
+    measure_s: float
+    optimizer: str
+    local_batch_norm: bool
+    sync_every: int | Literal["auto"]
+    seed: int
+    timeout_s: float
+    verbose: bool
+    comm: Comm | None
+
+
+@overload
+def parallelize(
+    model: Model, example_inputs: DataLoader[Any], *held_out: DataLoader[Any], **how: Unpack[How]
+) -> tuple[Any, ...]: ...
+
+
+@overload
+def parallelize(model: Model, example_inputs: Examples | None = None, **how: Unpack[How]) -> ParallelModule: ...
+
 
 def parallelize(
     model: Model,
-    example_inputs: Inputs | Mapping[str, Tensor] | None = None,
-    *,
+    example_inputs: Examples | DataLoader[Any] | None = None,
+    *held_out: DataLoader[Any],
     plan: Plan | str | os.PathLike[str] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     strategy: Strategy | None = None,
@@ -55,7 +88,7 @@ def parallelize(
     timeout_s: float = 30.0,
     verbose: bool = True,
     comm: Comm | None = None,
-) -> ParallelModule:
+) -> ParallelModule | tuple[Any, ...]:
     """This rank's part of `model`, split layer by layer in the way that is predicted to be fastest.
 
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
@@ -64,11 +97,18 @@ def parallelize(
     optimizer over `model.parameters()`, which is built after this call: one over the parameters of before raises at its
     step. The numbers are those of one device on all ranks' samples together. torch.autocast is not supported yet.
 
+        model, loader, held_out = layerwise.parallelize(model, loader, held_out)    # DataLoaders as one device has them
+
+    also splits the data: what `loader` draws on rank 0 is a batch of all ranks together, of which each loads its share.
+    From further loaders, to evaluate with, every rank has all of a batch; in evaluation, without gradients, each
+    computes its share of it and gets all outputs.
+
     model: an nn.Module (every rank has built it; where the values differ, rank 0's win; on the meta device they are
     drawn by position from `seed`), an ExportedProgram, or the path of an .onnx or .pt2 file, with its weights.
     example_inputs: what one rank calls the model with: a tensor, a tuple, or a dict for a model that is called by
-    names. It tells the device and the batch. batch: samples of all ranks together (default: the example's times the
-    number of ranks); with fewer samples than ranks every rank feeds the whole batch.
+    names. It tells the device and the batch. Or a DataLoader of (inputs, target) or of tensors by name.
+    batch: samples of all ranks together (default: the example's times the number of ranks); with fewer samples than
+    ranks every rank feeds the whole batch.
     strategy: "data", "model" or "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
     (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. plan: run this one, without a search.
     profile: of the machine. Default: measured on these ranks and kept in ~/.cache/layerwise; what is not there yet is
@@ -86,6 +126,17 @@ def parallelize(
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     check(model, optimizer, sync_every, memory_limit, batch)
+    loaders = (example_inputs, *held_out) if isinstance(example_inputs, DataLoader) else ()
+    if held_out and not loaders:
+        raise LayerwiseError(
+            "give DataLoaders to evaluate with after the one to train on: parallelize(model, loader, ...)"
+        )
+    if isinstance(example_inputs, DataLoader):
+        if batch is not None:
+            raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
+        example_inputs, batch = loaders_of.example_of(example_inputs)
+        for one in held_out:
+            loaders_of.check(one)
     original = model
     names: tuple[str, ...] = ()
     if isinstance(example_inputs, Mapping) and isinstance(model, nn.Module):
@@ -141,7 +192,7 @@ def parallelize(
     if choice is not None and verbose:
         noted = replace(choice, notes=(*choice.notes, *found.notes, *note))
         console().print(table(noted, world, found.told), soft_wrap=False)
-    return module
+    return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
 
 def _machine(world: World, graph: LayerGraph, request: Request, budget_s: float) -> Machine:
@@ -149,7 +200,9 @@ def _machine(world: World, graph: LayerGraph, request: Request, budget_s: float)
     base = built_in(world)
     options = options_for(graph, world, base.profile, request)
     if budget_s > 0 and measurable(options.dtype, world.comm):
-        known = measured(world, base.profile, graph, options, space_for(world), budget_s)
+        used = [] if world.comm.device.type == "cpu" else [world.comm.device]
+        with torch.random.fork_rng(used, device_type=world.comm.device.type):  # the script draws as if without this
+            known = measured(world, base.profile, graph, options, space_for(world), budget_s)
     elif world.comm.rank == 0 and world.size > 1:
         known = cached(world)
     else:

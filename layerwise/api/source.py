@@ -11,6 +11,8 @@ from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.load import Network, load_network, network_of
+from layerwise.ops.ends import Tied
+from layerwise.run.tensorfile import dtype_name
 
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -47,14 +49,16 @@ def dtype_of(network: Network) -> torch.dtype:
     """Of the parameters (they must have one), else float32."""
     found: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
-        for name, p in layer.own_parameters():
-            value = network.value(name) if p.trainable else None
+        own = [name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen]
+        for name in [layer.name] if isinstance(layer.op, Tied) else own:
+            value = network.value(name)
             if isinstance(value, Tensor) and value.is_floating_point():
                 found.setdefault(value.dtype, name)
     if len(found) > 1:
         (a, first), (b, second) = list(found.items())[:2]
         raise LayerwiseError(
-            f"parameter {first!r} is {_name(a)} and {second!r} is {_name(b)}: bring them to one type with model.to(...)"
+            f"parameter {first!r} is {dtype_name(a)} and {second!r} is {dtype_name(b)}: bring them to one type with "
+            "model.to(...)"
         )
     return next(iter(found), torch.float32)
 
@@ -67,7 +71,6 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
     if isinstance(model, nn.Module):
         where = next((t.device for t in (*model.parameters(), *model.buffers())), examples[0].device)
         made = network_of(model, [x.to(where) for x in examples], batch, type(model).__name__)
-        made.all_trained()
         _check_types(made)
         return made
     if isinstance(model, ExportedProgram):
@@ -83,7 +86,10 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
 def _check_types(made: Network) -> None:
     """LayerwiseError where whole numbers meet weights: the trace takes that, the kernels do not."""
     for layer in made.graph.inner:
-        if any(p.trainable for _, p in layer.own_parameters()) and not layer.out.differentiable:
+        if (
+            any(p.trainable or name in layer.frozen for name, p in layer.own_parameters())
+            and not layer.out.differentiable
+        ):
             raise LayerwiseError(
                 f"layer {layer.name!r} is given {layer.specs[0].dtype}, but its weights need floating-point numbers: "
                 "give example_inputs of the type that the model is called with"
@@ -101,8 +107,5 @@ def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
             known[id(tensor)] = key
     keys = {key: known[id(tensor)] for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
-    return Network(graph.rebatch(batch), values, keys)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    frozen = {known[id(t)] for t in held.values() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    return Network(graph.freeze(frozen).rebatch(batch), values, keys)

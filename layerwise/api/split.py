@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from layerwise.api.arguments import at_least_1
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.run.module import ParallelModule
@@ -59,7 +60,9 @@ def split(
     not used. Rank 0 prints which of these happened, in one line.
     LayerwiseError where there are fewer samples than ranks, or the last batch has.
     """
-    rank, size, free = _seat(model)
+    if batch is not None:
+        at_least_1("batch", batch)
+    rank, size, free = seat(model)
     count = len(dataset)
     if count < size and not free:
         raise LayerwiseError(f"the data set has {count} samples, too few for {size} ranks: each needs one at least")
@@ -67,8 +70,6 @@ def split(
         raise LayerwiseError(f"remainder is {remainder!r}; it must be 'short', 'repeat' or 'leave out'")
     whole = batch if batch is not None else model.plan.batch if model is not None else None
     each = count if whole is None else whole
-    if each < 1:
-        raise LayerwiseError(f"batch is {each}; it must be at least 1")
     left = count % each if whole is not None else 0
     uneven = count % size if whole is None else left
     numbers, last, note = list(range(count)), None, ""
@@ -79,7 +80,6 @@ def split(
         fill = (size if whole is None else each) - uneven
         numbers += [i % count for i in range(fill)]
         note = f"the first {fill} of {count:,} samples count twice, to fill the last batch"
-        each = len(numbers) if whole is None else each
     elif uneven:
         if left and left < size and not free:
             raise LayerwiseError(
@@ -107,8 +107,8 @@ def _part(numbers: Sequence[int], rank: int, size: int, model: ParallelModule | 
     return numbers[cuts[rank]]
 
 
-def _seat(model: ParallelModule | None) -> tuple[int, int, bool]:
-    """Rank, number of ranks, and whether every rank feeds everything."""
+def seat(model: ParallelModule | None = None) -> tuple[int, int, bool]:
+    """This process's rank, the number of ranks, and whether every rank feeds everything."""
     if model is not None:
         return model.comm.rank, model.comm.size, model.io == "free"
     if dist.is_available() and dist.is_initialized():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import socket
 import sys
@@ -19,11 +18,14 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group, start
 from layerwise.errors import LayerwiseError
+from layerwise.measure.links_shapes import topology_of
+
+ALL = "a model is split over all ranks that torchrun has started: leave device_mesh out, or start as many as it has"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """comm: how the ranks talk. nodes: how many machines. gpus_per_node: ranks that share one, as plans count them.
+    """comm: how the ranks talk. nodes: how many machines; gpus_per_node: ranks on each of them.
 
     device_order: the rank that is each device of a plan: ranks of a node are neighbours. device: what a rank computes
     with ("NVIDIA H100 80GB HBM3", "cpu"); memory_bytes: that the poorest rank has of it.
@@ -49,6 +51,12 @@ class _Joined:
     group: object = None  # torch.distributed's default group that it stands on
 
 
+def joined() -> Comm | None:
+    """How this process talks to the other ranks, where it does already."""
+    alive = dist.is_available() and dist.is_initialized() and _Joined.group is dist.group.WORLD
+    return _Joined.comm if alive else None
+
+
 def join(
     device: torch.device,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -57,25 +65,24 @@ def join(
 ) -> World:
     """Joins the other ranks as torchrun's environment says, or takes torch.distributed's default group if there is one.
 
-    Every rank calls it alike. LayerwiseError where the mesh is not one of all ranks.
+    Every rank calls it alike. LayerwiseError where the mesh is not one of all ranks, where the ranks do not fill equal
+    nodes one after another (neither the cost model nor the measured links know other ones), or have unlike devices.
     """
     if comm is None:
         comm = _join(device, timeout_s)
     told = [json.loads(text) for text in comm.tell_all(json.dumps(_here(device, comm.size)))]
-    by_node: dict[str, list[int]] = {}
-    for rank, one in enumerate(told):
-        by_node.setdefault(one["node"], []).append(rank)
+    where = topology_of([one["node"] for one in told])
     kinds = Counter(one["device"] for one in told)
     if len(kinds) > 1:
         raise LayerwiseError(
             f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
             "many ranks as there are equal devices"
         )
-    order = _order(mesh, comm.size) if mesh is not None else tuple(r for ranks in by_node.values() for r in ranks)
+    order = _order(mesh, comm.size) if mesh is not None else tuple(range(comm.size))
     return World(
         comm,
-        len(by_node),
-        math.gcd(*(len(ranks) for ranks in by_node.values())),
+        where.nodes,
+        where.local,
         order,
         told[0]["device"],
         min(one["memory_bytes"] for one in told),
@@ -125,8 +132,10 @@ def _order(mesh: DeviceMesh | dist.ProcessGroup, size: int) -> tuple[int, ...]:
         ranks = [int(rank) for rank in mesh.mesh.tolist()]
     elif isinstance(mesh, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(mesh)
+    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise LayerwiseError(f"device_mesh is a process group that this rank is not in; {ALL}")
     else:
         raise LayerwiseError(f"device_mesh must be a 1-D DeviceMesh or a process group, not {type(mesh).__name__}")
     if sorted(ranks) != list(range(size)):
-        raise LayerwiseError(f"device_mesh has ranks {ranks}; a plan needs all {size} of them")
+        raise LayerwiseError(f"device_mesh has ranks {ranks} of {size}; {ALL}")
     return tuple(ranks)

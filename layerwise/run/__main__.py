@@ -32,7 +32,8 @@ from layerwise.run.report import beginning, ending, steps_shown
 from layerwise.run.session import Session
 from layerwise.run.trace import Trace
 from layerwise.run.train import OPTIMIZERS, Settings
-from layerwise.search.grid import grid_plan, parse_grid, study
+from layerwise.search.grid import parse_grid, price_grid
+from layerwise.search.make_plan import plan_for
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 
@@ -211,6 +212,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
 def _grid(args: argparse.Namespace) -> Plan:
     """--grid: every rank makes the same plan; that it is the same is checked when they meet."""
     grid = parse_grid(args.grid)
+    if args.plan.endswith(".json"):
+        raise LayerwiseError(f"--grid is for a model, such as mlp:64x256x10, and {args.plan!r} is a plan: leave it out")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != grid.processes:
         raise LayerwiseError(
@@ -221,8 +224,8 @@ def _grid(args: argparse.Namespace) -> Plan:
     devices = load(profile).device_graph(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
     batch = global_batch(None, args.global_batch, world)
     options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
-    model, space = CostModel(fuse(load_model(args.plan, batch)), devices, options), SearchSpace(world)
-    return grid_plan(args.plan, profile, model, space, study(model, space, [grid]))
+    model = CostModel(fuse(load_model(args.plan, batch)), devices, options)
+    return plan_for(args.plan, profile, model, SearchSpace(world), price_grid(model, grid).tables, fused=True)
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:

@@ -148,7 +148,8 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
 
 
 def model_digest(graph: LayerGraph) -> str:
-    """SHA-256 of the network, whatever its batch and whether it is fused: plans of other batches share checkpoints."""
+    """SHA-256 of the network, whatever its batch, whether it is fused and what of it is trained: plans share these."""
+    graph = graph.freeze(())
     try:
         return fuse(graph.rebatch(1)).digest
     except LayerwiseError:  # a network that exists at its own batch only

@@ -68,14 +68,14 @@ def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Me
     if step.work.reduction is not None:
         owned, rank = dict(step.work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
-        back = owned[rank].volume * (len(owned) - 1) * step.backward
+        back = owned[rank].volume * (len(owned) - 1) * _reduces_back(graph, layer)
         by_plan = (forward + back) * step.work.stages[0].local.space.out.item_bytes
         yield "transfers", by_plan, (forward * again + back) * _sent(schedule, layer)
     yield from _statistics(step.work, graph, layer, schedule, again)
 
 
 def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
-    wanted = gradients_wanted(layer.op, layer.specs, [graph.has_gradient[name] for name in layer.inputs])
+    wanted = _wanted(graph, layer, [p.trainable for p in layer.space.parameters])
     for stage, group, back in zip(work.stages, work.statistics, wanted, strict=True):
         out, box = stage.local.space.out, stage.local.out
         statistics = stage.op.statistics(stage.local.specs, out)
@@ -85,6 +85,17 @@ def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule,
             by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
             real = all_reduce_share(elements * max(schedule.dtype.itemsize, SUMS_BYTES), *member)
             yield "statistics", by_plan * (1 + back), real * (again + back)
+
+
+def _wanted(graph: LayerGraph, layer: Layer, trained: list[bool]) -> list[bool]:
+    return gradients_wanted(layer.op, layer.specs, [graph.has_gradient[name] for name in layer.inputs], trained)
+
+
+def _reduces_back(graph: LayerGraph, layer: Layer) -> bool:
+    """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+    parameters = layer.space.parameters
+    main = len(space(*layer.op.stages(layer.specs)[0]).parameters)
+    return any(p.trainable for p in parameters[:main]) or _wanted(graph, layer, [False] * len(parameters))[0]
 
 
 def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]:

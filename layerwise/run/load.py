@@ -66,7 +66,6 @@ def load(
     else:
         shape = plan.provenance.get("input_shape")
         network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
-    network.all_trained()
     digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
     comm.handshake({"plan": digest, "torch": torch.__version__, "arguments of load": f"{dtype}, seed {seed}"})
     take_rank_0s(network.built, comm)

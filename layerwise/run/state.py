@@ -61,7 +61,7 @@ class State:
                 box = self.boxes[name][self.comm.rank]
                 if box is not None:
                     value = initial(network, layer, name, p, box, seed, self.dtype)
-                    _place(self.tree, name, value.to(self.device), p.trainable)
+                    _place(self.tree, name, value.to(self.device), p.trainable, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = self._read(name)
@@ -175,7 +175,7 @@ def _modules_of(graph: LayerGraph, kind: str) -> set[str]:
     return found
 
 
-def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
+def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen: bool) -> None:
     """Puts a tensor into nested modules, as its dotted name says."""
     *path, last = name.split(".")
     for part in path:
@@ -184,7 +184,7 @@ def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
         child = tree._modules[part]
         assert child is not None
         tree = child
-    if trainable:
-        tree.register_parameter(last, nn.Parameter(value))
+    if trainable or frozen:
+        tree.register_parameter(last, nn.Parameter(value, requires_grad=not frozen))
     else:
         tree.register_buffer(last, value)

@@ -78,10 +78,13 @@ class _Local:
 
 def schedule(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> Schedule:
     """The steps of a plan on `count` samples. A batch that is too short to be cut as planned is left out."""
-    least = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
-    if plan.io == "sample":
-        least = max(least, plan.gpus)
-    return Schedule(count, plan.batch, accumulate, min(least, plan.batch), seed)
+    return Schedule(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
+
+
+def least(plan: Plan) -> int:
+    """Samples that a batch must have for every rank to have a part of every layer that is split by samples."""
+    samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
+    return max(samples, plan.gpus) if plan.io == "sample" else samples
 
 
 def cross_entropy(out: Tensor, target: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def initial(network: Network, layer: Layer, name: str, p: Parameter, box: Box, s
     value = stored(network, name, box, p.shape)
     if value is not None:
         return value.to(dtype) if value.is_floating_point() else value
-    if not p.trainable and name.rpartition(".")[2] not in ("running_mean", "running_var"):
+    if not p.trainable and name not in layer.frozen and name.rpartition(".")[2] not in ("running_mean", "running_var"):
         raise LayerwiseError(
             f"layer {layer.name!r}: constant {name!r} has no value (the model is on the meta device): build the model "
             "with its constants, or give its weights"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerwise.api.choose import Choice, Request, choose, fixed_layers
+from layerwise.api.choose import given as as_it_is
 from layerwise.api.machine import built_in, given
 from layerwise.api.table import lines
 from layerwise.api.world import World
@@ -60,6 +61,25 @@ def test_memory() -> None:
     assert planned("data", replace(REQUEST, memory_bytes=1.01 * need)).best.strategy == data.best.strategy
     with pytest.raises(LayerwiseError, match=r"the strategy needs .* GB on one of the 4 devices"):
         planned("data", replace(REQUEST, memory_bytes=0.99 * need))
+
+
+def test_a_given_plan_is_checked_with_the_same_assumptions() -> None:
+    """Adam's state counts for plan=, too."""
+    adam = replace(REQUEST, optimizer="adam")
+    need = planned("data", adam).best.price.memory_bytes
+    plan = planned("data").plan
+    graph = fuse(load_model("alexnet", 64))
+
+    def run(comm: Comm) -> float | None:
+        world = World(comm, 1, 4, (0, 1, 2, 3), "Tesla P100", 16 * 10**9)
+        if comm.rank:
+            return None
+        profile = built_in(world).profile
+        with pytest.raises(LayerwiseError, match="the strategy needs"):
+            as_it_is(graph, world, profile, replace(adam, memory_bytes=0.99 * need), plan)
+        return as_it_is(graph, world, profile, replace(adam, memory_bytes=1.01 * need), plan).best.price.memory_bytes
+
+    assert run_threads(4, run)[0] == need
 
 
 def test_what_is_said() -> None:

@@ -84,6 +84,51 @@ def test_optimizers_by_name_by_function_and_carried_over() -> None:
     assert torch.equal(model[0].weight, network()[0].weight)  # its group's rate was 0
 
 
+def test_the_scripts_own_optimizer_and_scheduler() -> None:
+    """It goes on with the module's parameters; its scheduler with it."""
+    draw = nn.CrossEntropyLoss()
+    model, other = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    made = layerwise.fit(model, data(16).tensors, draw, optimizer, scheduler=schedule, epochs=3, **QUIET)
+    assert made.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
+    expected = layerwise.fit(
+        other, data(16).tensors, draw, lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), epochs=3, **QUIET,
+    )  # fmt: skip
+    assert losses(made) == losses(expected)
+    with pytest.raises(LayerwiseError, match="the scheduler is of another optimizer"):
+        layerwise.fit(model, data(16).tensors, draw, "sgd", scheduler=schedule, **QUIET)
+    with pytest.raises(LayerwiseError, match="the optimizer has taken steps already"):
+        layerwise.fit(model, data(16).tensors, draw, optimizer, **QUIET)
+
+
+def test_a_rank_without_the_optimizers_parameters_trains_none() -> None:
+    """An optimizer of one layer's parameters, which one rank alone has: the others' stay as they are."""
+    model = network()
+    optimizer = torch.optim.SGD(model[7].parameters(), 0.5)
+    layerwise.fit(model, data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, shuffle=False, **QUIET)
+    for whole in run_ranks(2, "tests.api.ranks:fitted_in_part"):
+        assert apart(whole, model.state_dict()) <= 1e-9
+        assert torch.equal(whole["0.weight"], network()[0].weight)
+
+
+def test_a_parallel_module_is_planned_already() -> None:
+    model = layerwise.parallelize(network(), data(8).tensors[0], verbose=False)
+    args = model, data(8).tensors, nn.CrossEntropyLoss(), "sgd"
+    assert layerwise.fit(*args, progress=False).module is model
+    with pytest.raises(LayerwiseError, match="strategy= says how to make a model parallel, but this one is already"):
+        layerwise.fit(*args, strategy="data")
+
+
+def test_an_optimizer_that_cannot_be_is_found_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerwise.api.fit.parallelize", None)
+    for wanted in ("adm", 7, torch.optim.LBFGS):
+        with pytest.raises(LayerwiseError, match="optimizer"):
+            layerwise.fit(network(), data(8).tensors, nn.CrossEntropyLoss(), wanted)
+
+
 def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
     how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "batch": 4, **QUIET}
     at_once, in_parts, again = network(), network(), network()

@@ -106,6 +106,12 @@ def test_on_the_default_group_and_a_mesh() -> None:
         assert "device_mesh has 2 dimensions" in message
 
 
+def test_a_mesh_of_some_ranks() -> None:
+    first, second = run_ranks(2, "tests.api.ranks:on_some_ranks")
+    assert "device_mesh has ranks [0] of 2; a model is split over all ranks" in first
+    assert "device_mesh is a process group that this rank is not in; a model is split over all ranks" in second
+
+
 def test_one_rank_is_plain_pytorch_bit_by_bit(capsys: pytest.CaptureFixture[str]) -> None:
     losses, whole, strategy, back = trained(SoloComm(), {})
     assert (losses, back) == (plain(2)[0], True)
@@ -122,6 +128,27 @@ def test_a_plan_is_used_as_it_is(tmp_path: Path) -> None:
     )
     assert again.plan == model.plan
     assert isinstance(again.plan.strategy["0"], Config)
+
+
+def test_fine_tuning() -> None:
+    """The frozen stay, on every rank; gradients of the head alone travel. The optimizer may be given all parameters."""
+    x, y = data(BATCH).tensors
+    model = network()
+    model[:5].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    for found, sent, whole in run_ranks(2, "tests.api.ranks:fine_tuned"):
+        assert found == pytest.approx(loss.item(), rel=1e-9)
+        assert sent == 8 * (64 * 12 + 12 + 12 * 10 + 10)  # bytes: 2 (r - 1) / r a rank
+        assert apart(whole, model.state_dict()) <= 1e-9
+
+
+def test_the_element_type_of_what_is_used_twice() -> None:
+    twice = nn.Linear(3, 3).double()
+    model = layerwise.parallelize(nn.Sequential(twice, twice), torch.randn(2, 3, dtype=torch.float64), verbose=False)
+    assert model.dtype == torch.float64
 
 
 def test_fewer_samples_than_ranks_are_fed_whole() -> None:
@@ -187,10 +214,6 @@ def test_wrong_models() -> None:
         layerwise.parallelize(Branching(), torch.randn(2, 3))
     with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
         layerwise.parallelize(7, torch.randn(2, 3))
-    frozen = nn.Linear(3, 3)
-    frozen.bias.requires_grad_(False)
-    with pytest.raises(LayerwiseError, match="'bias' has requires_grad=False"):
-        layerwise.parallelize(frozen, torch.randn(2, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(LayerwiseError, match=r"bring them to one type|torch\.export fails"):
         layerwise.parallelize(mixed, torch.randn(2, 3))

@@ -86,5 +86,6 @@ def test_wrong_arguments() -> None:
         shares(1, 2)
     with pytest.raises(LayerwiseError, match="it must be 'short', 'repeat' or 'leave out'"):
         layerwise.split(range(8), remainder="drop")
-    with pytest.raises(LayerwiseError, match="it must be at least 1"):
-        layerwise.split(range(8), batch=0)
+    for batch in (0, True, 2.0):
+        with pytest.raises(LayerwiseError, match="it must be at least 1, and a whole number"):
+            layerwise.split(range(8), batch=batch)

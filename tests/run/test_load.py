@@ -96,16 +96,6 @@ def test_ranks_that_load_differently_are_refused(what: str, unlike: dict[str, ob
         assert text.startswith(f"the ranks differ in {what}: ")
 
 
-def test_a_frozen_parameter_is_refused_at_load() -> None:
-    module = copy.deepcopy(mlp()[0])
-    module[2].weight.requires_grad_(False)
-    network = traced(module)
-    with pytest.raises(LayerwiseError, match=r"parameter '2\.weight' has requires_grad=False"):
-        load(plan_of(network, 1), network)
-    with pytest.raises(LayerwiseError, match=r"parameter '2\.weight' has requires_grad=False"):
-        load(plan_of(network, 1), module, example_inputs=(SAMPLES[0],))
-
-
 @pytest.mark.parametrize("part", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["batch norm", "dropout"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_part_in_another_mode_is_refused(part: nn.Module, training: bool) -> None:

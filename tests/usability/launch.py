@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
 import os
 import runpy
 import sys
@@ -25,8 +27,8 @@ PATIENCE_S = 120.0
 PRELOAD = ["tests.usability.preload", "layerwise.comm.start", "layerwise.cli", "tests.comm.pool"]
 
 
-def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Path) -> None:
-    """Runs `scripts/<script>.py` on `ranks` processes, once with each of these arguments.
+def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Path) -> list[str]:
+    """Runs `scripts/<script>.py` on `ranks` processes, once with each of these arguments; what rank 0 prints each time.
 
     folder: has the data sets that it reads, and what layerwise measures of the machine. AssertionError, with its
     traceback, where a rank fails.
@@ -48,18 +50,21 @@ def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Pat
         there.close()
         ends.append(here)
         processes.append(process)
+    printed: list[list[str]] = []
     try:
         for rank, end in enumerate(ends):
             assert end.poll(PATIENCE_S), f"{script}: rank {rank} of {ranks} is not done after {PATIENCE_S:g} s"
             try:
-                failure = end.recv()
+                told = end.recv()
             except EOFError:
-                failure = "it has ended"
-            assert not failure, f"{script}: rank {rank} of {ranks}: {failure}"
+                told = "it has ended"
+            assert isinstance(told, list), f"{script}: rank {rank} of {ranks}: {told}"
+            printed.append(told)
     finally:
         for process in processes:
             process.kill()
             process.join()
+    return printed[0]
 
 
 def _keep_groups() -> None:
@@ -79,14 +84,17 @@ def _run(
     os.environ.update(variables)
     torch.set_num_threads(1)
     _keep_groups()
+    printed = []
     try:
         for number, argv in enumerate(runs):
             if ports:
                 os.environ["MASTER_PORT"] = ports[number]
             sys.argv = [script, *argv]
-            runpy.run_path(script, run_name="__main__")
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                runpy.run_path(script, run_name="__main__")
+            printed.append(out.getvalue())
         atexit._run_exitfuncs()  # the ranks wait for each other: a process of multiprocessing would not
-        end.send("")
+        end.send(printed)
     except BaseException:
         end.send(traceback.format_exc())
     leave(0)

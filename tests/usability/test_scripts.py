@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.usability.__main__ import WAYS, measured, saved
-from tests.usability.images import images, keep
+from tests.usability.images import HELD_OUT, images, keep
 from tests.usability.launch import launch
 
 RANKS = 2
-WHOLE_BATCH = ("one_device", "model_parallel", "fit")  # are given the samples of all ranks
-SAMPLES = {"digits": 1792, "mnist": 5000}
-RUNS = {"digits": ("digits", 64), "mnist": ("mnist", 64), "one batch": ("digits", 1792)}  # data set, samples a step
+PER_RANK = ("ddp",)  # is given the samples of one rank
+SAME_ORDER = ("model_parallel", "one_call")  # the very samples that one device has in each step
+RUNS = {"digits": ("digits", 64), "mnist": ("mnist", 64), "one batch": ("digits", 1536)}  # data set, samples a step
 
 
 def network(side: int) -> nn.Sequential:
@@ -25,57 +27,76 @@ def network(side: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-Results = dict[str, dict[str, tuple[float, float]]]
+@dataclass(frozen=True)
+class Trained:
+    """Loss over all images and accuracy over those held out, of the whole model that a script has saved; its words."""
+
+    loss: float
+    accuracy: float
+    printed: str
+
+
+Results = dict[str, dict[str, Trained]]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Loss and accuracy over all images, of the whole model that each script has saved, by run and script."""
+    """By run and script."""
     folder = tmp_path_factory.mktemp("usability")
-    for name in SAMPLES:
+    for name in HELD_OUT:
         keep(name, folder)
     results: Results = {run: {} for run in RUNS}
     for way in ("one_device", *WAYS):
         ranks = 1 if way == "one_device" else RANKS
-        parts = 1 if way in WHOLE_BATCH else RANKS
+        parts = RANKS if way in PER_RANK else 1
         files = {run: folder / f"{way}, {run}.pt" for run in RUNS}
-        launch(way, ranks, [(data, str(n // parts), str(files[run])) for run, (data, n) in RUNS.items()], folder)
-        for run, (data, _) in RUNS.items():
-            results[run][way] = score(torch.load(files[run], weights_only=True), data)
+        printed = launch(
+            way, ranks, [(data, str(n // parts), str(files[run])) for run, (data, n) in RUNS.items()], folder
+        )
+        for (run, (data, _)), text in zip(RUNS.items(), printed, strict=True):
+            results[run][way] = Trained(*score(torch.load(files[run], weights_only=True), data), text)
     return results
 
 
 def score(state: dict[str, Tensor], data: str) -> tuple[float, float]:
-    """Loss and accuracy of a whole model's state dict."""
-    x, y = images(data).tensors
-    model = network(x.shape[-1] // 4)
+    """Of a whole model's state dict."""
+    train, test = images(data)
+    model = network(test.tensors[0].shape[-1] // 4)
     model.load_state_dict(state)
     with torch.no_grad():
-        out = model(x)
-    return nn.functional.cross_entropy(out, y).item(), (out.argmax(1) == y).float().mean().item()
+        out, right = model(train.tensors[0]), model(test.tensors[0]).argmax(1) == test.tensors[1]
+    return nn.functional.cross_entropy(out, train.tensors[1]).item(), right.double().mean().item()
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", HELD_OUT)
 def test_all_ways_train_to_the_same_loss(name: str, trained: Results) -> None:
-    """By hand, model parallelism sees the very same samples in a step; the others shuffle their own."""
-    loss, accuracy = trained[name]["one_device"]
-    assert accuracy > 0.9
+    """DistributedSampler and fit shuffle in an order of their own."""
+    one = trained[name]["one_device"]
+    assert one.accuracy > 0.9
     for way in WAYS:
-        other, right = trained[name][way]
-        assert other == pytest.approx(loss, rel=0.02 if way == "model_parallel" else 0.25), way
-        assert right == pytest.approx(accuracy, abs=0.03), way
+        other = trained[name][way]
+        apart = 0.02 * one.loss if way in SAME_ORDER else 0.06  # at first the loss is 2.3
+        assert other.loss == pytest.approx(one.loss, abs=apart), way
+        assert other.accuracy == pytest.approx(one.accuracy, abs=0.03), way
 
 
 def test_all_ways_are_exact(trained: Results) -> None:
     """With all samples in one batch their order does not matter: the losses are equal."""
-    loss, _ = trained["one batch"]["one_device"]
     for way in WAYS:
-        assert trained["one batch"][way][0] == pytest.approx(loss, rel=1e-5), way
+        assert trained["one batch"][way].loss == pytest.approx(trained["one batch"]["one_device"].loss, rel=1e-5), way
+
+
+def test_all_ways_print_the_accuracy_of_the_whole_model(trained: Results) -> None:
+    for run, ways in trained.items():
+        for way, one in ways.items():
+            told = f"accuracy {one.accuracy:.4g}," if way == "fit" else f"held out: {one.accuracy:.2%} right"
+            assert told in one.printed, (run, way)
 
 
 def test_one_call_is_the_least() -> None:
     found = measured()
-    assert saved(found, "ddp", "effort") > 0.4
-    assert saved(found, "ddp", "lines") > 0.4
-    assert saved(found, "model_parallel", "lines") > 0.85
-    assert saved(found, "model_parallel", "effort") > 0.97
+    assert saved(found, "ddp", "effort") > 0.9
+    assert saved(found, "ddp", "lines") > 0.75
+    assert saved(found, "model_parallel", "lines") > 0.94
+    assert saved(found, "model_parallel", "effort") > 0.99
+    assert found["fit"].effort < 0.1 * found["ddp"].effort

@@ -19,7 +19,7 @@ EPOCHS = 4
 def main(data: str, batch: int, file: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    train = images(data)
+    train, test = images(data)
     side = train[0][0].shape[-1] // 4
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
@@ -34,6 +34,7 @@ def main(data: str, batch: int, file: str) -> None:
     model = DistributedDataParallel(model)
     sampler = DistributedSampler(train)
     loader = DataLoader(train, batch, sampler=sampler)
+    test_loader = DataLoader(test, batch, sampler=DistributedSampler(test, shuffle=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
@@ -45,6 +46,13 @@ def main(data: str, batch: int, file: str) -> None:
             optimizer.step()
         schedule.step()
         print(f"epoch {epoch}: loss {loss.item():.4f}")
+    model.eval()
+    right = torch.tensor(0)
+    with torch.no_grad():
+        for x, y in test_loader:
+            right += (model(x).argmax(1) == y).sum()
+    dist.all_reduce(right)
+    print(f"held out: {right.item() / len(test):.2%} right")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), file)
     dist.destroy_process_group()

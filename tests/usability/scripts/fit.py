@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 --local-ranks-filter 0 fit.py mnist 64 model.pt     
 """
 
 import sys
-from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ EPOCHS = 4
 
 def main(data: str, batch: int, file: str) -> None:
     torch.manual_seed(0)
-    train = images(data)
+    train, test = images(data)
     side = train[0][0].shape[-1] // 4
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
@@ -31,12 +30,12 @@ def main(data: str, batch: int, file: str) -> None:
         nn.Linear(128, 10),
     )
     loader = DataLoader(train, batch, shuffle=True)
+    test_loader = DataLoader(test, batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     loss = nn.functional.cross_entropy
-    fitted = layerwise.fit(model, loader, loss, optimizer, epochs=EPOCHS, scheduler=cosine)
-    if fitted.module.comm.rank == 0:
-        torch.save(model.state_dict(), file)
+    layerwise.fit(model, loader, loss, optimizer, scheduler=schedule, epochs=EPOCHS, held_out=test_loader)
+    layerwise.save(model, file)
 
 
 if __name__ == "__main__":

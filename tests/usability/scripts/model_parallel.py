@@ -94,7 +94,7 @@ class ByInputs(nn.Module):
 def main(data: str, batch: int, file: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    train = images(data)
+    train, test = images(data)
     side = train[0][0].shape[-1] // 4
     model = nn.Sequential(
         ByOutputs(nn.Conv2d(1, 8, 3, stride=2, padding=1)),
@@ -107,6 +107,7 @@ def main(data: str, batch: int, file: str) -> None:
         ByInputs(nn.Linear(128, 10)),
     )
     loader = DataLoader(train, batch, shuffle=True)
+    test_loader = DataLoader(test, batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
@@ -117,6 +118,12 @@ def main(data: str, batch: int, file: str) -> None:
             optimizer.step()
         schedule.step()
         print(f"epoch {epoch}: loss {loss.item():.4f}")
+    model.eval()
+    right = torch.tensor(0)
+    with torch.no_grad():
+        for x, y in test_loader:
+            right += (model(x).argmax(1) == y).sum()
+    print(f"held out: {right.item() / len(test):.2%} right")
     split = {name: layer for name, layer in model.named_children() if isinstance(layer, ByOutputs | ByInputs)}
     state = {f"{name}.{key}": value for name, layer in split.items() for key, value in layer.whole_state().items()}
     if dist.get_rank() == 0:

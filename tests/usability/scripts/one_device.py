@@ -16,7 +16,7 @@ EPOCHS = 4
 
 def main(data: str, batch: int, file: str) -> None:
     torch.manual_seed(0)
-    train = images(data)
+    train, test = images(data)
     side = train[0][0].shape[-1] // 4
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
@@ -29,6 +29,7 @@ def main(data: str, batch: int, file: str) -> None:
         nn.Linear(128, 10),
     )
     loader = DataLoader(train, batch, shuffle=True)
+    test_loader = DataLoader(test, batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
@@ -39,6 +40,12 @@ def main(data: str, batch: int, file: str) -> None:
             optimizer.step()
         schedule.step()
         print(f"epoch {epoch}: loss {loss.item():.4f}")
+    model.eval()
+    right = torch.tensor(0)
+    with torch.no_grad():
+        for x, y in test_loader:
+            right += (model(x).argmax(1) == y).sum()
+    print(f"held out: {right.item() / len(test):.2%} right")
     torch.save(model.state_dict(), file)
 
 

@@ -1,0 +1,257 @@
+"""Loaders: a script's DataLoaders, for this rank of a parallel model. Their batches are those that one device has."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from layerwise.api.split import Share
+from layerwise.errors import LayerwiseError
+from layerwise.ops.ends import Input
+from layerwise.ops.loss import Loss
+from layerwise.run.module import ParallelModule
+from layerwise.run.place import samples
+from layerwise.run.train import least
+
+OTHERWISE = "give parallelize what one rank calls the model with, and split the data yourself: see layerwise.split"
+
+
+def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | Mapping[str, Tensor], int]:
+    """What the model is called with, of two samples, and how many a batch has. LayerwiseError for unfit loaders."""
+    check(loader)
+    count = len(_sized(loader.dataset))
+    if count < 1:
+        raise LayerwiseError("the loader's data set has no samples")
+    batch = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(batch, int):
+        raise LayerwiseError(f"the loader's batch sampler has no batch_size: {OTHERWISE}")
+    numbers = list(range(min(2, count)))
+    data: Any = loader.dataset
+    with torch.random.fork_rng(devices=[]):  # augmentation draws; the script draws as if without this
+        items = data.__getitems__(numbers) if hasattr(data, "__getitems__") else [data[i] for i in numbers]
+        made = loader.collate_fn(items)
+    inputs = made[0] if isinstance(made, tuple | list) and len(made) == 2 else made
+    found = tuple(inputs) if isinstance(inputs, tuple | list) else inputs
+    tensors = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple) else (found,)
+    if (isinstance(made, tuple | list) and len(made) != 2) or not all(isinstance(x, Tensor) for x in tensors):
+        raise LayerwiseError(f"the loader's batches are neither (inputs, target) nor tensors by name: {OTHERWISE}")
+    return found, min(batch, count)
+
+
+def check(loader: DataLoader[Any]) -> None:
+    """LayerwiseError for what cannot be shared among ranks."""
+    if not isinstance(loader, DataLoader):
+        raise LayerwiseError(f"parallelize(model, loader, ...) takes further DataLoaders, not {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        raise LayerwiseError(f"the loader draws no batches of numbered samples: {OTHERWISE}")
+    if isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
+        raise LayerwiseError(
+            "the loader has a DistributedSampler: parallelize gives each rank its share of a batch by itself, so give "
+            "it the loader that one device would have"
+        )
+    if isinstance(loader.dataset, Share):
+        raise LayerwiseError(
+            "the loader has a rank's share by layerwise.split: parallelize gives each rank its share of a batch by "
+            "itself, so give it a loader of the whole data set"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise LayerwiseError(
+            f"the loader is a {type(loader).__name__} with an __iter__ of its own, which would not be used: {OTHERWISE}"
+        )
+    try:
+        len(loader)
+    except TypeError:
+        raise LayerwiseError(f"the loader's sampler has no length, and may have no end: {OTHERWISE}") from None
+
+
+def _sized(dataset: object) -> Sized:
+    if not isinstance(dataset, Sized):
+        raise LayerwiseError(f"the loader's data set has no length: {OTHERWISE}")
+    return dataset
+
+
+def shared(loaders: Iterable[DataLoader[Any]], module: ParallelModule) -> list[DataLoader[Any]]:
+    """The first to train on, the others to evaluate with; the module knows what it is being given from them."""
+    feeding = Feeding(module)
+    return [SharedLoader(loader, feeding, whole=number > 0) for number, loader in enumerate(loaders)]
+
+
+class Feeding:
+    """What the module may be called with. live: of each loop over a loader, the latest last, its batch's samples.
+
+    whole: every rank has all of it, not its share: without gradients each then computes its share only, and gets all
+    outputs, where they have a row a sample. Else all ranks compute all of it, with the same result; so, too, where it
+    may as well be a share of another loop's batch.
+    """
+
+    def __init__(self, module: ParallelModule) -> None:
+        self.module, self.live = module, dict[object, tuple[int, bool]]()
+        self._gathering = 0
+        layers, batch = module.graph.layers, module.graph.batch
+        self._by_sample = [layer.out.index("n") == 0 for layer in layers if type(layer.op) is Input]
+        sink = layers[-1]
+        losses = any(isinstance(module.graph[name].main, Loss) for name in sink.inputs)
+        self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def least(self) -> int:
+        """Samples that a batch must have for every rank to have a part of every layer."""
+        return least(self.module.plan)
+
+    def _before(
+        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._gathering = 0
+        module = self.module
+        if not self.live or named or module.io == "free" or len(inputs) != len(self._by_sample):
+            return None
+        given = {x.shape[0] for x, rows in zip(inputs, self._by_sample, strict=True) if rows and x.dim()}
+        of = reversed(self.live.values())
+        size, whole = next((one for one in of if given == {one[0] if one[1] else self._shares(one[0])[0]}), (0, False))
+        if size and not whole:
+            return inputs, {"batch": size}
+        others = {count for size, whole in self.live.values() if not whole for count in self._shares(size)}
+        alone = torch.is_grad_enabled() or not self._rows or module.comm.size == 1 or size in others
+        if alone or size < self.least():
+            return None
+        self._gathering, share = size, module.share(size)
+        mine = tuple(x[share] if rows else x for x, rows in zip(inputs, self._by_sample, strict=True))
+        return mine, {"batch": size}
+
+    def _shares(self, size: int) -> list[int]:
+        """Samples of a batch that this rank has, then those that the others have."""
+        counts = [share.stop - share.start for share in samples(self.module.plan, size)]
+        return [counts.pop(self.module.comm.rank), *counts]
+
+    def _after(self, _: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, self._gather, outputs) if self._gathering else outputs
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        module, size = self.module, self._gathering
+        shares = [(share.start, share.stop) for share in samples(module.plan, size)]
+        padded = mine.new_zeros((max(stop - start for start, stop in shares), *mine.shape[1:]))
+        padded[: len(mine)] = mine
+        every = padded.new_empty((module.comm.size, *padded.shape))
+        module.comm.all_gather(every, padded, tuple(range(module.comm.size)), "io", "outputs of an evaluation")
+        whole = mine.new_empty((size, *mine.shape[1:]))
+        for rows, (start, stop) in zip(every, shares, strict=True):
+            whole[start:stop] = rows[: stop - start]
+        return whole
+
+
+class Shares(Sampler[list[int]]):
+    """Of every batch that `theirs` draws on rank 0 this rank's share (whole: all of it). sizes: of those batches."""
+
+    def __init__(self, theirs: Iterable[list[int]], feeding: Feeding, *, whole: bool) -> None:
+        self.theirs, self.feeding, self.whole = theirs, feeding, whole
+        self.sizes = deque[int]()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        module, drawn = self.feeding.module, self._drawn()
+        if not self.whole or module.io == "free":
+            _join(drawn, self.feeding.least())
+        self.sizes = deque(map(len, drawn))
+        for numbers in drawn:
+            yield numbers if self.whole else numbers[module.share(len(numbers))]
+
+    def __len__(self) -> int:
+        return len(_sized(self.theirs)) - bool(self.joining())
+
+    def joining(self) -> int:
+        """Samples of a last batch that is too small for the plan's cuts, and so joins the one before; else 0."""
+        theirs = self.theirs
+        split = not self.whole or self.feeding.module.io == "free"
+        if not split or not isinstance(theirs, BatchSampler) or theirs.drop_last:
+            return 0
+        left = len(_sized(theirs.sampler)) % theirs.batch_size
+        return left if left < self.feeding.least() and len(theirs) > 1 else 0
+
+    def _drawn(self) -> list[list[int]]:
+        """The same on all ranks, whatever their random states: where rank 0's is, its sampler would draw alone."""
+        comm = self.feeding.module.comm
+        state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        told = comm.tell_all(state.numpy().tobytes().hex())[0]
+        with nullcontext() if comm.rank == 0 else torch.random.fork_rng(devices=[]):
+            if comm.rank:
+                torch.random.set_rng_state(torch.frombuffer(bytearray.fromhex(told), dtype=torch.uint8))
+            most = len(_sized(self.theirs))
+            drawn = [_numbers(batch) for batch in islice(self.theirs, most + 1)]
+        if len(drawn) > most:
+            raise LayerwiseError(f"the loader's sampler draws more than the {most} batches of its length: {OTHERWISE}")
+        comm.handshake({"samples that the loader's sampler draws": f"{zlib.crc32(repr(drawn).encode()):08x}"})
+        return drawn
+
+
+def _numbers(batch: Iterable[Any]) -> list[int]:
+    try:
+        return list(map(int, batch))
+    except (TypeError, ValueError):
+        raise LayerwiseError(f"the loader's sampler draws other things than numbers of samples: {OTHERWISE}") from None
+
+
+def _join(drawn: list[list[int]], least: int) -> None:
+    """A last batch that is too small for the plan's cuts joins the one before."""
+    if drawn and len(drawn[-1]) < least:
+        if len(drawn) < 2:
+            raise LayerwiseError(
+                f"the loader's only batch has {len(drawn[-1])} samples, too few for the plan's cuts, which need "
+                f"{least}: give more data, or start fewer ranks"
+            )
+        drawn[-2:] = [drawn[-2] + drawn[-1]]
+    if any(len(batch) < least for batch in drawn):
+        raise LayerwiseError(
+            f"the loader's sampler draws batches of {min(map(len, drawn))} samples, too few for the plan's cuts, which "
+            f"need {least}"
+        )
+
+
+class SharedLoader(DataLoader[Any]):
+    """`theirs`, but each rank loads its share of the batches only, or each all of them (whole)."""
+
+    def __init__(self, theirs: DataLoader[Any], feeding: Feeding, *, whole: bool) -> None:
+        check(theirs)
+        assert theirs.batch_sampler is not None
+        self._feeding, self._whole = feeding, whole
+        self._shares = Shares(theirs.batch_sampler, feeding, whole=whole)
+        super().__init__(
+            theirs.dataset,
+            batch_sampler=self._shares,
+            num_workers=theirs.num_workers,
+            collate_fn=theirs.collate_fn,
+            pin_memory=theirs.pin_memory,
+            timeout=theirs.timeout,
+            worker_init_fn=theirs.worker_init_fn,
+            multiprocessing_context=theirs.multiprocessing_context,
+            generator=theirs.generator,
+            prefetch_factor=theirs.prefetch_factor,
+            persistent_workers=theirs.persistent_workers,
+        )
+        self.__dict__["batch_size"] = theirs.batch_size  # as scripts ask for it; of all ranks together
+        left = self._shares.joining()
+        if left and feeding.module.comm.rank == 0:
+            print(
+                f"layerwise: the last {left} samples are too few for a batch: they join the one before", file=sys.stderr
+            )
+
+    def __iter__(self) -> Any:
+        live, loop, sizes = self._feeding.live, object(), None
+        try:
+            for made in super().__iter__():
+                sizes = self._shares.sizes if sizes is None else sizes  # of this loop: another may begin within it
+                live.pop(loop, None)
+                live[loop] = sizes.popleft(), self._whole
+                yield made
+        finally:  # also where the loop is left early
+            live.pop(loop, None)

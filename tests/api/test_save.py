@@ -1,0 +1,39 @@
+"""save: the file that one device's script has written, whatever the ranks and their plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerwise
+from layerwise.errors import LayerwiseError
+from tests.api.script import data, network
+from tests.comm.pool import run_ranks
+
+
+def test_the_whole_state_in_one_file(tmp_path: Path) -> None:
+    for state, message in run_ranks(2, "tests.api.ranks:saved", str(tmp_path / "model.pt")):
+        found = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+        network().load_state_dict(found, strict=True)
+        assert "below.pt' cannot be written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_of_a_model_that_fit_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    layerwise.fit(model, data(16).tensors, torch.nn.CrossEntropyLoss(), "sgd", progress=False, verbose=False)
+    layerwise.save(model, tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(LayerwiseError, match="save takes a model, not OrderedDict"):
+        layerwise.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(LayerwiseError, match="save takes the path of a file, not NoneType"):
+        layerwise.save(model, None)
+    other = network()
+    layerwise.parallelize(other, data(16).tensors[0], verbose=False)
+    with pytest.raises(LayerwiseError, match="is not trained: save the one that it returned"):
+        layerwise.save(other, tmp_path / "other.pt")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LayerwiseError, match="is for what parallelize returns"):
+        layerwise.save(model, tmp_path / "model.pt")

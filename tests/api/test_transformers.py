@@ -1,0 +1,77 @@
+"""parallelize on models of Hugging Face: the numbers of one device, or one clear sentence."""
+
+import pytest
+import torch
+
+import layerwise
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from tests.api.test_parallelize import apart
+from tests.comm.pool import run_ranks
+
+hf = pytest.importorskip("transformers")
+
+from tests.api import hugging_face  # noqa: E402 (needs transformers)
+from tests.api.hugging_face import BATCH, build, plain, trained  # noqa: E402
+
+CASES = [
+    ("vit", "sdpa", True, "data"),
+    ("vit", "eager", False, {"vit.layers.0.mlp.fc1": {"c": 2}}),
+    ("resnet", "eager", True, {}),
+    ("convnext", "eager", True, "model"),
+    ("poolformer", "eager", True, "data"),
+    ("swin", "eager", True, "data"),
+    ("bert", "sdpa", True, {"bert.encoder.layer.0.intermediate.dense": {"c": 2}}),
+    ("bert", "eager", False, "data"),
+    ("roberta", "sdpa", True, "data"),
+    ("distilbert", "eager", True, "model"),
+    ("gpt2", "sdpa", True, "data"),
+    ("gpt2", "eager", True, "model"),
+    ("llama", "sdpa", True, {"model.layers.0.mlp.down_proj": {"k": 2}}),
+    ("llama", "eager", False, "data"),
+    ("t5", "eager", True, "data"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "labels", "strategy"), CASES, ids=[f"{c[0]}-{c[1]}-{list(c[2:])}" for c in CASES]
+)
+def test_two_ranks_have_the_numbers_of_plain_pytorch(name: str, attention: str, labels: bool, strategy: object) -> None:
+    """The loss inside the model counts the targets of all ranks: their texts differ in length."""
+    losses, state = plain(name, attention, labels=labels)
+    ranks = run_ranks(2, "tests.api.hugging_face:trained", name, attention, labels, {"strategy": strategy or None})
+    assert [sum(parts) / 2 for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, 1e-9)
+    for _, whole in ranks:
+        assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in state.items()}
+        assert apart(whole, state) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["bert, dropout", "swin, drop path"])
+def test_two_ranks_drop_what_one_drops(name: str) -> None:
+    losses, state = trained(SoloComm(), name, "eager", True, {})
+    assert losses != pytest.approx(plain(name, "eager", labels=True)[0], rel=1e-3)  # other draws than PyTorch's
+    ranks = run_ranks(2, "tests.api.hugging_face:trained", name, "eager", True, {"strategy": "data"})
+    assert [sum(parts) / 2 for parts in zip(*(rank[0] for rank in ranks), strict=True)] == pytest.approx(losses, 1e-9)
+    for _, whole in ranks:
+        assert apart(whole, state) <= 1e-9
+
+
+def test_a_model_returns_what_it_returned() -> None:
+    """But for the cache of keys and values; its configuration stays as it was."""
+    model = build("gpt2", "sdpa")
+    (batch, *_) = hugging_face.batches("gpt2", labels=True)
+    made = layerwise.parallelize(model, dict(batch), verbose=False)
+    assert model.config.use_cache
+    returned, own = made(**batch), model(**batch)
+    assert type(returned) is type(own)
+    torch.testing.assert_close(returned.logits, own.logits)
+    assert own.past_key_values is not None
+    assert returned.past_key_values is None
+
+
+def test_routing_by_data_is_refused() -> None:
+    config = hf.MixtralConfig(**hugging_face.TEXT, num_key_value_heads=2, num_local_experts=2)
+    ids = torch.randint(0, hugging_face.WORDS, (BATCH, 12))
+    with pytest.raises(LayerwiseError) as error:
+        layerwise.parallelize(hf.MixtralForCausalLM(config), {"input_ids": ids}, verbose=False)
+    assert str(error.value).count("\n") == 0
