@@ -19,14 +19,22 @@ from layerwise.machine import DEFAULT, DTYPES, load, names
 from layerwise.oracle import report, report_json
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
+from layerwise.oracle.framework import Framework, framework
 from layerwise.oracle.measured import read_runs
 from layerwise.oracle.plot import check_plot, draw, save_plot
-from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
+from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of
 
 GAMMA = 1000.0  # beyond it or its inverse, no peak was measured
+FORMULAS = {
+    "tables": "cost tables",
+    "published": "closed forms as published",
+    "as-run": "closed forms as run",
+    "chainermnx": "closed forms of ChainerMNX",
+    "chainermnx:logs": "closed forms of ChainerMNX, with data loading",
+}
 
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
@@ -47,6 +55,16 @@ that follows --gather-after on one device); filter (output channels), channel
 (input channels, from the second layer on); pipeline (GPipe); df (data+filter)
 and ds (data+spatial): groups across nodes, the split inside a group;
 layerwise: the searched plan. data+filter and data+spatial are names, too.
+
+formulas: "tables" are what search prices with, of what layerwise.run runs. The
+closed forms know no uneven cells, busy ports or overlap: "published" are
+ParaDL's, "as-run" the same with the messages that layerwise.run sends.
+"chainermnx" is the software that ParaDL's measurements were taken with, on
+profile v100, networks whose time on one V100 was published; its constants come
+from runs of a single device or purpose, data loading aside. "chainermnx:logs":
+with it, as the software was four months earlier.
+  python -m layerwise.oracle resnet50 --gpus 64 --profile v100 --batch 64 \\
+      --scaling strong --strategy filter,channel --formulas chainermnx
 
 "sum": the phases one after the other; the gradients of a bucket share the
 latency of its all-reduce. "overlap": gradients travel beside the backward pass.
@@ -100,9 +118,10 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("answer")
     g.add_argument(
         "--formulas",
-        choices=["tables", "published", "as-run"],
+        choices=list(FORMULAS),
+        metavar="F",
         default="tables",
-        help="cost tables, or ParaDL's closed forms as published, or as our runtime runs them (default: tables)",
+        help=f"{', '.join(FORMULAS)}: what prices; see below (default: tables)",
     )
     g.add_argument(
         "--gamma",
@@ -132,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [] if args.measured is None else read_runs(args.measured)
     if args.gamma is not None and args.formulas == "tables":
         raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
+    formulas, ran = _formulas(args, profile.name)
     if args.gamma is not None and not 1 / GAMMA <= args.gamma <= GAMMA:
         raise LayerwiseError(f"--gamma {args.gamma:g}: from {1 / GAMMA:g} to {GAMMA:g}")
     gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
@@ -150,20 +170,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_plot(args.plot)
         check_writable(args.plot)
     dims = _dims(args.spatial_dims)
+    graph = load_model(args.model, 1, args.input_shape)
+    gather_after = args.gather_after or (None if ran is None else ran.gathers_after(args.model))
     oracle = Oracle(
         Question(
-            graph=fuse(load_model(args.model, 1, args.input_shape)),
+            graph=fuse(graph) if ran is None else graph,
             profile=profile,
             batch=args.batch or 32,
             scaling=args.scaling,
             gpus_per_node=args.gpus_per_node,
             segments=args.segments,
-            wishes=Wishes(args.group_size, args.gather_after, dims),
+            wishes=Wishes(args.group_size, gather_after, dims),
             options=CostOptions(
                 io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
             ),
-            formulas=args.formulas,
+            formulas=formulas,
             gamma=args.gamma or 1.0,
+            framework=ran,
+            seconds_per_sample=None if ran is None else ran.single_s(args.model),
         )
     )
     with progress_bar("asking", quiet=args.json) as progress:
@@ -195,8 +219,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _heading(args: argparse.Namespace, processor: str) -> str:
     each = "a GPU" if args.scaling == "weak" else "a step"
-    how = {"tables": "cost tables", "published": "closed forms as published", "as-run": "closed forms as run"}
-    return f" on {processor}, {args.batch or 32:,} samples {each}, {args.samples:,} an epoch; {how[args.formulas]}\n"
+    how = FORMULAS[args.formulas]
+    return f" on {processor}, {args.batch or 32:,} samples {each}, {args.samples:,} an epoch; {how}\n"
+
+
+def _formulas(args: argparse.Namespace, profile: str) -> tuple[Pricing, Framework | None]:
+    """What prices, and the framework that it is of, whose constants hold for what it ran only."""
+    form, _, runs = args.formulas.partition(":")
+    if form != "chainermnx":
+        return form, None
+    ran = framework(form, runs or "bars")
+    for flag, given, only in (
+        ("profile", profile, ran.profile),
+        ("optimizer", args.optimizer, ran.options["optimizer"]),
+        ("dtype", args.dtype, ran.options["dtype"]),
+        ("input-shape", args.input_shape, None),
+    ):
+        if given != only:
+            wanted = f"with --{flag} {only}" if only else f"without --{flag}"
+            raise LayerwiseError(f"--formulas {form} is of runs {wanted}, which its constants were measured in")
+    ran.single_s(args.model)
+    return form, ran
 
 
 def _strategies(text: str | None) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def ask(
     """
     if not gpus:
         return Asked({}, {}, {}, ())
-    names = tuple(chosen) or applicable(oracle.question.graph, oracle.node)
+    names = tuple(chosen) or applicable(oracle.question.graph, oracle.node, oracle.question.formulas)
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
     work = [(name, count) for count in gpus for name in names]

@@ -19,7 +19,6 @@ from layerwise.oracle.project import project
 from layerwise.oracle.records import Record
 from layerwise.oracle.strategies import Wishes
 
-GATHERED_AFTER = {"cosmoflow": "features.5"}  # the second pooling (Kahira et al., section 4.5.1)
 FactsOf = Callable[[str, int, str], Facts]  # model, batch of a device, runs
 
 
@@ -66,7 +65,7 @@ def projected(record: Record, facts: Facts, chainer: Framework) -> Projection:
         record.batch,
         "chainermnx",
         groups=groups,
-        wishes=Wishes(gather_after=GATHERED_AFTER.get(record.model.partition(":")[0])),
+        wishes=Wishes(gather_after=chainer.gathers_after(record.model)),
         framework=chainer,
     )
 

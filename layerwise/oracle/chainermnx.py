@@ -25,6 +25,7 @@ from layerwise.oracle.published import split_at
 from layerwise.oracle.strategies import CUT, Shape
 
 FILTER_PASSES = 5  # over y: a concatenation reads and writes, so does a stack, a sum reads (and writes y/p)
+NOT_RUN = ("pipeline", "layerwise")
 CHANNEL_PASSES = 2  # over x: a concatenation
 HALO_PASSES = (6, 4)  # over x/p, y/p: two concatenations each, and a slice of dL/dx
 
@@ -33,6 +34,8 @@ def chainermnx(
     facts: Facts, strategy: str, shape: Shape, model: CostModel, chainer: Framework, gamma: float = 1.0
 ) -> Phases:
     """The phases of an iteration of the model's batch. `facts` are of the network as it stands, without fusion."""
+    if strategy in NOT_RUN:
+        raise not_run(strategy)
     p1, p2, devices = shape.groups, shape.inside, model.devices
     batch, w_bytes = model.graph.batch / p1, facts.parameters * facts.item_bytes
     gather_s = reduce_s = halo_s = 0.0
@@ -48,8 +51,6 @@ def chainermnx(
         halo_s, gather_s = _spatial_messages(facts, shape, batch, chainer)
         reduce_s = gather_s
         gradient_s += _gradient_s(w_bytes, p2, 1, model, chainer)
-    elif strategy == "pipeline":
-        raise LayerwiseError("ChainerMNX runs no pipelines: take the closed forms as published or as run")
     weights = 1 / p2 if strategy in CUT else 1.0
     share = 1 / p2 if strategy in ("spatial", "ds") else 1.0
     memory = memory_bytes(facts, batch, inputs=share, outputs=share, weights=weights)
@@ -61,6 +62,11 @@ def chainermnx(
         gradient_s=gradient_s,
         memory_bytes=gamma * memory,
     )
+
+
+def not_run(strategy: str) -> LayerwiseError:
+    """For a strategy that ChainerMNX has not."""
+    return LayerwiseError(f"{strategy} is no strategy of ChainerMNX: take other --formulas, or leave it out")
 
 
 def _gradient_s(
@@ -84,7 +90,7 @@ def _channels(
     facts: Facts, cut: str, batch: float, members: int, model: CostModel, chainer: Framework
 ) -> tuple[float, float, float]:
     """Compute, all-gather and all-reduce s of a split of the output (`c`) or input (`k`) channels."""
-    group = facts.model(members, round(batch))
+    group = facts.model(members, round(batch), model.devices.devices_per_node)
     link = hop(group.devices, members)
     if group.devices.nodes == 1:
         link = Hop(link.alpha_s, 1 / chainer.collective_node_bytes_per_s)
@@ -109,7 +115,7 @@ def _channels(
 
 
 def _spatial_compute_s(facts: Facts, shape: Shape, batch: float, model: CostModel, chainer: Framework) -> float:
-    group, grid = facts.model(shape.inside, round(batch)), dict(shape.grid)
+    group, grid = facts.model(shape.inside, round(batch), model.devices.devices_per_node), dict(shape.grid)
     before, _ = split_at(facts.layers, shape.gather_after)
     total = batch * chainer.feed_s_per_sample
     for layer in facts.layers:

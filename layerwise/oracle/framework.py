@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 
 from layerwise.errors import LayerwiseError
+from layerwise.plan import nearest
 
 FORMAT = "layerwise-framework"
 
@@ -23,6 +24,9 @@ class Framework:
     nodes. collective_node_bytes_per_s: of a layer's own collectives in a node. copy_bytes_per_s: of concatenating,
     stacking and summing pieces of activations. piece_s: host time for one piece. mpi_latency_s: a message through MPI
     and the host. feed_s_per_sample: for a leader to load and hand out one sample of its group.
+
+    seconds_per_sample: of one device, by model, the update included. gather_after: by model, the last layer that was
+    cut in space. name, profile, options: of what ran, where, and how (the optimizer, the element type).
     """
 
     gradient_node_bytes_per_s: float
@@ -34,14 +38,31 @@ class Framework:
     feed_s_per_sample: float
     seconds_per_sample: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gather_after: Mapping[str, str] = field(default_factory=dict, hash=False)
+    name: str = ""
+    profile: str = ""
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def having(self, constants: Mapping[str, float]) -> Framework:
         """The same with other values of some constants."""
-        values = {name: constants.get(name, getattr(self, name)) for name in CONSTANTS}
-        return Framework(**values, seconds_per_sample=self.seconds_per_sample, sources=self.sources)
+        return replace(self, **constants)  # type: ignore[arg-type]
+
+    def single_s(self, model: str) -> float:
+        """Measured seconds a sample of one device. LayerwiseError where nobody published any."""
+        if model not in self.seconds_per_sample:
+            known = self.seconds_per_sample
+            raise LayerwiseError(
+                f"{self.name} has no measured time of {model!r} on one device{nearest(model, known)}; it has those of "
+                f"{', '.join(known)}: --formulas as-run takes any model"
+            )
+        return self.seconds_per_sample[model]
+
+    def gathers_after(self, model: str) -> str | None:
+        """The last layer of a model that was cut in space, where it is not the usual one."""
+        return self.gather_after.get(model.partition(":")[0])
 
 
-CONSTANTS = tuple(f.name for f in fields(Framework) if f.name not in ("seconds_per_sample", "sources"))
+CONSTANTS = tuple(f.name for f in fields(Framework) if f.type == "float")
 
 
 def framework(name: str, runs: str) -> Framework:
@@ -52,7 +73,13 @@ def framework(name: str, runs: str) -> Framework:
     if runs not in document["runs"]:
         raise LayerwiseError(f"framework {name} knows no runs {runs!r}: it has {', '.join(document['runs'])}")
     constants = document["constants"] | document["runs"][runs]["constants"]
-    single = document["runs"][runs]["seconds_per_sample"]
-    sources = {key: value["source"] for key, value in (constants | single).items()}
-    values = {key: float(constants[key]["value"]) for key in CONSTANTS}
-    return Framework(**values, seconds_per_sample={m: s["value"] for m, s in single.items()}, sources=sources)
+    single, gather_after = document["runs"][runs]["seconds_per_sample"], document["gather_after"]
+    return Framework(
+        **{key: float(constants[key]["value"]) for key in CONSTANTS},
+        seconds_per_sample={key: value["value"] for key, value in single.items()},
+        sources={key: value["source"] for key, value in (constants | single | gather_after).items()},
+        gather_after={key: value["value"] for key, value in gather_after.items()},
+        name=document["name"],
+        profile=document["profile"],
+        options=document["options"],
+    )

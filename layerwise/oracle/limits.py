@@ -34,15 +34,22 @@ class Finding:
     text: str
 
 
-def findings(projection: Projection, facts: Facts, devices: DeviceGraph, staged: Sequence[Stage] = ()) -> list[Finding]:
+def findings(
+    projection: Projection,
+    facts: Facts,
+    devices: DeviceGraph,
+    staged: Sequence[Stage] = (),
+    exposed_s: float | None = None,
+) -> list[Finding]:
     """Those that apply to a projection on `devices`, the costliest first; none on one device.
 
     staged: a pipeline's stages, where the cost tables made them; else those that the published form balances.
+    exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None where nobody simulated it.
     """
     if projection.devices == 1:
         return []
     found = [
-        *_communication(projection, devices),
+        *_communication(projection, devices, exposed_s),
         *_computation(projection, facts, staged),
         *_memory(projection, facts),
     ]
@@ -57,16 +64,17 @@ def findings(projection: Projection, facts: Facts, devices: DeviceGraph, staged:
     return sorted(found, key=lambda f: -f.lost_s)
 
 
-def _communication(projection: Projection, devices: DeviceGraph) -> list[Finding]:
+def _communication(projection: Projection, devices: DeviceGraph, exposed_s: float | None) -> list[Finding]:
     name, at = projection.strategy, projection.phases
     found: list[Finding] = []
+    lost_s = at.gradient_s if exposed_s is None else exposed_s
     if name in GRADIENTS and at.gradient_s:
         share = at.gradient_s / at.total_s
-        found.append(
-            Finding(
-                "limit", "gradient exchange", share, at.gradient_s, f"gradient exchange is {share:.1%} of an iteration"
-            )
-        )
+        text = f"gradient exchange is {share:.1%} of an iteration, phase after phase"
+        if exposed_s is not None:
+            share = exposed_s / (at.total_s - at.gradient_s + exposed_s)
+            text += f"; beside the backward pass, what is left of it is {share:.1%}"
+        found.append(Finding("limit", "gradient exchange", share, lost_s, text))
     layerwise_s = at.gather_s + at.reduce_s
     if name in LAYERWISE and layerwise_s:
         share = layerwise_s / at.total_s
@@ -83,9 +91,9 @@ def _communication(projection: Projection, devices: DeviceGraph) -> list[Finding
     p1, p2 = projection.groups
     flows = flows_per_port(devices, p2) if name == "df" and p1 > 1 else 1.0
     if flows > 1:
-        lost_s = at.gradient_s * (1 - 1 / flows)
         text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
-        found.append(Finding("bottleneck", "network congestion", flows, lost_s, text))
+        saved_s = min(lost_s, at.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
+        found.append(Finding("bottleneck", "network congestion", flows, saved_s, text))
     return found
 
 

@@ -12,7 +12,9 @@ from layerwise.cost.tables import CostModel, CostOptions, Progress
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Profile
+from layerwise.oracle.chainermnx import NOT_RUN, not_run
 from layerwise.oracle.facts import Facts, facts_of
+from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.memory import reuse_factor
 from layerwise.oracle.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
@@ -26,15 +28,16 @@ from layerwise.search.find import SearchResult, search
 NAMES = (*STRATEGIES, "layerwise")
 ALIASES = {long: short for short, long in TITLES.items()}  # the names that the tables print
 Scaling = Literal["weak", "strong"]
-Pricing = Literal["tables", "published", "as-run"]
+Pricing = Literal["tables", Formulas]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model on a machine. graph: fused, at any batch.
+    """A model on a machine. graph: fused (but for `chainermnx`, which fuses nothing), at any batch.
 
     batch: samples a device (weak scaling: the global batch grows with p) or samples a step (strong scaling). segments:
-    of a pipelined batch, at most (default: four a stage, which GPipe's authors found to hide the bubble).
+    of a pipelined batch, at most (default: four a stage, which GPipe's authors found to hide the bubble). framework,
+    seconds_per_sample: of `chainermnx`, and what one device was measured to take.
     """
 
     graph: LayerGraph
@@ -47,6 +50,8 @@ class Question:
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
     formulas: Pricing = "tables"
     gamma: float = 1.0  # the memory that the closed forms count is multiplied by it
+    framework: Framework | None = None
+    seconds_per_sample: float | None = None
 
     def batch_at(self, devices: int) -> int:
         """Samples a step of all devices together."""
@@ -102,6 +107,7 @@ class Oracle:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._models: dict[int, CostModel] = {}
+        self._facts: dict[int, Facts] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
@@ -124,11 +130,18 @@ class Oracle:
         """How a strategy can use so many devices. Raises UnreachableError."""
         return shapes(self.model(devices).graph, name, devices, self.node, self.question.wishes)
 
-    @cached_property
+    @property
     def facts(self) -> Facts:
         """What the closed forms know, at the batch of one device."""
-        q = self.question
-        return facts_of(q.graph.rebatch(q.batch), q.profile, options=q.options)
+        return self._facts_at(self.question.batch)
+
+    def _facts_at(self, batch: int) -> Facts:
+        if batch not in self._facts:
+            q = self.question
+            self._facts[batch] = facts_of(
+                q.graph.rebatch(batch), q.profile, options=q.options, seconds_per_sample=q.seconds_per_sample
+            )
+        return self._facts[batch]
 
     def answer(self, name: str, devices: int, progress: Progress | None = None) -> Answer:
         """What the question's formulas say; of a searched plan, always the cost tables.
@@ -136,6 +149,8 @@ class Oracle:
         Raises UnreachableError where the strategy cannot use so many devices.
         """
         model, q = self.model(devices), self.question
+        if q.formulas == "chainermnx" and name in NOT_RUN:
+            raise not_run(name)
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
@@ -156,9 +171,10 @@ class Oracle:
     def findings(self, answer: Answer) -> list[Finding]:
         """The limits and bottlenecks of an answer, the costliest first; none of a searched plan."""
         p = answer.projection
-        return (
-            [] if p.strategy == "layerwise" else findings(p, self.facts, self.model(p.devices).devices, answer.stages)
-        )
+        if p.strategy == "layerwise":
+            return []
+        exposed_s = None if answer.priced is None else answer.priced.exposed_s
+        return findings(p, self.facts, self.model(p.devices).devices, answer.stages, exposed_s)
 
     def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
@@ -179,10 +195,13 @@ class Oracle:
         gamma = self._gamma("pipeline", shape, phases.memory_bytes)
         return Answer(projection, phases.total_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
 
-    def _closed(self, name: str, devices: int, formulas: Literal["published", "as-run"]) -> Answer:
+    def _closed(self, name: str, devices: int, formulas: Formulas) -> Answer:
         """The cheapest of the strategy's shapes."""
         q = self.question
-        found = [self._project(name, devices, shape, formulas, q.gamma) for shape in self.shapes(name, devices)]
+        possible = self.shapes(name, devices)
+        if formulas == "chainermnx":  # which cuts space in one dimension
+            possible = [min(possible, key=lambda s: len(s.grid))]
+        found = [self._project(name, devices, shape, formulas, q.gamma) for shape in possible]
         shape, best = min(found, key=lambda pair: pair[1].phases.total_s)
         memory = best.phases.memory_bytes
         staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
@@ -195,11 +214,13 @@ class Oracle:
     def _project(
         self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float
     ) -> tuple[Shape, Projection]:
-        q = self.question
+        q, batch = self.question, self.question.batch_at(devices)
         segments = q.segments_at(devices) if name == "pipeline" else None
+        # A framework's time of one device is spread over the layers as they are at the batch of a group.
+        facts = self._facts_at(max(1, batch // shape.groups)) if formulas == "chainermnx" else self.facts
         found = project(
-            name, self.facts, devices, q.batch_at(devices), formulas, segments=segments, wishes=q.wishes, shape=shape,
-            gpus_per_node=q.gpus_per_node, gamma=gamma,
+            name, facts, devices, batch, formulas, segments=segments, wishes=q.wishes, shape=shape,
+            gpus_per_node=q.gpus_per_node, gamma=gamma, framework=q.framework,
         )  # fmt: skip
         return shape, found
 
@@ -212,15 +233,14 @@ class Oracle:
         return memory <= self.question.profile.processor.memory_bytes
 
 
-def applicable(graph: LayerGraph, node: int) -> tuple[str, ...]:
+def applicable(graph: LayerGraph, node: int, formulas: Pricing = "tables") -> tuple[str, ...]:
     """The strategies that mean anything for a model: no spatial ones for one without positions."""
-    flat = limit(graph, "spatial", node).devices == 1
-    light = len(weighted(graph)) < 2
-    return tuple(
-        name
-        for name in NAMES
-        if not (flat and name in ("spatial", "ds")) and not (light and name in ("filter", "channel", "df"))
-    )
+    without: set[str] = set(NOT_RUN) if formulas == "chainermnx" else set()
+    if limit(graph, "spatial", node).devices == 1:
+        without |= {"spatial", "ds"}
+    if len(weighted(graph)) < 2:
+        without |= {"filter", "channel", "df"}
+    return tuple(name for name in NAMES if name not in without)
 
 
 def unknown(name: str) -> LayerwiseError:

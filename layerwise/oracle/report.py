@@ -185,7 +185,7 @@ def suggestion_lines(found: Suggestion, samples: int, budget: Budget) -> Iterato
     """What to take, the runner-up, the margin."""
     limits = [
         *([f"at most {budget.gpus} GPUs"] if budget.gpus else []),
-        *([f"{units(budget.memory_bytes, 'B')} a device"] if budget.memory_bytes else []),
+        *([f"{budget.memory_bytes / 2**30:g} GiB a device"] if budget.memory_bytes else []),
         *([f"an epoch within {duration(budget.seconds)}"] if budget.seconds else []),
     ]
     within = f" with {', '.join(limits)}" if limits else ""

@@ -49,12 +49,13 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         least = min(few, key=lambda a: a.projection.phases.memory_bytes)
+        reuse = "" if least.formulas == "tables" else " (closed forms count no reuse of it: --gamma does)"
         return Suggestion(
             None,
             None,
             None,
-            f"none fits into memory: the least, {least.projection.strategy} at {least.projection.devices} GPUs, "
-            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device",
+            f"none fits into memory: the least, {_at(least)}, "
+            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device{reuse}",
         )
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:
@@ -63,7 +64,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
             None,
             None,
             None,
-            f"none is fast enough: the fastest, {fastest.projection.strategy} at {fastest.projection.devices} GPUs, "
+            f"none is fast enough: the fastest, {_at(fastest)}, "
             f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
         )
     least_cost = min(map(cost, quick))
@@ -75,6 +76,11 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
         return Suggestion(best, None, None)
     second = min(others, key=cost)
     return Suggestion(best, second, cost(second) / min(cost(best), cost(second)) - 1)
+
+
+def _at(a: Answer) -> str:
+    devices = a.projection.devices
+    return f"{a.projection.strategy} at {devices} GPU{'s' * (devices > 1)}"
 
 
 def _within(value: float, most: float | None) -> bool:

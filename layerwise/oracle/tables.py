@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from layerwise.config import Config
 from layerwise.cost.compute import all_boxes
+from layerwise.cost.memory import peak_bytes
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.tables import CostModel, Edge, Strategy, input_maps
 from layerwise.cost.timeline import timeline
@@ -18,7 +19,8 @@ from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 class Priced:
     """A strategy by the tables. overlapped_s: an iteration with gradients travelling beside the backward pass.
 
-    statistics_s: batch norm over the whole batch, which is part of the phases' `reduce_s`.
+    exposed_s: of the gradient exchange, what is left after the backward pass. statistics_s: batch norm over the whole
+    batch, which is part of the phases' `reduce_s`.
     """
 
     shape: Shape
@@ -26,6 +28,7 @@ class Priced:
     price: Price
     phases: Phases
     overlapped_s: float
+    exposed_s: float
     statistics_s: float
 
 
@@ -43,14 +46,23 @@ def _group_s(model: CostModel, name: str, shape: Shape) -> float:
         alone = replace(devices, count=shape.inside, levels=(level,))
         graph = model.graph.rebatch(max(1, model.graph.batch // shape.groups))
         model, shape = CostModel(graph, alone, model.options), replace(shape, groups=1)
-    return price(model, strategy(model.graph, name, shape)).step_time_s
+    return price(model, strategy(model.graph, name, shape), memory_bytes=0.0).step_time_s
 
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy) -> Priced:
     """Any strategy, a searched one too."""
-    cost = price(model, plan)
+    cost = price(model, plan, memory_bytes=_memory_bytes(model, plan))
     phases, statistics_s = phases_of(model, plan, cost.memory_bytes)
-    return Priced(shape, dict(plan), cost, phases, timeline(model, plan).total_s, statistics_s)
+    step = timeline(model, plan)
+    return Priced(shape, dict(plan), cost, phases, step.total_s, step.exposed_sync_s, statistics_s)
+
+
+def _memory_bytes(model: CostModel, plan: Strategy) -> float:
+    """Of the fullest device. Input and output cost no time with io free; memory has a device's share of the samples,
+    where there is one for each: nobody would hold the batch of a thousand devices on every one."""
+    if model.graph.batch >= model.devices.count:
+        model = CostModel(model.graph, model.devices, replace(model.options, io="sample"))
+    return float(peak_bytes(model, complete(model, plan)).max())
 
 
 def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Phases, float]:

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from layerwise.cost.timeline import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.machine import load
@@ -40,6 +41,26 @@ def test_gradients_of_vgg() -> None:
     assert rows["number of PEs"].value == pytest.approx(1 / 32)
     assert "layer-wise communication" not in rows
     assert "computation redundancy" not in rows  # the published form divides without loss
+
+
+def test_what_overlap_hides_of_the_gradients_is_not_lost() -> None:
+    """The cost tables simulate it; on 2 GPUs hardly anything is exposed."""
+    oracle = Oracle(Question(facts("vgg16").graph, load("v100"), 32))
+    answer = oracle.answer("data", 2)
+    at, step = answer.projection.phases, timeline(oracle.model(2), answer.strategy or {})
+    (exchange,) = (f for f in oracle.findings(answer) if f.name == "gradient exchange")
+    assert exchange.lost_s == pytest.approx(step.exposed_sync_s)
+    assert 0 < exchange.lost_s < at.gradient_s / 2
+    assert exchange.value < at.gradient_s / at.total_s
+    assert f"is {at.gradient_s / at.total_s:.1%} of an iteration, phase after phase" in exchange.text
+    assert f"what is left of it is {exchange.value:.1%}" in exchange.text
+
+
+def test_hidden_congestion_costs_nothing() -> None:
+    projection = project("df", facts("vgg16"), 16, 128)
+    rows = findings(projection, facts("vgg16"), load("v100").device_graph(16), (), 1e-6)
+    (congestion,) = (f for f in rows if f.name == "network congestion")
+    assert congestion.lost_s == 1e-6
 
 
 def test_filters() -> None:

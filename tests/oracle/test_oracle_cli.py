@@ -12,6 +12,11 @@ from rich.cells import cell_len
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.errors import LayerwiseError
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.oracle.facts import facts_of
+from layerwise.oracle.framework import framework
+from layerwise.oracle.project import project
 from layerwise.oracle.report_json import text as json_text
 from layerwise.plan import load_plan
 
@@ -86,6 +91,14 @@ BAD = [
     ("lenet5 --gpus 128 --strategy layerwise", "searched for up to 64 GPUs"),
     ("lenet5 --gpus 4 --gamma 0.5", "add --formulas published or as-run"),
     ("lenet5 --gpus 4 --gamma 1e308 --formulas as-run", "--gamma 1e+308: from 0.001 to 1000"),
+    ("alexnet --gpus 4 --formulas chainer", "'chainer' (choose from"),
+    ("lenet5 --gpus 4 --formulas chainermnx", "chainermnx has no measured time of 'lenet5' on one device"),
+    ("alexnet --gpus 4 --formulas chainermnx --profile h100", "--formulas chainermnx is of runs with --profile v100"),
+    ("alexnet --gpus 4 --formulas chainermnx:logs --optimizer adam", "is of runs with --optimizer sgd"),
+    ("alexnet --gpus 4 --formulas chainermnx --dtype float16", "is of runs with --dtype float32"),
+    ("alexnet --gpus 4 --formulas chainermnx --input-shape 3x64x64", "is of runs without --input-shape"),
+    ("alexnet --gpus 4 --formulas chainermnx --strategy pipeline", "pipeline is no strategy of ChainerMNX"),
+    ("alexnet --gpus 4 --formulas chainermnx --strategy layerwise", "layerwise is no strategy of ChainerMNX"),
     (f"lenet5 --gpus 4 --batch 1{'0' * 40}", "at most 1,073,741,824 samples a step"),
     (f"lenet5 --gpus 4 --samples 1{'0' * 400}", "is not a number of samples below 10^15"),
 ]
@@ -199,6 +212,35 @@ def test_closed_forms_beside_a_searched_plan(run: Run) -> None:
     naive, ours = (by_form[form]["answers"][0] for form in ("published", "as-run"))
     assert naive["gamma"] == pytest.approx(1)
     assert ours["gamma"] == pytest.approx(ours["memory_bytes"] / naive["memory_bytes"])
+
+
+@pytest.mark.parametrize(("form", "runs"), [("chainermnx", "bars"), ("chainermnx:logs", "logs")])
+def test_closed_forms_of_a_framework(run: Run, form: str, runs: str) -> None:
+    """As the benchmark has them: a network without fusion, at the published time of a sample."""
+    chainer, batch = framework("chainermnx", runs), 64
+    at = ("alexnet", "--profile", "v100", "--scaling", "strong", "--batch", str(batch), "--gpus", "8")
+    found = json.loads(run(*at, "--formulas", form, "--json"))
+    answers = {a["strategy"]: a for a in found["answers"]}
+    assert set(answers) == {"data", "spatial", "filter", "channel", "df", "ds"}
+    for name, a in answers.items():
+        groups = (a["groups"], a["inside"]) if name in ("df", "ds") else None
+        graph = load_model("alexnet", batch // a["groups"])
+        facts = facts_of(graph, load("v100"), seconds_per_sample=chainer.single_s("alexnet"))
+        expected = project(name, facts, 8, batch, "chainermnx", groups=groups, framework=chainer).phases
+        assert a["iteration"]["compute_s"] == pytest.approx(expected.compute_s), name
+        assert a["iteration"]["total_s"] == pytest.approx(expected.total_s), name
+        assert a["formulas"] == "chainermnx"
+
+
+def test_too_little_memory(run: Run) -> None:
+    """In the unit of the flag; and closed forms say what would make them less."""
+    at = ("--gpus", "1", "--strategy", "serial", "--max-memory", "0.0005")
+    by_tables, by_form = run(*LENET, *at), run(*LENET, *at, "--formulas", "as-run")
+    for text in (by_tables, by_form):
+        line = " ".join(text.split())
+        assert "with 0.0005 GiB a device: none fits into memory: the least, serial at 1 GPU, needs 0.00" in line
+    assert "--gamma" in by_form
+    assert "--gamma" not in by_tables
 
 
 def test_json_has_no_infinity() -> None:
