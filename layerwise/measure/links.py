@@ -51,8 +51,7 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     """Measures everything; takes about `budget_s`. Every rank calls this, and all get the same result.
 
     Sizes go up until one takes as long as the budget gives a curve; larger ones follow the last line. Planning uses all
-    curves but two, which are for people: `message` (a step's messages are priced as going both ways at once, by
-    `exchange`) and `all_gather` (priced as its adjoint is, `reduce_scatter`).
+    curves but `message`, which is for people: a step's messages are priced as going both ways at once, by `exchange`.
     """
     kinds = pairs(where)
     groups = shapes(where)

@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import Network
-from layerwise.ops.base import space
+from layerwise.ops.base import Parameter, same, space
 from layerwise.ops.ends import Tied
 from layerwise.run.exchange import transfer
 from layerwise.run.place import Boxes, sharing
@@ -55,8 +55,9 @@ class State:
         }
         for layer in self.graph.layers:
             own = list(layer.own_parameters())
-            if isinstance(layer.op, Tied):  # drawn as the first layer that uses it would
-                own = [(layer.name, users[layer.name])]
+            if isinstance(layer.op, Tied):  # drawn as the first layer that uses it would, where one has it as its own
+                alone = Parameter(layer.name, layer.out.shape, same(layer.out))
+                own = [(layer.name, users.get(layer.name, alone))]
             for name, p in own:
                 box = self.boxes[name][self.comm.rank]
                 if box is not None:

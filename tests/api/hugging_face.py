@@ -57,9 +57,10 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
     "gpt2": lambda: (hf.GPT2LMHeadModel, hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **GPT2)),
     "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **TEXT)),
+    "gemma": lambda: (hf.GemmaForCausalLM, hf.GemmaConfig(num_key_value_heads=2, head_dim=8, **TEXT)),
     "t5": lambda: (hf.T5ForConditionalGeneration, hf.T5Config(decoder_start_token_id=0, **T5)),
 }
-VISION, LANGUAGE = ("vit", "resnet", "convnext", "poolformer", "swin"), ("gpt2", "llama", "t5", "roberta")
+VISION, LANGUAGE = ("vit", "resnet", "convnext", "poolformer", "swin"), ("gpt2", "llama", "gemma", "t5", "roberta")
 
 
 def build(name: str, attention: str, seed: int = 0) -> nn.Module:

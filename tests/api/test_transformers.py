@@ -29,6 +29,7 @@ CASES = [
     ("gpt2", "eager", True, "model"),
     ("llama", "sdpa", True, {"model.layers.0.mlp.down_proj": {"k": 2}}),
     ("llama", "eager", False, "data"),
+    ("gemma", "sdpa", True, {"model.layers.0.mlp.down_proj": {"k": 2}}),
     ("t5", "eager", True, "data"),
 ]
 
