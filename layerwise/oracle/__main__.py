@@ -67,7 +67,8 @@ with it, as the software was four months earlier.
       --scaling strong --strategy filter,channel --formulas chainermnx
 
 "sum": the phases one after the other; the gradients of a bucket share the
-latency of its all-reduce. "overlap": gradients travel beside the backward pass.
+latency of its all-reduce. "overlap": gradients travel beside the backward pass;
+the segments of a pipeline are simulated.
 
 RUNS.json: {"runs": [{"strategy": "data", "gpus": 16, "batch": 1024,
 "iteration_s": 0.23}, ...]}: batch is of all GPUs together; iteration_s may be

@@ -19,7 +19,7 @@ from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.memory import reuse_factor
 from layerwise.oracle.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
 from layerwise.oracle.project import project
-from layerwise.oracle.stages import Stage, pipeline_phases, stages
+from layerwise.oracle.stages import Stage, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.strategies import Shape, Wishes, limit, shapes, weighted
 from layerwise.oracle.tables import Priced, price_plan, priced
 from layerwise.plan import nearest
@@ -193,7 +193,8 @@ class Oracle:
         phases = pipeline_phases(found, segments, model.devices)
         projection = self._projection("pipeline", devices, shape, phases, segments)
         gamma = self._gamma("pipeline", shape, phases.memory_bytes)
-        return Answer(projection, phases.total_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
+        overlapped_s = pipelined_s(found, segments, model.devices)
+        return Answer(projection, overlapped_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
 
     def _closed(self, name: str, devices: int, formulas: Formulas) -> Answer:
         """The cheapest of the strategy's shapes."""

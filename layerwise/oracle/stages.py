@@ -109,16 +109,49 @@ def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
 def pipeline_phases(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
     """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way."""
     turns = len(found) + segments - 1
-    passing_s = 0.0
-    for at, stage in enumerate(found[:-1]):
-        link = devices.levels[devices.level_between(at, at + 1)]
-        passing_s = max(passing_s, link.alpha_s + stage.passed_bytes * link.beta_s_per_byte)
+    passing_s = max(_passing_s(found, devices), default=0.0)
     return Phases(
         compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)),
         update_s=max(s.update_s for s in found),
         passing_s=2 * (turns - 1) * passing_s,
         memory_bytes=max(s.memory_bytes for s in found),
     )
+
+
+def pipelined_s(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> float:
+    """An iteration of GPipe simulated: no longer than the sum of the phases.
+
+    Every stage takes its segments one after the other, forward and then backward, each as soon as what it needs is
+    there; what it passes on travels beside its next segments, one message after the other.
+    """
+    passing_s = [0.0, *_passing_s(found, devices), 0.0]  # before and behind every stage
+    there, forward_s, end_s = [0.0] * segments, [], 0.0
+    for number, stage in enumerate(found):
+        clock, there = _through(0.0, stage.forward_s, there, passing_s[number + 1])
+        forward_s.append(clock)
+    there = [0.0] * segments
+    for number, stage in reversed(list(enumerate(found))):
+        clock, there = _through(forward_s[number], stage.backward_s, there, passing_s[number])
+        end_s = max(end_s, clock + stage.update_s)
+    return end_s
+
+
+def _through(clock: float, each_s: float, there: Sequence[float], passing_s: float) -> tuple[float, list[float]]:
+    """When a stage is through with all segments, and when the next one has what they pass on."""
+    port, passed = 0.0, []
+    for ready in there:
+        clock = max(clock, ready) + each_s
+        port = max(port, clock) + passing_s
+        passed.append(port)
+    return clock, passed
+
+
+def _passing_s(found: Sequence[Stage], devices: DeviceGraph) -> list[float]:
+    """What each stage passes on of a segment: seconds on the link to the next."""
+    links = (devices.levels[devices.level_between(at, at + 1)] for at in range(len(found) - 1))
+    return [
+        link.alpha_s + stage.passed_bytes * link.beta_s_per_byte for stage, link in zip(found[:-1], links, strict=True)
+    ]
 
 
 def imbalance(found: Sequence[Stage]) -> float:

@@ -14,7 +14,7 @@ from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.machine import load as load_profile
-from layerwise.oracle.stages import balanced, crossing_bytes, imbalance, pipeline_phases, stages
+from layerwise.oracle.stages import Stage, balanced, crossing_bytes, imbalance, pipeline_phases, pipelined_s, stages
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
@@ -66,6 +66,28 @@ def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
     largest = max(link.alpha_s + s.passed_bytes * link.beta_s_per_byte for s in found[:-1])
     assert phases.passing_s == pytest.approx(20 * largest)
     assert phases.gradient_s == phases.halo_s == phases.gather_s == 0
+
+
+SECONDS = st.floats(0, 1)
+
+
+@given(st.lists(st.builds(Stage, st.just(()), SECONDS, SECONDS, SECONDS, st.just(0.0), st.floats(0, 1e10)), min_size=1,
+                max_size=5), st.integers(1, 6))  # fmt: skip
+def test_a_simulated_pipeline_takes_no_longer_than_its_phases(found: list[Stage], segments: int) -> None:
+    devices = load_profile("v100").device_graph(8)
+    took = pipelined_s(found, segments, devices)
+    assert took <= pipeline_phases(found, segments, devices).total_s + 1e-9
+    assert took >= max(segments * (s.forward_s + s.backward_s) + s.update_s for s in found) - 1e-9
+
+
+def test_a_simulated_pipeline_of_equal_stages() -> None:
+    """4 stages, 8 segments: 11 turns each way, and without a bubble behind a link that is slower than they are."""
+    devices = load_profile("v100").device_graph(4)
+    link = devices.levels[0]
+    found = [Stage((), 2.0, 3.0, 0.5, 0.0, 0.0)] * 4
+    assert pipelined_s(found, 8, devices) == pytest.approx(11 * 5.0 + 0.5, rel=1e-4)
+    slow = [Stage((), 2.0, 3.0, 0.5, 0.0, 10.0 / link.beta_s_per_byte)] * 2
+    assert pipelined_s(slow, 8, devices) == pytest.approx((2 + 8 * 10 + 2) + (3 + 8 * 10 + 3) + 0.5, rel=1e-4)
 
 
 def test_one_stage_is_one_device() -> None:
