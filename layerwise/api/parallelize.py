@@ -95,7 +95,9 @@ def parallelize(
 
     Nothing else in the loop changes: each rank feeds its own samples, takes the loss of its own outputs, and steps the
     optimizer over `model.parameters()`, which is built after this call: one over the parameters of before raises at its
-    step. The numbers are those of one device on all ranks' samples together. torch.autocast is not supported yet.
+    step. The numbers are those of one device on all ranks' samples together, where the loss is a mean over samples: as
+    with DistributedDataParallel the mean of the ranks' losses is taken, which is not that of one with class weights or
+    ignored targets (inside the model it is). torch.autocast is not supported yet.
 
         model, loader, held_out = layerwise.parallelize(model, loader, held_out)    # DataLoaders as one device has them
 

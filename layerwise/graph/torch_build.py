@@ -265,7 +265,12 @@ class _Importer:
     def stands_alone(self, p: Operand) -> bool:
         """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
         shared = p.role == "constant" and self.uses[p.name.removesuffix(".not")] > 1
-        return shared or self.is_reshaped(p)
+        return shared or self.is_reshaped(p) or (p.role == "parameter" and self.is_merged(p))
+
+    def is_merged(self, p: Operand) -> bool:
+        """Whether a parameter is used in a shape that differs from its own by more than extents of 1."""
+        own = self.shapes[p.name].shape
+        return not p.transposed and p.shape != own and without_ones(p.shape, own) is None
 
     def is_reshaped(self, p: Operand) -> bool:
         """Whether a parameter with a node of its own is used in another shape than it has."""

@@ -18,6 +18,7 @@ from layerwise.ops.reduce import Reduce
 from layerwise.ops.softmax import Softmax
 
 Number = bool | int | float
+LARGE = 1e38  # a finite number, of float32 and bfloat16 too
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +263,17 @@ def argmax(call: Call) -> Result:
 
 
 def logsumexp(call: Call) -> Result:
-    x = call.operand("self")
-    total = Built(Reduce("sum", reduced(call, x), call.flag("keepdim")), (Built(Unary("exp"), (x,)),))
-    return Built(Unary("log"), (total,))
+    """Less the largest element, which is put back at the end: exp of it may be no number. -inf everywhere stays so."""
+    x, keepdim = call.operand("self"), call.flag("keepdim")
+    dims = reduced(call, x)
+
+    def largest(*, keepdim: bool) -> Built:
+        found = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
+        return Built(Unary("detach"), (found,))
+
+    away = Built(Binary("sub"), (x, largest(keepdim=True)))
+    total = Built(Reduce("sum", dims, keepdim), (Built(Unary("exp"), (away,)),))
+    return Built(Binary("add"), (Built(Unary("log"), (total,)), largest(keepdim=keepdim)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,19 +23,22 @@ def separate_writes(program: Program) -> Program:
     last = {r.name: i for i, node in enumerate(program.nodes) for r in node.operands}
     last |= {ref.name: len(program.nodes) for ref in program.outputs}
     views: dict[str, set[str]] = defaultdict(set)  # of each tensor, all that show its memory
+    shown: dict[str, str] = {}  # views -> the tensor whose memory they show
     now: dict[str, str] = {}  # what was written into -> what it is from then on
     nodes: list[Node] = []
     for place, before in enumerate(program.nodes):
         node = replace(before, arguments={k: _renamed(v, now) for k, v in before.arguments.items()})
         made |= {v.name: node for v in node.outputs if v}
         for view, seen in shared(node):
-            views[seen].add(view)
+            if shapes[view].dtype == shapes[seen].dtype:  # else `to` has made a copy
+                views[seen].add(view)
+                shown[view] = seen
         part = _part(node, made, shapes)
         if part is not None:
             base, dim, start, stop = part
             source = node.arguments["src" if base_name(node.target) == "copy" else "value"]
             fixed = base in constant and not (isinstance(source, Ref) and source.name not in constant)
-            if not fixed and not any(last.get(view, -1) > place for view in _showing(base, views) - {base}):
+            if not fixed and not any(last.get(view, -1) > place for view in _showing(_whole(base, shown), views) - {base}):
                 shape = tuple(stop - start if i == dim else e for i, e in enumerate(shapes[base].shape))
                 value = Value(f"{node.name}.written", shapes[base].shape, shapes[base].dtype)
                 filled = None if isinstance(source, Ref) else _full(node, shape, value.dtype, source)
@@ -82,6 +85,13 @@ def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[
             found = base.name, *found[1:]
         view = made.get(base.name)
     return found
+
+
+def _whole(name: str, shown: dict[str, str]) -> str:
+    """The tensor whose memory a view of a view of it shows."""
+    while shown.get(name, name) != name:
+        name = shown[name]
+    return name
 
 
 def _showing(base: str, views: dict[str, set[str]]) -> set[str]:

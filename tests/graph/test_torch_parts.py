@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
 from layerwise.ops.along import Gather
+from layerwise.ops.ends import Tied
 from layerwise.ops.pointwise import Dropout
 from tests.graph.evaluate import imported
 from tests.graph.zoo import Function
@@ -74,6 +75,45 @@ def test_what_is_seen_through_another_view_is_not_rewritten() -> None:
         from_torch(Function(seen), (torch.randn(3, 5, 4),))
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2),
+    "flat": lambda x: x.flatten(1),
+    "heads": lambda x: x.view(3, 5, 2, 2),
+    "detached": lambda x: x.detach(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_a_view_is_of_is_not_forgotten(view: str) -> None:
+    """A write into a part of a view changes the tensor itself, which is used afterwards."""
+
+    def seen(x: Tensor) -> Tensor:
+        x = x * 2
+        VIEWS[view](x)[:, 1:3] = 0.5
+        return x.sum(1)
+
+    with pytest.raises(LayerwiseError, match="writes in place into a view"):
+        from_torch(Function(seen), (torch.randn(3, 5, 4),))
+
+
+def test_a_view_that_alone_is_used_is_written() -> None:
+    def written(x: Tensor) -> Tensor:
+        heads = (x * 2).view(x.shape[0], 5, 2, 2).transpose(1, 2)
+        heads[:, 0] = 0.5
+        return heads
+
+    imported(Function(written), (torch.randn(3, 5, 4),))
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+@pytest.mark.parametrize("dims", [-1, (1, 2)])
+def test_the_logarithm_of_a_sum_of_exponentials_is_a_number(dims: int | tuple[int, ...], keepdim: bool) -> None:
+    def call(x: Tensor) -> Tensor:
+        return torch.logsumexp(torch.where(x[..., :1] > 0, x * 5000, float("-inf")), dims, keepdim)
+
+    imported(Function(call), (torch.randn(3, 5, 4),))
+
+
 class Depth(nn.Module):
     """Stochastic depth as Hugging Face writes it."""
 
@@ -134,3 +174,20 @@ def test_a_gather_keeps_what_can_be_split() -> None:
     graph = from_torch(Function(PICKED["one a sample"]), (torch.randn(3, 5, 4),))
     (picked,) = [layer for layer in graph.layers if isinstance(layer.op, Gather)]
     assert picked.out.describe() == "(n=3, 1, c=4)"
+
+
+class Merged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.view(8)
+
+
+def test_a_parameter_that_is_read_merged_keeps_its_shape() -> None:
+    """State dicts and checkpoints have it as the model has it."""
+    graph = imported(Merged(), (torch.randn(3, 5, 8),))
+    shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
+    shapes |= {layer.name: layer.out.shape for layer in graph.layers if isinstance(layer.op, Tied)}
+    assert shapes == {"scale": (2, 4)}
