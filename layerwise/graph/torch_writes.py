@@ -38,7 +38,8 @@ def separate_writes(program: Program) -> Program:
             base, dim, start, stop = part
             source = node.arguments["src" if base_name(node.target) == "copy" else "value"]
             fixed = base in constant and not (isinstance(source, Ref) and source.name not in constant)
-            if not fixed and not any(last.get(view, -1) > place for view in _showing(_whole(base, shown), views) - {base}):
+            others = _showing(_whole(base, shown), views) - {base}
+            if not fixed and not any(last.get(other, -1) > place for other in others):
                 shape = tuple(stop - start if i == dim else e for i, e in enumerate(shapes[base].shape))
                 value = Value(f"{node.name}.written", shapes[base].shape, shapes[base].dtype)
                 filled = None if isinstance(source, Ref) else _full(node, shape, value.dtype, source)
