@@ -108,4 +108,4 @@ def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
     keys = {key: known[id(tensor)] for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
     frozen = {known[id(t)] for t in held.values() if isinstance(t, nn.Parameter) and not t.requires_grad}
-    return Network(graph.freeze(frozen).rebatch(batch), values, keys)
+    return Network(graph.freeze(frozen | graph.unreached).rebatch(batch), values, keys)

@@ -13,6 +13,7 @@ import networkx as nx
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Op, Parameter, Space, space
 from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.ops.pointwise import Unary
 from layerwise.tensor import TensorSpec
 
 SINK = "outputs"  # the name of the sink
@@ -158,6 +159,18 @@ class LayerGraph:
             for layer in self.layers
         ]
         return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_rows).encode()).hexdigest()
+
+    @cached_property
+    def unreached(self) -> frozenset[str]:
+        """Parameters to which no gradient comes back, as none goes through a detach. Of a graph that is not fused."""
+        reached: set[str] = set()
+        for layer in reversed(self.layers):
+            passes = layer.out.differentiable and not (isinstance(layer.op, Unary) and layer.op.fn == "detach")
+            if isinstance(layer.op, Sink) or (layer.name in reached and passes):
+                reached.update(layer.inputs)
+        away = [layer for layer in self.layers if layer.name not in reached and not isinstance(layer.op, Sink)]
+        tied = {layer.name for layer in away if isinstance(layer.op, Tied)}
+        return frozenset(tied | {name for layer in away for name, p in layer.own_parameters() if p.trainable})
 
     def freeze(self, names: Collection[str]) -> LayerGraph:
         """The same network, of which the parameters `names`, and no others, are not trained."""

@@ -116,7 +116,7 @@ def network_of(
     keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
     frozen = {known[id(p)] for p in module.parameters() if not p.requires_grad}
-    graph = graph.freeze(frozen)
+    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
     built = {key: value for key, read in values.items() if isinstance(value := read(), torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)

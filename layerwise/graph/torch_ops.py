@@ -13,9 +13,10 @@ from layerwise.graph.torch_layers import LAYERS, local_response_norm
 from layerwise.graph.torch_matrix import MATRICES
 from layerwise.graph.torch_patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 from layerwise.graph.torch_pointwise import POINTWISE, drop_path
+from layerwise.graph.torch_reduce import REDUCTIONS
 from layerwise.graph.torch_views import VIEWS, WRITTEN, written
 
-TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **VIEWS, **INDEXING}
+TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **REDUCTIONS, **VIEWS, **INDEXING}
 
 # Of what the importer rewrites: torch_patterns, torch_writes.
 OWN: Mapping[str, Build] = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}

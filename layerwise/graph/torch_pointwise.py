@@ -1,24 +1,20 @@
-"""Rows of the PyTorch importer's table: element-wise operators and reductions."""
+"""Rows of the PyTorch importer's table: element-wise operators, and softmax."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf, prod
-from typing import Literal
+from math import inf
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.graph.torch_views import Tensor, sliced, wrapped
-from layerwise.ops.along import Cumsum
 from layerwise.ops.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
-from layerwise.ops.reduce import Reduce
 from layerwise.ops.softmax import Softmax
 
 Number = bool | int | float
-LARGE = 1e38  # a finite number, of float32 and bfloat16 too
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,71 +208,6 @@ def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduce:
-    mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]
-    indices: bool = False  # the positions come out, too (and nobody needs them)
-
-    def __call__(self, call: Call) -> Result:
-        x = call.operand("self")
-        if len(call.tensors) > 1:  # max(x, y)
-            return binary({"max": "maximum", "min": "minimum"}[self.mode], *call.tensors)
-        if self.mode == "norm2" and call.number("ord") != 2:
-            raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
-        made = Built(Reduce(self.mode, reduced(call, x), call.flag("keepdim")), (x,))
-        return (made, None) if len(call.outputs) > 1 else made
-
-
-def reduced(call: Call, x: Operand) -> tuple[int, ...]:
-    """The dimensions of a reduction; all where none is named."""
-    dims = call.get("dim", ())
-    numbers = dims if isinstance(dims, tuple) else (dims,)
-    rank = len(x.shape)
-    return tuple(sorted(wrapped(d, rank) for d in numbers if isinstance(d, int))) or tuple(range(rank))
-
-
-def variance(call: Call) -> Result:
-    """var and std, written out."""
-    x = call.operand("self")
-    dims = reduced(call, x)
-    away = Built(Binary("sub"), (x, Built(Reduce("mean", dims, keepdim=True), (x,))))
-    mean = Built(Reduce("mean", dims, call.flag("keepdim")), (Built(Unary("square"), (away,)),))
-    count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
-    assert isinstance(less, (int, float))
-    if count <= less:
-        raise LayerwiseError(f"the variance of {count} numbers, less {less}, is not defined")
-    result = scaled(mean, count / (count - less))
-    return Built(Unary("sqrt"), (result,)) if "std" in call.target else result
-
-
-def cumsum(call: Call) -> Result:
-    x = call.operand("self")
-    made = Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (x,))
-    dtype = call.outputs[0].dtype
-    return made if dtype == (x.spec.dtype if x.spec.differentiable else "int64") else Built(Cast(dtype), (made,))
-
-
-def argmax(call: Call) -> Result:
-    x = call.operand("self")
-    if call.get("dim") is None and len(x.shape) > 1:
-        raise LayerwiseError("argmax of all dimensions is not supported; name one")
-    return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
-
-
-def logsumexp(call: Call) -> Result:
-    """Less the largest element, which is put back at the end: exp of it may be no number. -inf everywhere stays so."""
-    x, keepdim = call.operand("self"), call.flag("keepdim")
-    dims = reduced(call, x)
-
-    def largest(*, keepdim: bool) -> Built:
-        found = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
-        return Built(Unary("detach"), (found,))
-
-    away = Built(Binary("sub"), (x, largest(keepdim=True)))
-    total = Built(Reduce("sum", dims, keepdim), (Built(Unary("exp"), (away,)),))
-    return Built(Binary("add"), (Built(Unary("log"), (total,)), largest(keepdim=keepdim)))
-
-
-@dataclass(frozen=True, slots=True)
 class _Softmax:
     log: bool
 
@@ -323,9 +254,6 @@ POINTWISE: Mapping[str, Build] = (
     | dict.fromkeys(("addcmul", "addcdiv"), addcmul)
     | dict.fromkeys(("softmax", "_softmax"), _Softmax(log=False))
     | dict.fromkeys(("log_softmax", "_log_softmax"), _Softmax(log=True))
-    | dict.fromkeys(("var", "std"), variance)
-    | dict.fromkeys(("max", "amax"), _Reduce("max"))
-    | dict.fromkeys(("min", "amin"), _Reduce("min"))
     | {
         "rsub": rsub,
         "clamp_min": lambda call: binary("maximum", call["self"], call["min"]),
@@ -343,12 +271,5 @@ POINTWISE: Mapping[str, Build] = (
         "threshold": _Unary("threshold", ("threshold", "value")),
         "masked_fill": masked_fill,
         "where": where,
-        "mean": _Reduce("mean"),
-        "sum": _Reduce("sum"),
-        "prod": _Reduce("prod"),
-        "linalg_vector_norm": _Reduce("norm2"),
-        "logsumexp": logsumexp,
-        "cumsum": cumsum,
-        "argmax": argmax,
     }
 )  # fmt: skip

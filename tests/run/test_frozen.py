@@ -111,6 +111,45 @@ def test_no_gradient_of_the_frozen_is_priced() -> None:
     assert names == {name for layer in given.graph.layers for name in layer.frozen}
 
 
+class Behind(nn.Module):
+    """A part that no gradient reaches, one that some does, and one that is used twice, once behind a detach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.neck, self.both = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = torch.relu(self.both(self.body(x)))
+        return self.head(torch.relu(self.both(self.neck(x))))
+
+
+def test_weight_decay_leaves_alone_what_no_gradient_reaches() -> None:
+    """As in PyTorch, where there is no gradient of it."""
+    torch.manual_seed(1)
+    module = Behind()
+    given = case(module, (6,), 4)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        model = load(random_plan(given.graph, 2, 3, "sample"), given.network, dtype=torch.float64, comm=comm)
+        share = model.share()
+        step(model, given.inputs[0][share], given.targets[0][share])
+        return model.full_state_dict()
+
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    ranks = run_threads(2, rank)
+    step(module, given.inputs[0], given.targets[0])
+    for state in ranks:
+        assert all(difference(state[name], value) <= 1e-9 for name, value in module.state_dict().items())
+        assert torch.equal(state["body.weight"], before["body.weight"])
+
+
 def test_thawing_later_is_refused() -> None:
     """Its gradients would differ between the ranks, without a word. Freezing more is no such thing."""
     given, _ = frozen_case("the trunk")
