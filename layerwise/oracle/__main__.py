@@ -166,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plan is not None:
         if len(chosen) != 1 or len(gpus) != 1 or args.formulas != "tables":
             raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
+        if args.plan == args.plot:
+            raise LayerwiseError("--plan and --plot name the same file: give each its own")
         check_writable(args.plan)
     if args.plot is not None:
         check_plot(args.plot)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from layerwise.config import Config
+from layerwise.cost.compute import OPTIMIZERS
 from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel
 from layerwise.graph.layer import LayerGraph
@@ -18,7 +21,8 @@ from layerwise.oracle.phases import Phases
 class Stage:
     """Neighbouring layers on one device. Seconds of one segment; memory of the whole batch, whose segments it holds.
 
-    passed_bytes: of one segment, what the next stages need of this one and of those before it.
+    passed_bytes: of one segment, what the next stages need of this one and of those before it. accumulate_s: of every
+    segment but the first, adding its gradients to those that are there.
     """
 
     layers: tuple[str, ...]
@@ -27,6 +31,7 @@ class Stage:
     update_s: float
     memory_bytes: float
     passed_bytes: float
+    accumulate_s: float = 0.0
 
 
 def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
@@ -47,20 +52,23 @@ def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
     rest = [times.pop(layer.name) for layer in graph.layers if layer.end]  # the loss, on the last stage
     cuts = balanced([float(t.forward[0] + t.backward[0]) for t in times.values()], count)
     passed = crossing_bytes(part.graph)
+    tensors = 3 + 2 * OPTIMIZERS[model.options.optimizer]  # that an update moves; adding one to another moves 3
     found = []
     for first, end in pairwise(cuts):
         inside = names[first:end]
         here = [times[name] for name in inside] + (rest if end == len(names) else [])
+        update_s = sum(float(t.update[0]) for t in here)
         found.append(
             Stage(
                 tuple(inside),
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
-                sum(float(t.update[0]) for t in here),
+                update_s,
                 sum(memory[name].memory_bytes for name in inside)
                 + (0.0 if first else fed)
                 + (loss if end == len(names) else 0.0),
                 passed[inside[-1]] if end < len(names) else 0.0,
+                update_s * 3 / tensors,
             )
         )
     return tuple(found)
@@ -110,8 +118,9 @@ def pipeline_phases(found: Sequence[Stage], segments: int, devices: DeviceGraph)
     """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way."""
     turns = len(found) + segments - 1
     passing_s = max(_passing_s(found, devices), default=0.0)
+    accumulate_s = (turns - 1) * max(s.accumulate_s for s in found) if segments > 1 else 0.0
     return Phases(
-        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)),
+        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)) + accumulate_s,
         update_s=max(s.update_s for s in found),
         passing_s=2 * (turns - 1) * passing_s,
         memory_bytes=max(s.memory_bytes for s in found),
@@ -127,31 +136,42 @@ def pipelined_s(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> 
     passing_s = [0.0, *_passing_s(found, devices), 0.0]  # before and behind every stage
     there, forward_s, end_s = [0.0] * segments, [], 0.0
     for number, stage in enumerate(found):
-        clock, there = _through(0.0, stage.forward_s, there, passing_s[number + 1])
+        clock, there = _through(0.0, stage.forward_s, 0.0, there, passing_s[number + 1])
         forward_s.append(clock)
     there = [0.0] * segments
     for number, stage in reversed(list(enumerate(found))):
-        clock, there = _through(forward_s[number], stage.backward_s, there, passing_s[number])
+        start_s = forward_s[number]
+        clock, there = _through(start_s, stage.backward_s, stage.accumulate_s, there, passing_s[number])
         end_s = max(end_s, clock + stage.update_s)
     return end_s
 
 
-def _through(clock: float, each_s: float, there: Sequence[float], passing_s: float) -> tuple[float, list[float]]:
-    """When a stage is through with all segments, and when the next one has what they pass on."""
+def _through(
+    clock: float, each_s: float, further_s: float, there: Sequence[float], passing_s: float
+) -> tuple[float, list[float]]:
+    """When a stage is through with all segments, and when the next one has what they pass on.
+
+    further_s: what a segment takes beside each_s, but for the first.
+    """
     port, passed = 0.0, []
-    for ready in there:
-        clock = max(clock, ready) + each_s
+    for number, ready in enumerate(there):
+        clock = max(clock, ready) + each_s + (further_s if number else 0.0)
         port = max(port, clock) + passing_s
         passed.append(port)
     return clock, passed
 
 
 def _passing_s(found: Sequence[Stage], devices: DeviceGraph) -> list[float]:
-    """What each stage passes on of a segment: seconds on the link to the next."""
-    links = (devices.levels[devices.level_between(at, at + 1)] for at in range(len(found) - 1))
-    return [
-        link.alpha_s + stage.passed_bytes * link.beta_s_per_byte for stage, link in zip(found[:-1], links, strict=True)
-    ]
+    """What each stage passes on of a segment: seconds of a message to the next, as measured where it was."""
+    return [_message_s(stage.passed_bytes, at, devices) for at, stage in enumerate(found[:-1])]
+
+
+def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
+    level = devices.level_between(device, device + 1)
+    curve = devices.links.curve("message", (1,) * level + (2,), 1) if devices.links else None
+    if curve is not None:
+        return float(curve.seconds(np.array(size_bytes)))
+    return devices.levels[level].alpha_s + size_bytes * devices.levels[level].beta_s_per_byte
 
 
 def imbalance(found: Sequence[Stage]) -> float:

@@ -11,13 +11,6 @@ torch.distributed.pipelining. Accuracy is the paper's, 1 - |predicted - measured
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
@@ -26,28 +19,11 @@ from rich.table import Table
 from layerwise.oracle.measured import accuracy
 from layerwise.search.report import units
 from tests.benchmarks.networks import SMALL
-from tests.benchmarks.oracle_rank import STRATEGIES, Job
-from tests.benchmarks.predictions import MALLOC, details
+from tests.benchmarks.oracle_rank import STRATEGIES
+from tests.benchmarks.predictions import arguments, run_all, words
 
 Cell = dict[str, object]
 AIM = 0.90
-
-
-def launch(cluster: str, args: argparse.Namespace) -> Cell:
-    """One launch on the emulated cluster: `2x2` is two nodes of two ranks."""
-    nodes, ranks = map(int, cluster.split("x"))
-    job = Job(args.only, args.strategies, args.links_seconds, args.layers_seconds, args.plan_seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cell.json"
-        harness = [sys.executable, "-m", "tests.benchmarks.emulate", "--nodes", str(nodes), "--rate", args.rate]
-        harness += ["--ranks-per-node", str(ranks), "--timeout", str(args.timeout)]
-        rank = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.oracle_rank", json.dumps(asdict(job)), out]
-        environment = os.environ | MALLOC | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
-        if done.returncode:
-            raise SystemExit(f"{cluster} at {args.rate}: a rank failed ({done.returncode})")
-        cell: Cell = json.loads(out.read_text())
-    return cell | {"cluster": cluster, "rate": args.rate}
 
 
 def table(cells: list[Cell]) -> Table:
@@ -64,12 +40,6 @@ def table(cells: list[Cell]) -> Table:
     return result
 
 
-def of_plans(cell: Cell) -> Cell:
-    """Without pipelines, which have no parts."""
-    networks = cell["result"].items()
-    return {"result": {network: {s: r for s, r in rows.items() if "parts" in r} for network, rows in networks}}
-
-
 def summary(cells: list[Cell]) -> str:
     """Mean accuracy of each strategy and of all."""
     by_name: dict[str, list[float]] = {}
@@ -82,32 +52,16 @@ def summary(cells: list[Cell]) -> str:
     return f"mean accuracy: {means}; all {mean(every):.1%}; {sum(v >= AIM for v in every)} of {len(every)} at {AIM:.0%}"
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=words, default=["alexnet", "vgg"], metavar=",".join(SMALL))
+    arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (20.0, 20.0, 4.0, 560.0))
     p.add_argument("--strategies", type=words, default=list(STRATEGIES), metavar=",".join(STRATEGIES))
-    p.add_argument("--clusters", type=words, default=["2x1", "4x1"], metavar="2x1,4x1,2x2")
     p.add_argument("--rate", default="1gbit", metavar="1gbit")
-    p.add_argument("--links-seconds", type=float, default=20.0, help="budget of the links (default: 20)")
-    p.add_argument("--layers-seconds", type=float, default=20.0, help="budget of a network's layers (default: 20)")
-    p.add_argument("--plan-seconds", type=float, default=4.0, help="timed steps of a plan (default: 4)")
-    p.add_argument("--timeout", type=int, default=560, metavar="S", help="of a launch (default: 560)")
-    p.add_argument("--json", metavar="FILE", help="write everything; cells that it has already are not run again")
     args = p.parse_args()
-    known = Path(args.json) if args.json else None
-    cells: list[Cell] = json.loads(known.read_text()) if known and known.exists() else []
+    places = [(cluster, args.rate) for cluster in args.clusters]
+    cells = run_all("tests.benchmarks.oracle_rank", places, args, strategies=args.strategies)
     console = Console(width=170)
-    for cluster in args.clusters:
-        if not any((cell["cluster"], cell["rate"]) == (cluster, args.rate) for cell in cells):
-            cells.append(launch(cluster, args))
-            console.print(details(of_plans(cells[-1])), "", sep="\n", highlight=False)
-            if known:
-                known.write_text(json.dumps(cells))
     console.print(table(cells), highlight=False)
     console.print(summary(cells), highlight=False)
 

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
@@ -27,7 +27,6 @@ from rich.table import Table
 
 from layerwise.search.report import units
 from tests.benchmarks.networks import SMALL
-from tests.benchmarks.predictions_rank import Job
 
 Cell = dict[str, object]
 # glibc gives large tensors back to the kernel when they are freed, and a step pays for new pages each time; a layer
@@ -35,18 +34,41 @@ Cell = dict[str, object]
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 ALIKE = 0.05  # times that differ by less are in no order
 AIM, STANDARD = 0.05, 0.10
+SHARE = 0.4  # of a core for each of more ranks than cores, idle others or not: as fast as a device of its own
 
 
-def launch(cluster: str, rate: str, networks: list[str], args: argparse.Namespace) -> Cell:
-    """One launch on the emulated cluster: `2x2` is two nodes of two ranks."""
+def run_all(module: str, places: Sequence[tuple[str, str]], args: argparse.Namespace, **more: object) -> list[Cell]:
+    """What `module` finds of every network at every (cluster, rate); what --json has already is not run again."""
+    known = Path(args.json) if args.json else None
+    cells: list[Cell] = json.loads(known.read_text()) if known and known.exists() else []
+    for cluster, rate in places:
+        cell = next((cell for cell in cells if (cell["cluster"], cell["rate"]) == (cluster, rate)), None)
+        left = [name for name in args.only if cell is None or name not in cell["result"]]
+        if not left:
+            continue
+        job = {"networks": left} | more
+        job |= {"links_s": args.links_seconds, "layers_s": args.layers_seconds, "plan_s": args.plan_seconds}
+        found = launch(cluster, rate, module, job, args)
+        Console(width=170).print(f"{cluster} at {rate}", details(found), "", sep="\n", highlight=False)
+        if cell is None:
+            cells.append(found)
+        else:
+            cell["result"] |= found["result"]
+        if known:
+            known.write_text(json.dumps(cells))
+    return cells
+
+
+def launch(cluster: str, rate: str, module: str, job: Cell, args: argparse.Namespace) -> Cell:
+    """What `module` writes of a job on an emulated cluster: `2x2` is two nodes of two ranks."""
     nodes, ranks = map(int, cluster.split("x"))
-    job = Job(networks, args.links_seconds, args.layers_seconds, args.plan_seconds)
+    quota = args.cpu_quota or (SHARE if nodes * ranks > (os.cpu_count() or 1) else None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
         harness = [sys.executable, "-m", "tests.benchmarks.emulate", "--nodes", str(nodes), "--rate", rate]
         harness += ["--ranks-per-node", str(ranks), "--timeout", str(args.timeout)]
-        harness += ["--cpu-quota", str(args.cpu_quota)] if args.cpu_quota else []
-        rank = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.predictions_rank", json.dumps(asdict(job)), out]
+        harness += ["--cpu-quota", str(quota)] if quota else []
+        rank = [sys.executable, "-W", "ignore", "-m", module, json.dumps(job), out]
         environment = os.environ | MALLOC | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
         if not out.exists():
@@ -54,7 +76,7 @@ def launch(cluster: str, rate: str, networks: list[str], args: argparse.Namespac
         if done.returncode:
             print(f"{cluster} at {rate}: not through ({done.returncode}); what is missing is run the next time")
         cell: Cell = json.loads(out.read_text())
-    return cell | {"cluster": cluster, "rate": rate, "cpu_quota": args.cpu_quota}
+    return cell | {"cluster": cluster, "rate": rate, "cpu_quota": quota}
 
 
 def error(row: Cell) -> float:
@@ -116,6 +138,8 @@ def details(cell: Cell) -> Table:
     result = Table("", "step", "compute", "transfers", "sums", "sums not hidden", "waiting", box=None, pad_edge=False)
     for network in SMALL:
         for name, row in cell["result"].get(network, {}).items():
+            if "parts" not in row:  # a pipeline
+                continue
             totals = row["parts"]["totals"]
 
             def pair(key: str, totals: Cell = totals) -> str:
@@ -135,36 +159,32 @@ def words(text: str) -> list[str]:
     return text.split(",")
 
 
+def arguments(p: argparse.ArgumentParser, networks: list[str], clusters: list[str], budgets: Sequence[float]) -> None:
+    """What to run, and for how long: budgets of links, layers, steps and of a launch."""
+    p.add_argument("--only", type=words, default=networks, metavar=",".join(SMALL))
+    p.add_argument("--clusters", type=words, default=clusters, metavar="1x1,2x1,4x1,2x2")
+    p.add_argument("--cpu-quota", type=float, help=f"part of a core a rank (default: {SHARE} if cores are fewer)")
+    links, layers, plan, launch = budgets
+    p.add_argument("--links-seconds", type=float, default=links, help="budget of the links (default: %(default)s)")
+    p.add_argument("--layers-seconds", type=float, default=layers, help="of a network's layers (default: %(default)s)")
+    p.add_argument("--plan-seconds", type=float, default=plan, help="timed steps of a plan (default: %(default)s)")
+    p.add_argument("--timeout", type=float, default=launch, metavar="S", help="of a launch; what is done then counts")
+    p.add_argument("--json", metavar="FILE", help="write everything; what it has already is not run again")
+
+
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", type=words, default=list(SMALL), metavar=",".join(SMALL))
-    p.add_argument("--clusters", type=words, default=["1x1", "2x1", "4x1", "2x2"], metavar="1x1,2x1,4x1,2x2")
+    arguments(p, list(SMALL), ["1x1", "2x1", "4x1", "2x2"], (30.0, 20.0, 6.0, 900.0))
     p.add_argument("--rates", type=words, default=["100mbit", "1gbit"], metavar="100mbit,1gbit")
-    p.add_argument("--cpu-quota", type=float, help="part of a core that a rank may use (default: its share)")
-    p.add_argument("--links-seconds", type=float, default=30.0, help="budget of the links (default: 30)")
-    p.add_argument("--layers-seconds", type=float, default=20.0, help="budget of a network's layers (default: 20)")
-    p.add_argument("--plan-seconds", type=float, default=6.0, help="timed steps of a plan (default: 6)")
-    p.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a launch; what is done then counts")
-    p.add_argument("--json", metavar="FILE", help="write everything; what it has already is not run again")
     args = p.parse_args()
-    known = Path(args.json) if args.json else None
-    cells: list[Cell] = json.loads(known.read_text()) if known and known.exists() else []
+    places = [
+        (cluster, rate)
+        for cluster in args.clusters
+        for rate in (args.rates[:1] if cluster == "1x1" else args.rates)  # which has no links
+    ]
+    cells = run_all("tests.benchmarks.predictions_rank", places, args)
     console = Console(width=170)
-    for cluster in args.clusters:
-        for rate in args.rates[:1] if cluster == "1x1" else args.rates:
-            before = next((cell for cell in cells if (cell["cluster"], cell["rate"]) == (cluster, rate)), None)
-            left = [name for name in args.only if before is None or name not in before["result"]]
-            if not left:
-                continue
-            cell = launch(cluster, rate, left, args)
-            console.print(f"{cluster} at {rate}", details(cell), "", sep="\n", highlight=False)
-            if before is None:
-                cells.append(cell)
-            else:
-                before["result"] |= cell["result"]
-            if known:
-                known.write_text(json.dumps(cells))
     console.print(table(cells), highlight=False)
     console.print(summary(cells), highlight=False)
 

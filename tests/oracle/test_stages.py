@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.machine import load as load_profile
+from layerwise.machine.curves import Curve, Links
 from layerwise.oracle.stages import Stage, balanced, crossing_bytes, imbalance, pipeline_phases, pipelined_s, stages
 
 
@@ -61,7 +63,8 @@ def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
     found = stages(priced, 4, 8)
     phases = pipeline_phases(found, 8, priced.devices)
     slowest = max(s.forward_s for s in found) + max(s.backward_s for s in found)
-    assert phases.compute_s == pytest.approx(11 * slowest)
+    adding = max(s.accumulate_s for s in found)
+    assert phases.compute_s == pytest.approx(11 * slowest + 10 * adding)
     link = priced.devices.levels[0]
     largest = max(link.alpha_s + s.passed_bytes * link.beta_s_per_byte for s in found[:-1])
     assert phases.passing_s == pytest.approx(20 * largest)
@@ -71,13 +74,16 @@ def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
 SECONDS = st.floats(0, 1)
 
 
-@given(st.lists(st.builds(Stage, st.just(()), SECONDS, SECONDS, SECONDS, st.just(0.0), st.floats(0, 1e10)), min_size=1,
-                max_size=5), st.integers(1, 6))  # fmt: skip
+STAGES = st.builds(Stage, st.just(()), SECONDS, SECONDS, SECONDS, st.just(0.0), st.floats(0, 1e10), SECONDS)
+
+
+@given(st.lists(STAGES, min_size=1, max_size=5), st.integers(1, 6))
 def test_a_simulated_pipeline_takes_no_longer_than_its_phases(found: list[Stage], segments: int) -> None:
     devices = load_profile("v100").device_graph(8)
     took = pipelined_s(found, segments, devices)
     assert took <= pipeline_phases(found, segments, devices).total_s + 1e-9
-    assert took >= max(segments * (s.forward_s + s.backward_s) + s.update_s for s in found) - 1e-9
+    busiest = max(segments * (s.forward_s + s.backward_s) + (segments - 1) * s.accumulate_s + s.update_s for s in found)
+    assert took >= busiest - 1e-9
 
 
 def test_a_simulated_pipeline_of_equal_stages() -> None:
@@ -88,6 +94,27 @@ def test_a_simulated_pipeline_of_equal_stages() -> None:
     assert pipelined_s(found, 8, devices) == pytest.approx(11 * 5.0 + 0.5, rel=1e-4)
     slow = [Stage((), 2.0, 3.0, 0.5, 0.0, 10.0 / link.beta_s_per_byte)] * 2
     assert pipelined_s(slow, 8, devices) == pytest.approx((2 + 8 * 10 + 2) + (3 + 8 * 10 + 3) + 0.5, rel=1e-4)
+
+
+def test_segments_but_the_first_add_their_gradients() -> None:
+    """An update by momentum moves 5 tensors, an addition 3: on one stage, 7 times in 8 segments."""
+    priced = CostModel(
+        fuse(load_model("vgg16", 32)), load_profile("v100").device_graph(1), CostOptions(optimizer="momentum")
+    )
+    (stage,) = stages(priced, 1, 8)
+    assert stage.accumulate_s == pytest.approx(stage.update_s * 3 / 5)
+    once = replace(stage, accumulate_s=0.0)
+    more = pipelined_s([stage], 8, priced.devices) - pipelined_s([once], 8, priced.devices)
+    assert more == pytest.approx(7 * stage.accumulate_s)
+
+
+def test_what_is_passed_takes_what_a_message_took() -> None:
+    """The measured curve of one message between the two nodes, where there is one."""
+    knots = ((0.0, 1e-3), (1e6, 5e-3))
+    links = Links((Curve("message", (1, 2), 1, knots), Curve("exchange", (1, 2), 1, ((0.0, 1.0), (1e6, 2.0)))))
+    devices = replace(load_profile("cpu").device_graph(2, 1), links=links)
+    found = [Stage((), 0.0, 0.0, 0.0, 0.0, 5e5)] * 2
+    assert pipelined_s(found, 1, devices) == pytest.approx(2 * 3e-3)
 
 
 def test_one_stage_is_one_device() -> None:
