@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plan is not None:
         if len(chosen) != 1 or len(gpus) != 1 or args.formulas != "tables":
             raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
-        if args.plan == args.plot:
+        if args.plot is not None and os.path.realpath(args.plan) == os.path.realpath(args.plot):
             raise LayerwiseError("--plan and --plot name the same file: give each its own")
         check_writable(args.plan)
     if args.plot is not None:

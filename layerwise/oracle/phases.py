@@ -16,9 +16,10 @@ Formulas = Literal["published", "as-run", "chainermnx"]
 class Phases:
     """Seconds an iteration by phase, of the slowest device, and bytes of memory of the fullest one.
 
-    compute_s: forward and backward. update_s: the optimizer. gather_s, reduce_s: a layer's own all-gather, and its
-    all-reduce or reduce-scatter, of activations and their gradients. halo_s: borders of spatial cells. passing_s:
-    activations and gradients from one pipeline stage to the next. gradient_s: all-reduce of the weights' gradients.
+    compute_s: forward and backward. update_s: the optimizer, and adding up the gradients of a pipeline's segments.
+    gather_s, reduce_s: a layer's own all-gather, and its all-reduce or reduce-scatter, of activations and their
+    gradients. halo_s: borders of spatial cells. passing_s: activations and gradients from one pipeline stage to the
+    next. gradient_s: all-reduce of the weights' gradients.
     """
 
     compute_s: float = 0.0

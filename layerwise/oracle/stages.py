@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.compute import held as parameters_of
 from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel
 from layerwise.graph.layer import LayerGraph
@@ -21,8 +22,8 @@ from layerwise.oracle.phases import Phases
 class Stage:
     """Neighbouring layers on one device. Seconds of one segment; memory of the whole batch, whose segments it holds.
 
-    passed_bytes: of one segment, what the next stages need of this one and of those before it. accumulate_s: of every
-    segment but the first, adding its gradients to those that are there.
+    update_s: of the whole batch, once. passed_bytes: of one segment, what the next stages need of this one and of those
+    before it. accumulate_s: of every segment but the first, adding its gradients to those that are there.
     """
 
     layers: tuple[str, ...]
@@ -34,44 +35,60 @@ class Stage:
     accumulate_s: float = 0.0
 
 
-def stages(model: CostModel, count: int, segments: int) -> tuple[Stage, ...]:
-    """The layers as `count` contiguous stages, the slowest of which is as fast as can be.
+def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    """The layers as `count` contiguous stages, the slowest of which is as fast as can be; or those that `cuts` makes.
 
-    model: the whole batch; a segment has a `segments`-th of its samples, rounded up.
+    model: the whole batch; a segment has a `segments`-th of its samples, rounded up. The gradients of several segments
+    are added up, which is a step of plain SGD to them, and divided by the number of segments, two thirds of one.
     """
     graph = model.graph
     whole = CostModel(graph, _single(model.devices), model.options)
     memory = price(whole, {layer.name: Config() for layer in graph.inner}).layers
     part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
     times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
+    adding_s = dict.fromkeys(times, 0.0)
+    if segments > 1:
+        plain = CostModel(part.graph, part.devices, replace(model.options, optimizer="sgd"))
+        for layer in part.graph.layers:
+            adding_s[layer.name] = float(plain.node_cost(layer, (Config(),)).compute.update[0])
     names = [layer.name for layer in graph.inner]
-    fed = sum(
-        memory[layer.name].memory_bytes for layer in graph.layers if layer.end and not layer.inputs
-    )  # the batch, on the first stage
-    loss = sum(memory[layer.name].memory_bytes for layer in graph.layers if layer.end and layer.inputs)
-    rest = [times.pop(layer.name) for layer in graph.layers if layer.end]  # the loss, on the last stage
-    cuts = balanced([float(t.forward[0] + t.backward[0]) for t in times.values()], count)
+    ends = [layer.name for layer in graph.layers if layer.end and layer.inputs]  # the loss, on the last stage
+    fed = [layer.name for layer in graph.layers if layer.end and not layer.inputs]  # the batch, on the first one
+    if cuts is None:
+        more = (segments - 1) / segments
+        rows = ((times[name], adding_s[name]) for name in names)
+        cuts = balanced([float(t.forward[0] + t.backward[0]) + more * added for t, added in rows], count)
     passed = crossing_bytes(part.graph)
-    tensors = 3 + 2 * OPTIMIZERS[model.options.optimizer]  # that an update moves; adding one to another moves 3
+
+    def beside(names: Sequence[str]) -> float:
+        """Bytes of the largest gradient: while it is added, there are two of it."""
+        rows = [row for name in names for row in parameters_of(graph[name])]
+        return max((float(prod(p.shape) * item_bytes) for p, item_bytes in rows if p.trainable), default=0.0)
+
     found = []
     for first, end in pairwise(cuts):
+        last = end == len(names)
         inside = names[first:end]
-        here = [times[name] for name in inside] + (rest if end == len(names) else [])
-        update_s = sum(float(t.update[0]) for t in here)
+        held = [*([] if first else fed), *inside, *(ends if last else [])]
+        here = [times[name] for name in [*inside, *([*fed, *ends] if last else [])]]
+        added = sum(adding_s[name] for name in inside)
         found.append(
             Stage(
                 tuple(inside),
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
-                update_s,
-                sum(memory[name].memory_bytes for name in inside)
-                + (0.0 if first else fed)
-                + (loss if end == len(names) else 0.0),
-                passed[inside[-1]] if end < len(names) else 0.0,
-                update_s * 3 / tensors,
+                sum(float(t.update[0]) for t in here) + added * 2 / 3,
+                sum(memory[name].memory_bytes for name in held) + (beside(inside) if segments > 1 else 0.0),
+                0.0 if last else passed[inside[-1]],
+                added,
             )
         )
     return tuple(found)
+
+
+def cuts_of(found: Sequence[Stage]) -> list[int]:
+    """Where these stages begin, and where the last one ends."""
+    return [0, *accumulate(len(stage.layers) for stage in found)]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
@@ -115,13 +132,16 @@ def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
 
 
 def pipeline_phases(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
-    """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way."""
+    """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way.
+
+    On the longest way through all stages and segments every turn back but the first may add to gradients.
+    """
     turns = len(found) + segments - 1
     passing_s = max(_passing_s(found, devices), default=0.0)
-    accumulate_s = (turns - 1) * max(s.accumulate_s for s in found) if segments > 1 else 0.0
+    additions = turns - 1 if segments > 1 else 0
     return Phases(
-        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)) + accumulate_s,
-        update_s=max(s.update_s for s in found),
+        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)),
+        update_s=max(s.update_s for s in found) + additions * max(s.accumulate_s for s in found),
         passing_s=2 * (turns - 1) * passing_s,
         memory_bytes=max(s.memory_bytes for s in found),
     )

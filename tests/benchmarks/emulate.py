@@ -20,7 +20,8 @@ counted, and after an injected fault the others are left to react by themselves 
 
 The work happens in private PID, mount and network namespaces: when the harness ends for any reason, SIGKILL included,
 the kernel kills every process inside and frees everything. Nothing of the machine's own network is changed. (Except:
---cpu-quota makes cgroup directories, removed at the end; a SIGKILL leaves them behind, empty.)
+--cpu-quota makes cgroup directories, removed at the end; a SIGKILL leaves them behind, empty. It also wakes up every
+core each millisecond, by a real-time process, so that the limit holds at that grain.)
 
 Needs Linux, root, `ip` and `tc` (Debian: iproute2); of Python only the standard library.
 """
@@ -284,7 +285,7 @@ def main() -> int:
     p.add_argument("--timeout", type=float, default=600, help="seconds; 0: none")
     p.add_argument("--grace", type=float, default=10, help="seconds that the other ranks get after one fails")
     p.add_argument("--port", type=int, default=29500)
-    p.add_argument("--cpu-quota", type=float, help="hard limit of CPU cores for each rank, as 0.5")
+    p.add_argument("--cpu-quota", type=float, help="hard limit of CPU cores for each rank, as 0.4")
     p.add_argument("--all-output", action="store_true", help="what every rank prints, not rank 0 only")
     p.add_argument("--kill-rank", type=parse_fault, action="append", default=[], metavar="RANK[@SEC]")
     p.add_argument("--cut-node", type=parse_fault, action="append", default=[], metavar="NODE[@SEC]")
@@ -298,6 +299,8 @@ def main() -> int:
     world = args.nodes * args.ranks_per_node
     if not args.command:
         p.error("no command: put it after --")
+    if args.cpu_quota is not None and args.cpu_quota <= 0:
+        p.error("--cpu-quota must be above 0")
     if args.nodes < 1 or args.ranks_per_node < 1:
         p.error("--nodes and --ranks-per-node must be at least 1")
     if any(i >= world for i, _ in args.kill_rank):

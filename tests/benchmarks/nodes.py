@@ -28,7 +28,7 @@ os.sched_setaffinity(0, {{{core}}})
 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 print("ready", flush=True)
 while True:
-    time.sleep(0.0005)
+    time.sleep(0.001)
 """
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -148,7 +148,7 @@ def settings() -> None:
 
 @contextlib.contextmanager
 def ticks() -> Iterator[None]:
-    """On every core something that wakes up each 0.5 ms, for 1 % of its time.
+    """On every core something that wakes up each millisecond, for 3 % of its time.
 
     The kernel looks at what a rank has left of its quota when its clock ticks, every 4 ms as a rule, or when another
     process comes.
@@ -156,7 +156,11 @@ def ticks() -> Iterator[None]:
     found = []
     try:
         for core in os.sched_getaffinity(0):
-            found.append(subprocess.Popen([sys.executable, "-c", TICK.format(core=core)], stdout=subprocess.PIPE))
+            found.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", TICK.format(core=core)], stdout=subprocess.PIPE, start_new_session=True
+                )
+            )
             if not found[-1].stdout.readline():
                 raise EmulationError("--cpu-quota: no real-time process can be had (are you root?)")
         yield

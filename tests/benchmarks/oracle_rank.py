@@ -30,7 +30,9 @@ from layerwise.machine import Profile
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
 from layerwise.oracle.question import Answer, Oracle, Question
+from layerwise.oracle.stages import cuts_of, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
+from layerwise.oracle.tables import price_plan
 from layerwise.oracle.write import plan_of as write_plan
 from layerwise.run.pipeline import Pipelined
 from tests.benchmarks.networks import SMALL, Network
@@ -97,9 +99,11 @@ def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
             wanted[layer.name][model.end_config(layer)] = None
     cells = dict(wanted_cells(model, {name: tuple(configs) for name, configs in wanted.items()}))
     if "pipeline" in job.strategies:
-        part = CostModel(model.graph.rebatch(-(-model.graph.batch // SEGMENTS)), model.devices, model.options)
-        whole = {layer.name: (Config(),) for layer in part.graph.layers}
-        cells |= {key: cell for key, cell in wanted_cells(part, whole).items() if key not in cells}
+        graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
+        whole = {layer.name: (Config(),) for layer in graph.layers}
+        for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
+            part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
+            cells |= {key: cell for key, cell in wanted_cells(part, whole).items() if key not in cells}
     return list(cells.values())
 
 
@@ -134,6 +138,20 @@ def answers(oracle: Oracle, job: Job, ranks: int) -> dict[str, Answer]:
     return found
 
 
+def priced_anew(answer: Answer, model: CostModel) -> Answer:
+    """The very strategy, or the stages, that an answer is about, by other times of layers."""
+    if answer.priced is None:
+        segments = answer.projection.segments
+        found = stages(model, len(answer.stages), segments, cuts_of(answer.stages))
+        phases, seconds = pipeline_phases(found, segments, model.devices), pipelined_s(found, segments, model.devices)
+        projection = replace(answer.projection, phases=phases)
+        return replace(answer, projection=projection, overlapped_s=seconds, stages=found)
+    inner = {layer.name: answer.priced.strategy[layer.name] for layer in model.graph.inner}
+    priced = price_plan(model, answer.priced.shape, inner)
+    projection = replace(answer.projection, phases=priced.phases)
+    return replace(answer, projection=projection, overlapped_s=priced.overlapped_s, priced=priced)
+
+
 def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str, dict[str, object]]:
     """Predicted and measured of every strategy, by steps and layers that were timed turn about."""
     model, layers = oracle.model(comm.size), Layers(comm, OPTIMIZER)
@@ -151,9 +169,9 @@ def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str,
         for name, answer in first.items()
     }
     times, known = layers.turn_about(steps, cells, job.plan_s)
-    oracle = with_times(oracle, known)
-    model, rows = oracle.model(comm.size), {}
-    for name, answer in answers(oracle, job, comm.size).items():
+    model, rows = with_times(oracle, known).model(comm.size), {}
+    for name, answer in first.items():
+        answer = priced_anew(answer, model)
         rows[name] = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
         if answer.priced is not None:
             plan = write_plan(network.title, "measured", model, answer)

@@ -4,7 +4,7 @@ Every launch (tests.benchmarks.emulate) measures its links and the layers of eac
 asks the oracle about every strategy, and runs each: plans through layerwise.run, the pipeline through
 torch.distributed.pipelining. Accuracy is the paper's, 1 - |predicted - measured| / measured; the aim is 0.90 each.
 
-    python -m tests.benchmarks.oracle_runs                           # two networks, 2 and 4 ranks: about 8 minutes
+    python -m tests.benchmarks.oracle_runs                           # two networks, 2 and 4 ranks: about 15 minutes
     python -m tests.benchmarks.oracle_runs --only vgg --clusters 2x1
 """
 
@@ -55,7 +55,7 @@ def summary(cells: list[Cell]) -> str:
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (20.0, 20.0, 4.0, 560.0))
+    arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (20.0, 10.0, 4.0, 900.0))
     p.add_argument("--strategies", type=words, default=list(STRATEGIES), metavar=",".join(STRATEGIES))
     p.add_argument("--rate", default="1gbit", metavar="1gbit")
     args = p.parse_args()

@@ -1,17 +1,19 @@
 """Steps of plans and their layers alone, timed turn about, so that both see the same of a shared machine.
 
-A rank keeps to one core, which it shares where there are more ranks than cores. The scheduler gives it whole ticks
-(4 ms) there, so a wall clock says nothing of a layer that takes less: layers are timed by the CPU time that they take,
-over the share of the core that a rank gets while all compute. Steps are timed by the wall clock, in blocks that follow
-each other as in training; the slowest rank counts. Of both the medians count.
+A rank keeps to one core, of which it has a share, for a millisecond at a time. So a wall clock says little of a layer
+that takes less: layers are timed by the CPU time that they take, over that share. Steps are timed by the wall clock, in
+blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts, and of
+each layer, by the medians of all rounds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -30,19 +32,23 @@ from layerwise.measure.watch import Watch
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
+STOLEN = 0.04  # of a core: the steps of a block with more are run again
+TRIES = 3
 CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
 MODE = Mode(torch.device("cpu"), torch.float32)
 Step = Callable[[], object]
 
 
 def share_of_core(comm: Comm) -> float:
-    """The part of a core that this rank gets while all ranks compute."""
-    x = torch.ones(256, 256)
+    """The part of a core that this rank gets while all ranks compute, undisturbed: the most of several times."""
+    x, found = torch.ones(256, 256), []
     comm.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    while time.perf_counter() < wall + 1.0:
-        torch.mm(x, x)
-    return (time.process_time() - cpu) / (time.perf_counter() - wall)
+    for _ in range(ROUNDS):
+        wall, cpu = time.perf_counter(), time.process_time()
+        while time.perf_counter() < wall + 1.0 / ROUNDS:
+            torch.mm(x, x)
+        found.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+    return max(found)
 
 
 class Layers:
@@ -70,28 +76,26 @@ class Layers:
             if time.perf_counter() > began + budget_s:
                 break
             self.measuring.add(cell.key, self._timed(cell, CELL_S))
-        self.measuring.known = self._told(self.known, 0)
+        self.measuring.known = self._told(self.known)
 
     def turn_about(
         self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float
     ) -> tuple[dict[str, list[float]], LayerTimes]:
-        """Seconds of steps of each, for about `seconds`, and times of the cells between: the slowest rank's medians."""
+        """Seconds of steps of each, for about `seconds`, and times of the cells between."""
         counts = {name: self._count(step, seconds) for name, step in steps.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
-        samples = []
+        rounds = []  # of each cell the seconds forward and backward
         for _ in range(ROUNDS):
             for name, step in steps.items():
                 if len(times[name]) < LEAST or sum(times[name]) < seconds:
                     times[name] += block(step, counts[name], self.comm)
-            samples.append([self._timed(cell, CELL_S / ROUNDS) for cell in cells])
+            taken = [self._timed(cell, CELL_S / ROUNDS) for cell in cells]
+            rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
+        medians = iter(slowest([median(column) for column in zip(*rounds, strict=True)], self.comm))
         found = Measuring(self.known, MODE, lambda _: None, 0.0)
-        total = 0.0
-        for cell, rows in zip(cells, zip(*samples, strict=True), strict=True):
-            forward, backward = (median(getattr(row, name) for row in rows) for name in ("forward_s", "backward_s"))
-            found.add(cell.key, replace(rows[0], forward_s=forward, backward_s=backward))
-            total += forward + backward
-        totals = [float(text) for text in self.comm.tell_all(repr(total))]
-        return times, self._told(found.known, totals.index(max(totals)))
+        for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
+            found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
+        return times, self._told(found.known)
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
         watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
@@ -104,19 +108,41 @@ class Layers:
         """Steps of a block; warms up, too."""
         return max(1, round(seconds / ROUNDS / median(block(step, 2, self.comm))))
 
-    def _told(self, known: LayerTimes, rank: int) -> LayerTimes:
-        """As one rank has it."""
-        told = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == rank else "")[rank]
+    def _told(self, known: LayerTimes) -> LayerTimes:
+        """As rank 0 has it."""
+        told = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
         return read(Field("measured", "", json.loads(told)))[0]
 
 
-def block(step: Step, steps: int, comm: Comm) -> list[float]:
-    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count."""
-    comm.barrier()
-    mine = []
-    for _ in range(steps + 1):
-        began = time.perf_counter()
-        step()
-        mine.append(time.perf_counter() - began)
-    rows = [json.loads(text) for text in comm.tell_all(json.dumps(mine[1:]))]
+def slowest(mine: Sequence[float], comm: Comm) -> list[float]:
+    """Of each of these the slowest rank's."""
+    rows = [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
     return [max(times) for times in zip(*rows, strict=True)]
+
+
+def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:
+    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count.
+
+    Where the host of this machine has meanwhile taken CPU time from it they are run again, so many times in all; those
+    with the least of it count.
+    """
+    found = []
+    for _ in range(tries):
+        comm.barrier()
+        mine, first, before = [], time.perf_counter(), stolen_s()
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            step()
+            mine.append(time.perf_counter() - began)
+        share = (stolen_s() - before) / (time.perf_counter() - first)
+        *times, share = slowest([*mine[1:], share], comm)
+        found.append((share, times))
+        if share < STOLEN:
+            break
+    return min(found)[1]
+
+
+def stolen_s() -> float:
+    """Of all cores together, what the host of a virtual machine has not given them."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")

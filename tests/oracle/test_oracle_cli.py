@@ -82,7 +82,7 @@ BAD = [
     ("lenet5 --gpus 4 --max-hours 0", "'0' is not a number above 0"),
     ("lenet5 --gpus 4 --plan plan.json", "name one --strategy and one number of --gpus"),
     ("lenet5 --gpus 4 --strategy data --plan no/plan.json", "cannot be written"),
-    ("lenet5 --gpus 4 --strategy data --plan both.png --plot both.png", "name the same file"),
+    ("lenet5 --gpus 4 --strategy data --plan both.png --plot ./both.png", "name the same file"),
     ("lenet5 --gpus 4 --strategy pipeline --plan plan.json", "pipeline is not a configuration for every layer"),
     ("lenet5 --gpus 4 --plot figure.doc", "must end in .png"),
     ("lenet5 --gpus 4 --plot no/figure.png", "cannot be written"),

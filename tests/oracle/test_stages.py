@@ -16,7 +16,16 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Links
-from layerwise.oracle.stages import Stage, balanced, crossing_bytes, imbalance, pipeline_phases, pipelined_s, stages
+from layerwise.oracle.stages import (
+    Stage,
+    balanced,
+    crossing_bytes,
+    cuts_of,
+    imbalance,
+    pipeline_phases,
+    pipelined_s,
+    stages,
+)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
@@ -63,8 +72,8 @@ def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
     found = stages(priced, 4, 8)
     phases = pipeline_phases(found, 8, priced.devices)
     slowest = max(s.forward_s for s in found) + max(s.backward_s for s in found)
-    adding = max(s.accumulate_s for s in found)
-    assert phases.compute_s == pytest.approx(11 * slowest + 10 * adding)
+    assert phases.compute_s == pytest.approx(11 * slowest)
+    assert phases.update_s == pytest.approx(max(s.update_s for s in found) + 10 * max(s.accumulate_s for s in found))
     link = priced.devices.levels[0]
     largest = max(link.alpha_s + s.passed_bytes * link.beta_s_per_byte for s in found[:-1])
     assert phases.passing_s == pytest.approx(20 * largest)
@@ -96,16 +105,28 @@ def test_a_simulated_pipeline_of_equal_stages() -> None:
     assert pipelined_s(slow, 8, devices) == pytest.approx((2 + 8 * 10 + 2) + (3 + 8 * 10 + 3) + 0.5, rel=1e-4)
 
 
-def test_segments_but_the_first_add_their_gradients() -> None:
-    """An update by momentum moves 5 tensors, an addition 3: on one stage, 7 times in 8 segments."""
-    priced = CostModel(
-        fuse(load_model("vgg16", 32)), load_profile("v100").device_graph(1), CostOptions(optimizer="momentum")
-    )
-    (stage,) = stages(priced, 1, 8)
-    assert stage.accumulate_s == pytest.approx(stage.update_s * 3 / 5)
-    once = replace(stage, accumulate_s=0.0)
-    more = pipelined_s([stage], 8, priced.devices) - pipelined_s([once], 8, priced.devices)
-    assert more == pytest.approx(7 * stage.accumulate_s)
+def test_segments_add_up_their_gradients() -> None:
+    """Momentum moves 5 tensors, an addition 3, a division 2: on one stage 7 additions in 8 segments, and a division."""
+    options = CostOptions(optimizer="momentum")
+    priced = CostModel(fuse(load_model("vgg16", 32)), load_profile("v100").device_graph(1), options)
+    (one,), (stage,) = stages(priced, 1, 1), stages(priced, 1, 8)
+    assert one.accumulate_s == 0.0
+    assert stage.accumulate_s == pytest.approx(one.update_s * 3 / 5)
+    assert stage.update_s == pytest.approx(one.update_s * 7 / 5)
+    bare = pipelined_s([replace(stage, accumulate_s=0.0)], 8, priced.devices)
+    assert pipelined_s([stage], 8, priced.devices) - bare == pytest.approx(7 * stage.accumulate_s)
+    assert stage.memory_bytes - one.memory_bytes == pytest.approx(
+        4 * 25088 * 4096
+    )  # of the largest gradient there are two
+
+
+def test_given_cuts_are_kept() -> None:
+    priced = model()
+    cuts = [0, 1, 2, 3, len(priced.graph.inner)]
+    found = stages(priced, 4, 8, cuts)
+    assert [len(stage.layers) for stage in found[:3]] == [1, 1, 1]
+    assert cuts_of(found) == cuts
+    assert stages(priced, 4, 8, cuts_of(stages(priced, 4, 8))) == stages(priced, 4, 8)
 
 
 def test_what_is_passed_takes_what_a_message_took() -> None:
