@@ -170,7 +170,9 @@ def arguments(p: argparse.ArgumentParser, networks: list[str], clusters: list[st
     """What to run, and for how long: budgets of links, layers, steps and of a launch."""
     p.add_argument("--only", type=words, default=networks, metavar=",".join(SMALL))
     p.add_argument("--clusters", type=words, default=clusters, metavar="1x1,2x1,4x1,2x2")
-    p.add_argument("--cpu-quota", type=float, help=f"part of a core a rank (default: {SHARE} of the cores by ranks)")
+    p.add_argument(
+        "--cpu-quota", type=float, help=f"part of a core a rank (default: an equal part of {SHARE:.0%}% of the cores)"
+    )
     links, layers, plan, launch = budgets
     p.add_argument("--links-seconds", type=float, default=links, help="budget of the links (default: %(default)s)")
     p.add_argument("--layers-seconds", type=float, default=layers, help="of a network's layers (default: %(default)s)")
