@@ -102,7 +102,7 @@ def _computation(projection: Projection, facts: Facts, staged: Sequence[Stage]) 
     found: list[Finding] = []
     if at.update_s:
         share = at.update_s / at.computation_s
-        added = ", with the gradients of segments added up," if name == "pipeline" else ""
+        added = ", with the gradients of segments added up," if staged and projection.segments > 1 else ""
         text = f"the weight update{added} is {share:.1%} of the computation"
         found.append(Finding("limit", "weight update", share, at.update_s, text))
     ideal_s = projection.batch / p * facts.compute_s

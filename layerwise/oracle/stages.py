@@ -59,12 +59,6 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
         rows = ((times[name], adding_s[name]) for name in names)
         cuts = balanced([float(t.forward[0] + t.backward[0]) + more * added for t, added in rows], count)
     passed = crossing_bytes(part.graph)
-
-    def beside(names: Sequence[str]) -> float:
-        """Bytes of the largest gradient: while it is added, there are two of it."""
-        rows = [row for name in names for row in parameters_of(graph[name])]
-        return max((float(prod(p.shape) * item_bytes) for p, item_bytes in rows if p.trainable), default=0.0)
-
     found = []
     for first, end in pairwise(cuts):
         last = end == len(names)
@@ -72,18 +66,24 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
         held = [*([] if first else fed), *inside, *(ends if last else [])]
         here = [times[name] for name in [*inside, *([*fed, *ends] if last else [])]]
         added = sum(adding_s[name] for name in inside)
+        second = _largest_gradient_bytes(graph, inside) if segments > 1 else 0.0  # while it is added, there are two
         found.append(
             Stage(
                 tuple(inside),
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
                 sum(float(t.update[0]) for t in here) + added * 2 / 3,
-                sum(memory[name].memory_bytes for name in held) + (beside(inside) if segments > 1 else 0.0),
+                sum(memory[name].memory_bytes for name in held) + second,
                 0.0 if last else passed[inside[-1]],
                 added,
             )
         )
     return tuple(found)
+
+
+def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
+    rows = [row for name in names for row in parameters_of(graph[name])]
+    return max((float(prod(p.shape) * item_bytes) for p, item_bytes in rows if p.trainable), default=0.0)
 
 
 def cuts_of(found: Sequence[Stage]) -> list[int]:

@@ -106,5 +106,12 @@ def test_imbalance_is_that_of_the_answers_stages() -> None:
     assert balance.value == pytest.approx(imbalance(answer.stages))
 
 
+def test_segments_gradients_are_part_of_the_update() -> None:
+    answer = (oracle := Oracle(Question(facts("alexnet").graph, load("v100"), 32))).answer("pipeline", 4)
+    (update,) = (f for f in oracle.findings(answer) if f.name == "weight update")
+    assert "gradients of segments added up" in update.text
+    assert "added up" not in found("alexnet", "pipeline", 4, 32)["weight update"].text  # the published form adds none
+
+
 def test_memory() -> None:
     assert "memory capacity" in found("cosmoflow:512", "data", 4, 4)

@@ -115,9 +115,8 @@ def test_segments_add_up_their_gradients() -> None:
     assert stage.update_s == pytest.approx(one.update_s * 7 / 5)
     bare = pipelined_s([replace(stage, accumulate_s=0.0)], 8, priced.devices)
     assert pipelined_s([stage], 8, priced.devices) - bare == pytest.approx(7 * stage.accumulate_s)
-    assert stage.memory_bytes - one.memory_bytes == pytest.approx(
-        4 * 25088 * 4096
-    )  # of the largest gradient there are two
+    largest = 4 * 25088 * 4096  # this gradient is there twice
+    assert stage.memory_bytes - one.memory_bytes == pytest.approx(largest)
 
 
 def test_given_cuts_are_kept() -> None:
