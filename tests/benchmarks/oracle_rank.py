@@ -200,11 +200,13 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     with start(PATIENCE_S) as comm:
         result: dict[str, dict[str, object]] = {}
+        links: dict[str, object] = {}
         for network_name in job.networks:
             network, profile = SMALL[network_name], profile_of(comm, job)  # anew: the machine's speed moves
             result[network_name] = rows_of(oracle_of(comm, profile, network), network, comm, job)
+            links[network_name] = profile.links and profile.links.as_json()
             if comm.rank == 0:
-                out.write_text(json.dumps({"result": result}))
+                out.write_text(json.dumps({"links": links, "result": result}))
         comm.barrier()
     leave(0)
 

@@ -37,7 +37,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, candidate, configurations, search
 from layerwise.search.make_plan import plan_for
 from tests.benchmarks.networks import SMALL, Network
-from tests.benchmarks.side_by_side import Layers, block
+from tests.benchmarks.side_by_side import Layers, block, undisturbed
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -61,9 +61,9 @@ def profile_of(comm: Comm, job: Job) -> Profile:
     where = find_topology(comm)
     if comm.size == 1:
         return load("cpu")
-    measured = measure_links(comm, where, job.links_s)
+    measured, stolen = undisturbed(lambda: measure_links(comm, where, job.links_s), comm)
     told = comm.tell_all(json.dumps(conditions(comm, where)))[0]  # a plan tells of the first rank's machine
-    return with_links(load("cpu"), measured, where, json.loads(told))
+    return with_links(load("cpu"), measured, where, json.loads(told) | {"stolen": stolen})
 
 
 def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> tuple[CostModel, Layers]:
@@ -189,12 +189,14 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     with start(PATIENCE_S) as comm:
         result: dict[str, object] = {}
+        links: dict[str, object] = {}
         for name in job.networks:
             network, profile = SMALL[name], profile_of(comm, job)  # anew: the machine's speed moves
             model, layers = measured_model(comm, profile, network, job)
             result[name] = measure_together(model, layers, network, comm, job.plan_s)
+            links[name] = profile.links and profile.links.as_json()
             if comm.rank == 0:
-                out.write_text(json.dumps({"job": asdict(job), "result": result}))
+                out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))
         comm.barrier()
     leave(0)
 

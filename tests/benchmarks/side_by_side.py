@@ -2,8 +2,9 @@
 
 A rank keeps to one core, of which it has a share, for a millisecond at a time. So a wall clock says little of a layer
 that takes less: layers are timed by the CPU time that they take, over that share. Steps are timed by the wall clock, in
-blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts, and of
-each layer, by the medians of all rounds.
+blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts. Of the
+layers, by the medians of all rounds, the rank counts that takes longest for all of them together: the slowest of each
+would be too much where ranks seldom wait.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -32,11 +34,12 @@ from layerwise.measure.watch import Watch
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
-STOLEN = 0.04  # of a core: the steps of a block with more are run again
+STOLEN = 0.04  # of a core: what is measured meanwhile is measured again
 TRIES = 3
 CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
 MODE = Mode(torch.device("cpu"), torch.float32)
 Step = Callable[[], object]
+Result = TypeVar("Result")
 
 
 def share_of_core(comm: Comm) -> float:
@@ -76,7 +79,7 @@ class Layers:
             if time.perf_counter() > began + budget_s:
                 break
             self.measuring.add(cell.key, self._timed(cell, CELL_S))
-        self.measuring.known = self._told(self.known)
+        self.measuring.known = self._as_first(self.known)
 
     def turn_about(
         self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float
@@ -91,11 +94,12 @@ class Layers:
                     times[name] += block(step, counts[name], self.comm)
             taken = [self._timed(cell, CELL_S / ROUNDS) for cell in cells]
             rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
-        medians = iter(slowest([median(column) for column in zip(*rounds, strict=True)], self.comm))
+        mine = [median(column) for column in zip(*rounds, strict=True)]
+        medians = iter(max(told(mine, self.comm), key=sum))
         found = Measuring(self.known, MODE, lambda _: None, 0.0)
         for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
             found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
-        return times, self._told(found.known)
+        return times, self._as_first(found.known)
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
         watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
@@ -108,38 +112,48 @@ class Layers:
         """Steps of a block; warms up, too."""
         return max(1, round(seconds / ROUNDS / median(block(step, 2, self.comm))))
 
-    def _told(self, known: LayerTimes) -> LayerTimes:
+    def _as_first(self, known: LayerTimes) -> LayerTimes:
         """As rank 0 has it."""
-        told = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
-        return read(Field("measured", "", json.loads(told)))[0]
+        text = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
+        return read(Field("measured", "", json.loads(text)))[0]
 
 
-def slowest(mine: Sequence[float], comm: Comm) -> list[float]:
-    """Of each of these the slowest rank's."""
-    rows = [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
-    return [max(times) for times in zip(*rows, strict=True)]
+def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
+    """Every rank's."""
+    return [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
 
 
 def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:
-    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count.
+    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count."""
 
-    Where the host of this machine has meanwhile taken CPU time from it they are run again, so many times in all; those
-    with the least of it count.
-    """
-    found = []
-    for _ in range(tries):
+    def run() -> list[float]:
         comm.barrier()
-        mine, first, before = [], time.perf_counter(), stolen_s()
+        mine = []
         for _ in range(steps + 1):
             began = time.perf_counter()
             step()
             mine.append(time.perf_counter() - began)
+        return [max(times) for times in zip(*told(mine[1:], comm), strict=True)]
+
+    return undisturbed(run, comm, tries)[0]
+
+
+def undisturbed(run: Callable[[], Result], comm: Comm, tries: int = TRIES) -> tuple[Result, float]:
+    """What `run` gives, and the part of a core that this machine's host has meanwhile taken from it.
+
+    Where that is more than STOLEN it is run again, so many times in all, and the one with the least of it counts: a
+    choice that does not look at the result. All ranks call this.
+    """
+    found = []
+    for _ in range(tries):
+        first, before = time.perf_counter(), stolen_s()
+        result = run()
         share = (stolen_s() - before) / (time.perf_counter() - first)
-        *times, share = slowest([*mine[1:], share], comm)
-        found.append((share, times))
+        (share,) = map(max, zip(*told([share], comm), strict=True))
+        found.append((result, share))
         if share < STOLEN:
             break
-    return min(found)[1]
+    return min(found, key=lambda one: one[1])
 
 
 def stolen_s() -> float:
