@@ -37,7 +37,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, candidate, configurations, search
 from layerwise.search.make_plan import plan_for
 from tests.benchmarks.networks import SMALL, Network
-from tests.benchmarks.side_by_side import Layers, block, undisturbed
+from tests.benchmarks.side_by_side import Layers, block
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -61,9 +61,9 @@ def profile_of(comm: Comm, job: Job) -> Profile:
     where = find_topology(comm)
     if comm.size == 1:
         return load("cpu")
-    measured, stolen = undisturbed(lambda: measure_links(comm, where, job.links_s), comm)
+    measured = measure_links(comm, where, job.links_s)
     told = comm.tell_all(json.dumps(conditions(comm, where)))[0]  # a plan tells of the first rank's machine
-    return with_links(load("cpu"), measured, where, json.loads(told) | {"stolen": stolen})
+    return with_links(load("cpu"), measured, where, json.loads(told))
 
 
 def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> tuple[CostModel, Layers]:

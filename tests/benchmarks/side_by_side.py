@@ -10,13 +10,10 @@ would be too much where ranks seldom wait.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 
@@ -30,16 +27,16 @@ from layerwise.measure.bench import Mode, Update
 from layerwise.measure.cells import Wanted
 from layerwise.measure.layers import Measuring, timed
 from layerwise.measure.overhead import overhead
+from layerwise.measure.stolen import stolen_s
 from layerwise.measure.watch import Watch
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
-STOLEN = 0.04  # of a core: what is measured meanwhile is measured again
+STOLEN = 0.04  # of a core: the steps of a block with more are run again
 TRIES = 3
 CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
 MODE = Mode(torch.device("cpu"), torch.float32)
 Step = Callable[[], object]
-Result = TypeVar("Result")
 
 
 def share_of_core(comm: Comm) -> float:
@@ -124,39 +121,22 @@ def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
 
 
 def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:
-    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count."""
+    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count.
 
-    def run() -> list[float]:
+    Where the host of this machine has meanwhile taken CPU time from it they are run again, so many times in all; those
+    with the least of it count.
+    """
+    found = []
+    for _ in range(tries):
         comm.barrier()
-        mine = []
+        mine, first, before = [], time.perf_counter(), stolen_s()
         for _ in range(steps + 1):
             began = time.perf_counter()
             step()
             mine.append(time.perf_counter() - began)
-        return [max(times) for times in zip(*told(mine[1:], comm), strict=True)]
-
-    return undisturbed(run, comm, tries)[0]
-
-
-def undisturbed(run: Callable[[], Result], comm: Comm, tries: int = TRIES) -> tuple[Result, float]:
-    """What `run` gives, and the part of a core that this machine's host has meanwhile taken from it.
-
-    Where that is more than STOLEN it is run again, so many times in all, and the one with the least of it counts: a
-    choice that does not look at the result. All ranks call this.
-    """
-    found = []
-    for _ in range(tries):
-        first, before = time.perf_counter(), stolen_s()
-        result = run()
         share = (stolen_s() - before) / (time.perf_counter() - first)
-        (share,) = map(max, zip(*told([share], comm), strict=True))
-        found.append((result, share))
+        share, *times = map(max, zip(*told([share, *mine[1:]], comm), strict=True))
+        found.append((share, times))
         if share < STOLEN:
             break
-    return min(found, key=lambda one: one[1])
-
-
-def stolen_s() -> float:
-    """Of all cores together, what the host of a virtual machine has not given them."""
-    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
-    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    return min(found)[1]
