@@ -48,13 +48,17 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
     """The cells of all these configurations of the layers of a network."""
     found: dict[Key, Wanted] = {}
     for layer in model.graph.layers:
-        if isinstance(layer.op, Sink):
-            for cell in _losses(model, layer):
-                found.setdefault(cell.key, cell)
-        elif not layer.end:
-            for cell in (*_cells(model, layer, configs[layer.name]), *_updates(model, layer, configs[layer.name])):
-                found.setdefault(cell.key, cell)
+        for cell in layer_cells(model, layer, () if layer.end else configs[layer.name]):
+            found.setdefault(cell.key, cell)
     return found
+
+
+def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+    """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
+    split."""
+    if isinstance(layer.op, Sink):
+        return _losses(model, layer)
+    return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
 
 
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:

@@ -14,9 +14,9 @@ from layerwise.config import BUCKET_BYTES
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
 from layerwise.measure.links_fit import Point, knots
 from layerwise.measure.links_shapes import Shape, Topology, pairs, shapes
-from layerwise.measure.links_time import Time, timed
+from layerwise.measure.links_time import ROUNDS, Time, timed
 
-SIZES = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
+SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 CURVE_ROUNDS = 10  # about how many of its longest operations a curve takes the time of
 # Samples, channels, height and width of the convolution whose gradients are computed beside an all-reduce.
@@ -69,7 +69,7 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
         if progress:
             progress(len(plan) + number, len(plan) + len(groups))
         alone = next(s for s in series if _of(s.curve, "all_reduce", shape))
-        overlaps.append(_overlap(comm, shape, max(at for at, _ in alone.points if at <= BUCKET_BYTES)))
+        overlaps.append(overlap(comm, shape, bucket(alone.curve)))
     return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
 
 
@@ -80,16 +80,26 @@ def _of(curve: Curve, operation: Operation, shape: Shape) -> bool:
 def _curve(comm: Comm, operation: Operation, shape: Shape, longest_s: float) -> Series:
     points: list[Point] = []
     spread = 0.0
-    group = shape.of(comm.rank)
     for size in SIZES:
-        found = timed(comm, None if group is None else prepared(comm, operation, group, size))
-        each = found.seconds / 2 if operation == "message" else found.seconds  # there and back
-        carried = size * shape.load if operation in ("message", "exchange") else size
-        points.append((float(carried), each))
+        carried = float(size * carried_by(operation, shape))
+        found = operation_time(comm, operation, shape, carried)
+        points.append((carried, found.seconds))
         spread = max(spread, found.spread)
-        if each > longest_s and len(points) > 2:
+        if found.seconds > longest_s and len(points) > 2:
             break
     return Series(Curve(operation, shape.fan, shape.load, knots(points)), tuple(points), spread)
+
+
+def carried_by(operation: Operation, shape: Shape) -> int:
+    """Buffers whose bytes count: of messages all that share a port."""
+    return shape.load if operation in ("message", "exchange") else 1
+
+
+def operation_time(comm: Comm, operation: Operation, shape: Shape, size: float, rounds: int = ROUNDS) -> Time:
+    """Of the slowest rank; `size` as in `Curve`. Every rank calls this."""
+    group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
+    found = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
+    return replace(found, seconds=found.seconds / 2) if operation == "message" else found  # there and back
 
 
 def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
@@ -170,8 +180,14 @@ def _with_further_messages(series: list[Series]) -> Iterator[Series]:
         yield s
 
 
-def _overlap(comm: Comm, shape: Shape, size: float) -> Overlap:
-    """An all-reduce under twice as long a computation, and computation under twice as long a sum.
+def bucket(curve: Curve) -> int:
+    """Bytes of the largest all-reduce that was measured, of those that the runtime issues."""
+    most = min(float(BUCKET_BYTES), curve.knots[-1][0])
+    return max(size for size in SIZES if size <= most)
+
+
+def overlap(comm: Comm, shape: Shape, size: int, rounds: int = 3) -> Overlap:
+    """An all-reduce of `size` bytes under twice as long a computation, and computation under twice as long a sum.
 
     With u, the seconds that the first pair takes longer than its computation alone, a second of sum, and v, those that
     the second takes longer than its sums alone, a second of computation: rates a of computation and b of sums that go
@@ -181,7 +197,7 @@ def _overlap(comm: Comm, shape: Shape, size: float) -> Overlap:
     samples, channels, height, width = KERNEL[comm.device.type]
     x = torch.ones((samples, channels, height, width), device=comm.device, requires_grad=True)
     weight = torch.ones((channels, channels, 3, 3), device=comm.device, requires_grad=True)
-    buffers = [torch.ones(int(size) // 4, device=comm.device) for _ in range(2)]
+    buffers = [torch.ones(size // 4, device=comm.device) for _ in range(2)]
 
     def both(convolutions: int, sums: int) -> Do:
         def do() -> None:
@@ -196,7 +212,7 @@ def _overlap(comm: Comm, shape: Shape, size: float) -> Overlap:
         return do
 
     def seconds(convolutions: int, sums: int) -> float:
-        found: Time = timed(comm, None if group is None else both(convolutions, sums), 3)
+        found: Time = timed(comm, None if group is None else both(convolutions, sums), rounds)
         return found.seconds
 
     sums, sum_s = seconds(0, 2), seconds(0, 1)

@@ -27,6 +27,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
 from layerwise.graph.fuse import fuse
 from layerwise.machine import Profile
+from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
 from layerwise.oracle.question import Answer, Oracle, Question
@@ -35,9 +36,10 @@ from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
 from layerwise.oracle.tables import price_plan
 from layerwise.oracle.write import plan_of as write_plan
 from layerwise.run.pipeline import Pipelined
+from tests.benchmarks.links_again import LinksAgain
 from tests.benchmarks.networks import SMALL, Network
 from tests.benchmarks.predictions_rank import Training, profile_of, reported
-from tests.benchmarks.side_by_side import Layers, Step
+from tests.benchmarks.side_by_side import Layers, Step, segments_of, slowest
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -75,10 +77,11 @@ def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
     )
 
 
-def with_times(oracle: Oracle, times: LayerTimes) -> Oracle:
-    """The same question with measured times of layers."""
-    question = oracle.question
-    return Oracle(replace(question, profile=replace(question.profile, layers=(times,))))
+def with_times(oracle: Oracle, times: LayerTimes, links: Links | None = None) -> Oracle:
+    """The same question with measured times of layers and, where they are given, of links."""
+    profile = oracle.question.profile
+    profile = replace(profile, layers=(times,), links=links or profile.links)
+    return Oracle(replace(oracle.question, profile=profile))
 
 
 def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
@@ -168,9 +171,16 @@ def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str,
         name: trainings[name].step if name in trainings else run_pipeline(answer, network)
         for name, answer in first.items()
     }
-    times, known = layers.turn_about(steps, cells, job.plan_s)
-    model, rows = with_times(oracle, known).model(comm.size), {}
+    assert oracle.question.profile.links is not None
+    again = LinksAgain(comm, oracle.question.profile.links)
+    times, ranks = layers.turn_about(steps, cells, job.plan_s, again.turn)
+    known, rows = oracle.model(comm.size), {}
     for name, answer in first.items():
+        # Segments of a pipeline do not wait for each other in each layer: its slowest stage counts.
+        segments = (
+            [[cell.key for cell in cells]] if answer.priced is None else segments_of(known, answer.priced.strategy)
+        )
+        model = with_times(oracle, slowest(ranks, segments), again.links()).model(comm.size)
         answer = priced_anew(answer, model)
         rows[name] = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
         if answer.priced is not None:

@@ -55,7 +55,7 @@ def summary(cells: list[Cell]) -> str:
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (20.0, 5.0, 3.0, 2400.0))
+    arguments(p, ["alexnet", "vgg"], ["2x1", "4x1"], (10.0, 5.0, 3.0, 2400.0))
     p.add_argument("--strategies", type=words, default=list(STRATEGIES), metavar=",".join(STRATEGIES))
     p.add_argument("--rate", default="1gbit", metavar="1gbit")
     args = p.parse_args()

@@ -185,7 +185,7 @@ def arguments(p: argparse.ArgumentParser, networks: list[str], clusters: list[st
 def main() -> None:
     """Run and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(p, list(SMALL), ["1x1", "2x1", "4x1", "2x2"], (20.0, 4.0, 3.0, 2400.0))
+    arguments(p, list(SMALL), ["1x1", "2x1", "4x1", "2x2"], (10.0, 4.0, 3.0, 2400.0))
     p.add_argument("--rates", type=words, default=["100mbit", "1gbit"], metavar="100mbit,1gbit")
     args = p.parse_args()
     places = [

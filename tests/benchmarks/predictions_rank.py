@@ -24,6 +24,7 @@ from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.from_torch import from_torch
 from layerwise.graph.fuse import fuse
 from layerwise.machine import Profile, load
+from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.cells import wanted_cells
 from layerwise.measure.links import measure_links
@@ -36,8 +37,9 @@ from layerwise.run.trace import Trace
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, candidate, configurations, search
 from layerwise.search.make_plan import plan_for
+from tests.benchmarks.links_again import LinksAgain
 from tests.benchmarks.networks import SMALL, Network
-from tests.benchmarks.side_by_side import Layers, block
+from tests.benchmarks.side_by_side import Layers, block, segments_of, slowest
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -95,9 +97,10 @@ def with_layers(comm: Comm, profile: Profile, network: Network, job: Job) -> Cos
     return measured_model(comm, profile, network, job)[0]
 
 
-def with_times(model: CostModel, times: LayerTimes) -> CostModel:
-    """The model over other times of layers."""
-    return CostModel(model.graph, replace(model.devices, layers=(times,)), model.options)
+def with_times(model: CostModel, times: LayerTimes, links: Links | None = None) -> CostModel:
+    """The model over other times of layers and, where they are given, of links."""
+    devices = replace(model.devices, layers=(times,), links=links or model.devices.links)
+    return CostModel(model.graph, devices, model.options)
 
 
 def space_of(model: CostModel, network: Network) -> SearchSpace:
@@ -139,7 +142,7 @@ class Training:
 def measure_together(
     model: CostModel, layers: Layers, network: Network, comm: Comm, seconds: float
 ) -> dict[str, dict[str, object]]:
-    """Predicted and measured of every strategy: steps and layers turn about, so that the machine is the same for both.
+    """Predicted and measured of every strategy: steps, layers and links turn about: the machine is the same for all.
 
     Strategies are chosen by the times that are known before; what is predicted of them rests on those taken meanwhile.
     """
@@ -147,13 +150,15 @@ def measure_together(
     trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in chosen.items()}
     needed = {layer.name: [one.strategy[layer.name] for one in chosen.values()] for layer in model.graph.layers}
     cells = list(wanted_cells(model, needed).values())
-    times, known = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds)
-    model = with_times(model, known)
-    again = {name: candidate(model, name, one.strategy) for name, one in chosen.items()}
-    return {
-        name: reported(plan_of(model, network, again[name]), training, times[name], comm)
-        for name, training in trainings.items()
-    }
+    again = LinksAgain(comm, model.devices.links or Links(()), ("exchange", "all_reduce", "reduce_scatter"))
+    times, ranks = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds, again.turn)
+    rows, links = {}, again.links()
+    for name, training in trainings.items():
+        strategy = chosen[name].strategy
+        now = with_times(model, slowest(ranks, segments_of(model, strategy)), links)
+        plan = plan_of(now, network, candidate(now, name, strategy))
+        rows[name] = reported(plan, training, times[name], comm)
+    return rows
 
 
 def measure(plan: Plan, network: Network, comm: Comm, seconds: float) -> dict[str, object]:

@@ -2,9 +2,8 @@
 
 A rank keeps to one core, of which it has a share, for a millisecond at a time. So a wall clock says little of a layer
 that takes less: layers are timed by the CPU time that they take, over that share. Steps are timed by the wall clock, in
-blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts. Of the
-layers, by the medians of all rounds, the rank counts that takes longest for all of them together: the slowest of each
-would be too much where ranks seldom wait.
+blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts, and of
+the layers between two transfers the rank that takes longest for all of them, by the medians of all rounds.
 """
 
 from __future__ import annotations
@@ -13,22 +12,25 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 import torch
 
 from layerwise.api.measuring import module
 from layerwise.comm.base import Comm
+from layerwise.config import Config
 from layerwise.cost.measured import LAYER, step_name
+from layerwise.cost.tables import CostModel
 from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, Update
-from layerwise.measure.cells import Wanted
+from layerwise.measure.cells import Key, Wanted, layer_cells
 from layerwise.measure.layers import Measuring, timed
 from layerwise.measure.overhead import overhead
 from layerwise.measure.stolen import stolen_s
 from layerwise.measure.watch import Watch
+from layerwise.search.predicted import layer_times
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
@@ -79,9 +81,9 @@ class Layers:
         self.measuring.known = self._as_first(self.known)
 
     def turn_about(
-        self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float
-    ) -> tuple[dict[str, list[float]], LayerTimes]:
-        """Seconds of steps of each, for about `seconds`, and times of the cells between."""
+        self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float, between: Step
+    ) -> tuple[dict[str, list[float]], list[LayerTimes]]:
+        """Seconds of steps of each, for about `seconds`, and each rank's times of the cells; `between` is done, too."""
         counts = {name: self._count(step, seconds) for name, step in steps.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
         rounds = []  # of each cell the seconds forward and backward
@@ -89,14 +91,16 @@ class Layers:
             for name, step in steps.items():
                 if len(times[name]) < LEAST or sum(times[name]) < seconds:
                     times[name] += block(step, counts[name], self.comm)
+            between()
             taken = [self._timed(cell, CELL_S / ROUNDS) for cell in cells]
             rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
-        mine = [median(column) for column in zip(*rounds, strict=True)]
-        medians = iter(max(told(mine, self.comm), key=sum))
-        found = Measuring(self.known, MODE, lambda _: None, 0.0)
-        for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
-            found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
-        return times, self._as_first(found.known)
+        ranks = []
+        for medians in map(iter, told([median(column) for column in zip(*rounds, strict=True)], self.comm)):
+            found = Measuring(self.known, MODE, lambda _: None, 0.0)
+            for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
+                found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
+            ranks.append(self._as_first(found.known))
+        return times, ranks
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
         watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
@@ -113,6 +117,35 @@ class Layers:
         """As rank 0 has it."""
         text = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
         return read(Field("measured", "", json.loads(text)))[0]
+
+
+def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Key]]:
+    """The cells between whose layers no rank waits for another: a transfer begins a segment. Updates are one."""
+    parts = layer_times(model, strategy)
+    segments: list[list[Key]] = [[], []]
+    for layer in model.graph.layers:
+        if parts.get(layer.name, {}).get("transfers_s"):
+            segments.append([])
+        for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],)):
+            segments[0 if isinstance(cell.task, Update) else -1].append(cell.key)
+    return segments
+
+
+def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Key]]) -> LayerTimes:
+    """Of each segment, each way, the rank that takes longest; of a cell that is in several the mean."""
+    found = Measuring(ranks[0], MODE, lambda _: None, 0.0)
+    chosen: dict[Key, list[tuple[float, float]]] = {}
+    for keys in segments:
+        rows = [[rank.cells[name][extents] for name, extents in keys] for rank in ranks]
+        forward = max(([cell.forward_s for cell in row] for row in rows), key=sum)
+        backward = max(([cell.backward_s for cell in row] for row in rows), key=sum)
+        for key, *ways in zip(keys, forward, backward, strict=True):
+            chosen.setdefault(key, []).append((ways[0], ways[1]))
+    for (name, extents), times in chosen.items():
+        forward_s, backward_s = map(mean, zip(*times, strict=True))
+        one = replace(ranks[0].cells[name][extents], forward_s=forward_s, backward_s=backward_s)
+        found.add((name, extents), one)
+    return found.known
 
 
 def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
