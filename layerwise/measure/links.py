@@ -48,7 +48,8 @@ class Measured:
 
 
 def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progress | None = None) -> Measured:
-    """Measures everything; takes about `budget_s`. Every rank calls this, and all get the same result.
+    """Measures everything; takes about `budget_s`, up to thrice as long where the host of a virtual machine takes CPU
+    time from it. Every rank calls this, and all get the same result.
 
     Sizes go up until one takes as long as the budget gives a curve; larger ones follow the last line. A step's messages
     are priced as going both ways at once, by `exchange`; those of a pipeline by `message`.

@@ -1,12 +1,13 @@
 """Timing of operations that several ranks do together: warm, repeated, the slowest rank's, the median of rounds.
 
-Rounds during which a machine's host took CPU time from it are repeated, and those with the least of it count: a choice
-that does not look at the result.
+Rounds during which a machine's host took CPU time from it are repeated, and those with the least of it count, however
+long they took.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from layerwise.measure.stolen import stolen_s
 ROUNDS = 5
 ROUND_S = 0.03  # short operations are repeated until a round takes about that
 MOST = 50  # repetitions a round
-STOLEN = 0.04  # of a core: a round with more is repeated
+STOLEN = 0.02  # of all cores' time: a round with more is repeated
 TRIES = 3  # times as many rounds at most
 
 
@@ -37,26 +38,27 @@ def timed(comm: Comm, operation: Callable[[], None] | None, rounds: int = ROUNDS
     for _ in range(2):  # the first one connects and allocates
         _, first = _slowest(comm, operation, 1)
     times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))
-    found: list[tuple[float, float]] = []  # stolen, seconds
-    while len(found) < TRIES * rounds and sum(stolen < STOLEN for stolen, _ in found) < rounds:
+    bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
+    found: list[tuple[float, float]] = []  # seconds stolen, and of the operation
+    while len(found) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in found) < rounds:
         found.append(_slowest(comm, operation, times))
-    undisturbed = sorted(found, key=lambda one: one[0])[:rounds]  # and the earlier ones of those that are alike
-    seconds = [each for _, each in undisturbed]
+    least = sorted(found, key=lambda one: one[0])[:rounds]  # of those that are alike the earlier ones
+    seconds = [each for _, each in least]
     middle = median(seconds)
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
 
 
 def _slowest(comm: Comm, operation: Callable[[], None] | None, times: int) -> tuple[float, float]:
-    """The part of a core that the most disturbed rank's host took meanwhile, and seconds of the slowest rank."""
+    """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
+    before = stolen_s()
     comm.barrier()
-    before, start = stolen_s(), _now(comm)
+    start = _now(comm)
     if operation is not None:
         for _ in range(times):
             operation()
-    took = _now(comm) - start
-    stolen = (stolen_s() - before) / took
-    told = [json.loads(text) for text in comm.tell_all(json.dumps([stolen, took / times if operation else 0.0]))]
-    return max(share for share, _ in told), max(seconds for _, seconds in told)
+    mine = (_now(comm) - start) / times if operation is not None else 0.0
+    told = [json.loads(text) for text in comm.tell_all(json.dumps([stolen_s() - before, mine]))]
+    return max(stolen for stolen, _ in told), max(seconds for _, seconds in told)
 
 
 def _now(comm: Comm) -> float:

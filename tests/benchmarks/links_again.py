@@ -17,13 +17,14 @@ USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scat
 
 
 class LinksAgain:
-    """The curves at their knots, and what computation and all-reduces cost each other. All ranks do the same."""
+    """The curves at their knots, and what computation and all-reduces cost each other; what a further message costs is
+    not. All ranks do the same. Without links there is nothing to do."""
 
-    def __init__(self, comm: Comm, links: Links, operations: Sequence[Operation] = USED) -> None:
+    def __init__(self, comm: Comm, links: Links | None, operations: Sequence[Operation] = USED) -> None:
         where = find_topology(comm)
-        self.comm, self.first = comm, links
+        self.comm, self.none, self.first = comm, links is None, links or Links(())
         self.pairs, self.groups = ({(s.fan, s.load): s for s in kind(where)} for kind in (pairs, shapes))
-        self.curves = [curve for curve in links.curves if curve.operation in operations]
+        self.curves = [curve for curve in self.first.curves if curve.operation in operations]
         self.times: list[list[list[float]]] = []  # of each turn and curve the seconds at its knots
         self.overlaps: list[list[Overlap]] = []  # of each turn
 
@@ -32,8 +33,10 @@ class LinksAgain:
         self.times.append([self._times(curve) for curve in self.curves])
         self.overlaps.append([self._overlap(known) for known in self.first.overlaps])
 
-    def links(self) -> Links:
+    def links(self) -> Links | None:
         """By the medians of all turns, the first measuring among them."""
+        if self.none:
+            return None
         again = {}
         for curve, *turns in zip(self.curves, *self.times, strict=True):
             first = [seconds for _, seconds in curve.knots]

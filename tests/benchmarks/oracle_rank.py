@@ -29,7 +29,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.machine import Profile
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
-from layerwise.measure.cells import wanted_cells
+from layerwise.measure.cells import Key, Wanted, wanted_cells
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.stages import cuts_of, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
@@ -39,7 +39,7 @@ from layerwise.run.pipeline import Pipelined
 from tests.benchmarks.links_again import LinksAgain
 from tests.benchmarks.networks import SMALL, Network
 from tests.benchmarks.predictions_rank import Training, profile_of, reported
-from tests.benchmarks.side_by_side import Layers, Step, segments_of, slowest
+from tests.benchmarks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
 
 PATIENCE_S = 120.0
 OPTIMIZER = "momentum"
@@ -102,12 +102,19 @@ def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
             wanted[layer.name][model.end_config(layer)] = None
     cells = dict(wanted_cells(model, {name: tuple(configs) for name, configs in wanted.items()}))
     if "pipeline" in job.strategies:
-        graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
-        whole = {layer.name: (Config(),) for layer in graph.layers}
-        for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
-            part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
-            cells |= {key: cell for key, cell in wanted_cells(part, whole).items() if key not in cells}
+        cells = pipeline_cells(model) | cells
     return list(cells.values())
+
+
+def pipeline_cells(model: CostModel) -> dict[Key, Wanted]:
+    """Every layer's over a segment of the batch."""
+    graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
+    whole = {layer.name: (Config(),) for layer in graph.layers}
+    found: dict[Key, Wanted] = {}
+    for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
+        part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
+        found |= wanted_cells(part, whole)
+    return found
 
 
 def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
@@ -155,8 +162,8 @@ def priced_anew(answer: Answer, model: CostModel) -> Answer:
     return replace(answer, projection=projection, overlapped_s=priced.overlapped_s, priced=priced)
 
 
-def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str, dict[str, object]]:
-    """Predicted and measured of every strategy, by steps and layers that were timed turn about."""
+def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> tuple[dict[str, object], Links]:
+    """Predicted and measured of every strategy, by steps, layers and links that were timed turn about; those links."""
     model, layers = oracle.model(comm.size), Layers(comm, OPTIMIZER)
     cells = cells_of(oracle, model, comm.size, job)
     layers.take(cells, job.layers_s)
@@ -174,20 +181,24 @@ def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> dict[str,
     assert oracle.question.profile.links is not None
     again = LinksAgain(comm, oracle.question.profile.links)
     times, ranks = layers.turn_about(steps, cells, job.plan_s, again.turn)
-    known, rows = oracle.model(comm.size), {}
+    links = again.links()
+    assert links is not None
+    rows: dict[str, object] = {}
+    model = oracle.model(comm.size)
     for name, answer in first.items():
-        # Segments of a pipeline do not wait for each other in each layer: its slowest stage counts.
-        segments = (
-            [[cell.key for cell in cells]] if answer.priced is None else segments_of(known, answer.priced.strategy)
-        )
-        model = with_times(oracle, slowest(ranks, segments), again.links()).model(comm.size)
-        answer = priced_anew(answer, model)
-        rows[name] = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
+        if answer.priced is None:  # its slowest stage is waited for
+            segments = [[(*key, way) for key in pipeline_cells(model) for way in (FORWARD, BACKWARD)]]
+        else:
+            segments = segments_of(model, dict(answer.priced.strategy))
+        now = with_times(oracle, slowest(ranks, segments), links).model(comm.size)
+        answer = priced_anew(answer, now)
+        row = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
         if answer.priced is not None:
-            plan = write_plan(network.title, "measured", model, answer)
-            rows[name] |= {"parts": reported(plan, trainings[name], times[name], comm)["parts"]}
-            rows[name] |= {"measured_share": basis(model, answer.priced.price).measured}
-    return rows
+            plan = write_plan(network.title, "measured", now, answer)
+            row |= {"parts": reported(plan, trainings[name], times[name], comm)["parts"]}
+            row |= {"measured_share": basis(now, answer.priced.price).measured}
+        rows[name] = row
+    return rows, links
 
 
 def described(answer: Answer) -> dict[str, object]:
@@ -209,12 +220,12 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     with start(PATIENCE_S) as comm:
-        result: dict[str, dict[str, object]] = {}
+        result: dict[str, object] = {}
         links: dict[str, object] = {}
         for network_name in job.networks:
             network, profile = SMALL[network_name], profile_of(comm, job)  # anew: the machine's speed moves
-            result[network_name] = rows_of(oracle_of(comm, profile, network), network, comm, job)
-            links[network_name] = profile.links and profile.links.as_json()
+            result[network_name], found = rows_of(oracle_of(comm, profile, network), network, comm, job)
+            links[network_name] = found.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"links": links, "result": result}))
         comm.barrier()

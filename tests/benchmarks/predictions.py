@@ -57,7 +57,7 @@ def run_all(module: str, places: Sequence[tuple[str, str]], args: argparse.Names
             cells.append(found)
         else:
             for kind in ("result", "links"):
-                cell[kind] |= found[kind]
+                cell[kind] = cell.get(kind, {}) | found[kind]
         if known:
             known.write_text(json.dumps(cells))
     return cells

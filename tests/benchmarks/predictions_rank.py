@@ -141,8 +141,9 @@ class Training:
 
 def measure_together(
     model: CostModel, layers: Layers, network: Network, comm: Comm, seconds: float
-) -> dict[str, dict[str, object]]:
+) -> tuple[dict[str, object], Links | None]:
     """Predicted and measured of every strategy: steps, layers and links turn about: the machine is the same for all.
+    And the links as they then were.
 
     Strategies are chosen by the times that are known before; what is predicted of them rests on those taken meanwhile.
     """
@@ -150,15 +151,16 @@ def measure_together(
     trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in chosen.items()}
     needed = {layer.name: [one.strategy[layer.name] for one in chosen.values()] for layer in model.graph.layers}
     cells = list(wanted_cells(model, needed).values())
-    again = LinksAgain(comm, model.devices.links or Links(()), ("exchange", "all_reduce", "reduce_scatter"))
+    again = LinksAgain(comm, model.devices.links, ("exchange", "all_reduce", "reduce_scatter"))
     times, ranks = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds, again.turn)
-    rows, links = {}, again.links()
+    rows: dict[str, object] = {}
+    links = again.links()
     for name, training in trainings.items():
         strategy = chosen[name].strategy
         now = with_times(model, slowest(ranks, segments_of(model, strategy)), links)
         plan = plan_of(now, network, candidate(now, name, strategy))
         rows[name] = reported(plan, training, times[name], comm)
-    return rows
+    return rows, links
 
 
 def measure(plan: Plan, network: Network, comm: Comm, seconds: float) -> dict[str, object]:
@@ -198,8 +200,8 @@ def main() -> None:
         for name in job.networks:
             network, profile = SMALL[name], profile_of(comm, job)  # anew: the machine's speed moves
             model, layers = measured_model(comm, profile, network, job)
-            result[name] = measure_together(model, layers, network, comm, job.plan_s)
-            links[name] = profile.links and profile.links.as_json()
+            result[name], found = measure_together(model, layers, network, comm, job.plan_s)
+            links[name] = found and found.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))
         comm.barrier()

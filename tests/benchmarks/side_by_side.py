@@ -21,8 +21,9 @@ from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.measured import LAYER, step_name
 from layerwise.cost.tables import CostModel
+from layerwise.cost.timeline import UPDATE, Span, timeline
 from layerwise.machine.fields import Field
-from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, Update
 from layerwise.measure.cells import Key, Wanted, layer_cells
@@ -30,7 +31,6 @@ from layerwise.measure.layers import Measuring, timed
 from layerwise.measure.overhead import overhead
 from layerwise.measure.stolen import stolen_s
 from layerwise.measure.watch import Watch
-from layerwise.search.predicted import layer_times
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
@@ -39,6 +39,8 @@ TRIES = 3
 CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
 MODE = Mode(torch.device("cpu"), torch.float32)
 Step = Callable[[], object]
+Part = tuple[str, Extents, int]  # a cell's name and extents, and the way:
+FORWARD, BACKWARD = 0, 1
 
 
 def share_of_core(comm: Comm) -> float:
@@ -119,33 +121,39 @@ class Layers:
         return read(Field("measured", "", json.loads(text)))[0]
 
 
-def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Key]]:
-    """The cells between whose layers no rank waits for another: a transfer begins a segment. Updates are one."""
-    parts = layer_times(model, strategy)
-    segments: list[list[Key]] = [[], []]
-    for layer in model.graph.layers:
-        if parts.get(layer.name, {}).get("transfers_s"):
+def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part]]:
+    """What is computed without waiting for another rank in between, in a step's order."""
+    spans: list[Span] = []
+    timeline(model, strategy, spans.append)
+    segments: list[list[Part]] = [[]]
+    for span in spans:
+        if span.category != "compute":
             segments.append([])
-        for cell in layer_cells(model, layer, () if layer.end else (strategy[layer.name],)):
-            segments[0 if isinstance(cell.task, Update) else -1].append(cell.key)
+            continue
+        layer, update = model.graph[span.layer], span.name.endswith(UPDATE)
+        cells = layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
+        way = BACKWARD if span.name.endswith(" (backward)") else FORWARD
+        segments[-1] += [(*cell.key, way) for cell in cells if isinstance(cell.task, Update) == update]
     return segments
 
 
-def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Key]]) -> LayerTimes:
-    """Of each segment, each way, the rank that takes longest; of a cell that is in several the mean."""
+def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Part]]) -> LayerTimes:
+    """Of each segment the times of the rank that takes longest; of what is in several the mean."""
+    chosen: dict[Key, tuple[list[float], list[float]]] = {}
+    for parts in segments:
+        rows = [[_ways(rank, (name, extents))[way] for name, extents, way in parts] for rank in ranks]
+        for (name, extents, way), seconds in zip(parts, max(rows, key=sum), strict=True):
+            chosen.setdefault((name, extents), ([], []))[way].append(seconds)
     found = Measuring(ranks[0], MODE, lambda _: None, 0.0)
-    chosen: dict[Key, list[tuple[float, float]]] = {}
-    for keys in segments:
-        rows = [[rank.cells[name][extents] for name, extents in keys] for rank in ranks]
-        forward = max(([cell.forward_s for cell in row] for row in rows), key=sum)
-        backward = max(([cell.backward_s for cell in row] for row in rows), key=sum)
-        for key, *ways in zip(keys, forward, backward, strict=True):
-            chosen.setdefault(key, []).append((ways[0], ways[1]))
-    for (name, extents), times in chosen.items():
-        forward_s, backward_s = map(mean, zip(*times, strict=True))
-        one = replace(ranks[0].cells[name][extents], forward_s=forward_s, backward_s=backward_s)
-        found.add((name, extents), one)
+    for key, both in chosen.items():
+        ways = [mean(times) if times else first for times, first in zip(both, _ways(ranks[0], key), strict=True)]
+        found.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))
     return found.known
+
+
+def _ways(rank: LayerTimes, key: Key) -> tuple[float, float]:
+    cell = rank.cells[key[0]][key[1]]
+    return cell.forward_s, cell.backward_s
 
 
 def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
@@ -167,9 +175,9 @@ def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]
             began = time.perf_counter()
             step()
             mine.append(time.perf_counter() - began)
-        share = (stolen_s() - before) / (time.perf_counter() - first)
-        share, *times = map(max, zip(*told([share, *mine[1:]], comm), strict=True))
-        found.append((share, times))
-        if share < STOLEN:
+        took, stolen = time.perf_counter() - first, stolen_s() - before
+        took, stolen, *times = map(max, zip(*told([took, stolen, *mine[1:]], comm), strict=True))
+        found.append((stolen, times))
+        if stolen < STOLEN * took:
             break
-    return min(found)[1]
+    return min(found, key=lambda one: one[0])[1]
