@@ -54,6 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Made:
         found = Machine(takes)
         monkeypatch.setattr(links_time, "stolen_s", lambda: found.taken)
         monkeypatch.setattr(links_time, "_now", lambda _: found.now)
+        monkeypatch.setattr("os.cpu_count", lambda: 2)
         return found
 
     return made
@@ -92,6 +93,20 @@ def test_fast_rounds_count_only_by_what_was_stolen(machine: Made) -> None:
             odd.taken, odd.now = odd.taken + 0.2, odd.now - 0.5
 
     assert timed(cast(Comm, Alone()), fast_when_disturbed).seconds == pytest.approx(1.0)
+
+
+def test_of_equally_disturbed_rounds_the_earlier_ones_count(machine: Made) -> None:
+    busy = machine(lambda _: 0.5)
+    operation = busy.operation
+
+    def ever_faster() -> None:
+        operation()
+        busy.now -= 0.01 * busy.calls
+
+    last = WARM + ROUNDS
+    middle = 1.5 - 0.01 * (WARM + 1 + last) / 2
+    assert timed(cast(Comm, Alone()), ever_faster).seconds == pytest.approx(middle)
+    assert busy.calls == WARM + TRIES * ROUNDS
 
 
 def test_short_operations_are_repeated_in_a_round(machine: Made) -> None:
