@@ -4,7 +4,7 @@ Every launch (tests.benchmarks.emulate) measures its links and the layers of eac
 asks the oracle about every strategy, and runs each: plans through layerwise.run, the pipeline through
 torch.distributed.pipelining. Accuracy is the paper's, 1 - |predicted - measured| / measured; the aim is 0.90 each.
 
-    python -m tests.benchmarks.oracle_runs                           # two networks, 2 and 4 ranks: about 15 minutes
+    python -m tests.benchmarks.oracle_runs                           # two networks, 2 and 4 ranks: about 20 minutes
     python -m tests.benchmarks.oracle_runs --only vgg --clusters 2x1
 """
 

@@ -6,7 +6,7 @@ are four on two, four fifths otherwise, and never more: a device of its own spee
 Errors are predicted / measured - 1; a pair of strategies is in the right order if the one
 that is predicted to be faster is, wherever the measured times differ by more than 5 %.
 
-    python -m tests.benchmarks.predictions                                        # everything: about an hour
+    python -m tests.benchmarks.predictions                                        # everything: about an hour and a half
     python -m tests.benchmarks.predictions --only alexnet --clusters 2x1 --rates 1gbit
 """
 

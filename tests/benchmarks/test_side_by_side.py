@@ -51,6 +51,7 @@ def test_what_ranks_do_together_ends_a_segment() -> None:
     assert not sums
     cells = wanted_cells(model, {name: [config] for name, config in baseline(model, "data").items()})
     assert {part[:2] for part in last} == {key for key, cell in cells.items() if isinstance(cell.task, Update)}
-    assert {part[:2] for part in whole} == {key for key, cell in cells.items() if isinstance(cell.task, Task)}
+    tasks = [key for key, cell in cells.items() if isinstance(cell.task, Task)]
+    assert set(whole) == {(*key, way) for key in tasks for way in (FORWARD, BACKWARD)}
     assert [way for _, _, way in whole] == sorted(way for _, _, way in whole)  # forward, then backward
     assert len([parts for parts in segments_of(model, baseline(model, "model")) if parts]) > 6
