@@ -1,9 +1,9 @@
-# Every target does its own set-up in a virtual environment: VENV=... for another place.
+# Every target does its own set-up in a virtual environment. VENV=... names another: what it has, torch too, is kept.
 VENV ?= .venv
 MODEL ?= vgg16
 GPUS ?= 16
 PYTHON ?= python3
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c .ci/constraints.txt
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 
 .PHONY: search test lint bench notebooks clean
 
@@ -25,14 +25,15 @@ notebooks: $(VENV)/.installed-dev  ## run every notebook
 bench: $(VENV)/.installed-dev  ## search and table times, as in the README
 	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)
 
-$(VENV)/.installed: pyproject.toml .ci/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
+$(VENV)/.installed: pyproject.toml
+	@echo "setting up $(VENV): where it has no PyTorch, pip fetches it, which may take minutes" >&2
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[data]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[data,dev,notebooks]'
 	touch $@
 
-clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: # never VENV: it may be somebody's own
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -20,28 +22,78 @@ ROOT = Path(__file__).parents[1]
 SOURCES = {"layerwise": "layerwise", "models": "layerwise/models", "profiles": "layerwise/profiles"}
 
 
-def python(*argv: str, cwd: Path, path: str = "") -> str:
-    """Runs Python in a process of its own, with nothing of the repository on its path."""
+def python(*argv: str, cwd: Path, path: str = "", errors: bool = False) -> str:
+    """What Python prints in a process of its own, with nothing of the repository on its path."""
     environment = {**os.environ, "PYTHONPATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
         [sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + (done.stderr if errors else "")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the build makes of a checkout, and what it says."""
+
+    wheel: Path
+    sdist: Path
+    said: str
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing is left in the repository."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """From a copy, so that nothing is left in the repository."""
+    source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("dist")
+    for name in (*SOURCES, "tests", "notebooks", ".ci"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
+    for name in ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, source)
-    flags = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(out))
-    python("-m", "pip", "wheel", *flags, str(source), cwd=out)
-    (found,) = out.glob("layerwise-*.whl")
-    return found
+    script = f"from setuptools import build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
+    said = python("-c", script, cwd=source, errors=True)
+    (wheel,), (sdist,) = out.glob("layerwise-*.whl"), out.glob("layerwise-*.tar.gz")
+    return Built(wheel, sdist, said)
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Built) -> Path:
+    return built.wheel
+
+
+def files_of(folder: str) -> set[str]:
+    """All of a folder of the repository but what running it leaves there."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {
+        path.relative_to(ROOT).as_posix() for path in found if not set(path.parts) & {"__pycache__", ".pytest_cache"}
+    }
+
+
+def test_building_gives_no_warning(built: Built) -> None:
+    assert "Warning" not in built.said
+    assert "absent from the `packages` configuration" not in built.said
+
+
+def test_the_sdist_has_all_tests(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert files_of("tests") <= inside
+    assert {"LICENSE", "Makefile", "README.md", "pyproject.toml", ".ci/constraints.txt"} <= inside
+
+
+def test_what_is_installed_comes_from_public_indexes() -> None:
+    """A local version, such as 2.13.0+cpu, is on none: pip would find no solution."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    asked += [line for lines in project["project"]["optional-dependencies"].values() for line in lines]
+    constraints = [line for line in (ROOT / ".ci/constraints.txt").read_text().splitlines() if line[:1] not in "#"]
+    assert any(line.startswith("torch==") for line in constraints)
+    assert [line for line in (*asked, *constraints) if "+" in line or "@" in line] == []
+    assert "+cpu" not in (ROOT / "Makefile").read_text()
+
+
+def test_make_keeps_what_an_environment_has() -> None:
+    """The users' targets pin nothing: a given environment's own PyTorch stays."""
+    assert "constraints" not in (ROOT / "Makefile").read_text()
 
 
 def test_wheel_is_complete(wheel: Path) -> None:
@@ -52,6 +104,7 @@ def test_wheel_is_complete(wheel: Path) -> None:
                 assert f"{target}/{path.relative_to(ROOT / source).as_posix()}" in inside
     assert {f"layerwise/profiles/{name}.json" for name in ("cpu", "h100", "p100", "pcie", "v100")} <= inside
     assert {"layerwise/py.typed", "layerwise/models/vgg.py"} <= inside
+    assert any(name.endswith("licenses/LICENSE") for name in inside)
     assert {name.split("/")[0] for name in inside} == {"layerwise", f"layerwise-{layerwise.__version__}.dist-info"}
 
 
@@ -75,7 +128,7 @@ def test_installed_elsewhere(wheel: Path, tmp_path: Path) -> None:
 
 def test_packages_are_all_listed() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    rooms = [path.parent for path in (ROOT / "layerwise").rglob("*.py")]
+    rooms = [path.parent for path in (ROOT / "layerwise").rglob("*.*") if path.suffix in (".py", ".json")]
     assert listed == {".".join(room.relative_to(ROOT).parts) for room in rooms} | {
         "layerwise.models",
         "layerwise.profiles",
