@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Layout
-from layerwise.geometry import Box, boundaries
+from layerwise.geometry import Box, boundaries, needed
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Maps, Op, Space, space
 from layerwise.ops.ends import Tied
@@ -156,14 +156,8 @@ def gradient_uses(graph: LayerGraph) -> dict[str, int]:
 
 def _lengths(maps: Maps, lo: Ints, hi: Ints) -> Ints:
     """(C, dimensions of the tensor) extents of what boxes need."""
-    count = len(lo)
-    columns = []
-    for axis in maps:
-        source = axis.source or 0
-        ends = (lo[:, source], hi[:, source]) if lo.shape[1] else (np.zeros(count, np.int64), np.ones(count, np.int64))
-        first, last = axis(*ends)
-        columns.append(np.broadcast_to(last - first, (count,)))
-    return np.stack(columns, axis=1) if columns else np.zeros((count, 0), np.int64)
+    first, last = needed(maps, lo, hi)
+    return last - first
 
 
 def _box(lo: Ints, hi: Ints) -> Box:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config, layout
-from layerwise.geometry import boundaries, interval_overlap
+from layerwise.geometry import boundaries, interval_overlap, needed
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Dim, Maps, same
 from layerwise.ops.ends import Constant, Input, Sink, Tied
@@ -36,10 +36,7 @@ class Boxes:
 
     def needs(self, maps: Maps) -> Boxes:
         """The boxes of a tensor that `maps` need for these."""
-        none, zero, one = (np.full((len(self.lo), *more), v, np.int64) for v, more in ((0, (0,)), (0, ()), (1, ())))
-        given = [(zero, one) if m.source is None else (self.lo[:, m.source], self.hi[:, m.source]) for m in maps]
-        ends = [m(*given) for m, given in zip(maps, given, strict=True)]
-        lo, hi = (np.stack(side, axis=1) for side in zip(*ends, strict=True)) if ends else (none, none)
+        lo, hi = needed(maps, self.lo, self.hi)
         return Boxes(lo, hi, self.there)
 
     def overlap(self, other: Boxes) -> Floats:

@@ -4,7 +4,7 @@
 an input dimension an interval of an output dimension needs, and `pieces` is the transfer that follows.
 """
 
-from layerwise.geometry.axis import AxisMap, fixed, identity, scaled, whole, window
+from layerwise.geometry.axis import AxisMap, fixed, identity, needed, scaled, whole, window
 from layerwise.geometry.box import Box
 from layerwise.geometry.grid import Grid, boundaries
 from layerwise.geometry.overlap import Piece, interval_overlap, pieces
@@ -18,6 +18,7 @@ __all__ = [
     "fixed",
     "identity",
     "interval_overlap",
+    "needed",
     "pieces",
     "scaled",
     "whole",

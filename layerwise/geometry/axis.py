@@ -7,6 +7,7 @@ for every input dimension, and the overlap of two boxes is a product over dimens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,19 @@ class AxisMap:
         if inner.source is None:
             return inner
         return AxisMap(self.extent, self.source, self.steps + inner.steps)
+
+
+def needed(maps: Sequence[AxisMap], lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """The box of a tensor that `maps`, one a dimension, need for each box [lo, hi) of the iteration space.
+
+    lo, hi: (..., D). Returns the needed boxes' bounds, (..., len(maps)) each.
+    """
+    zero = np.zeros(lo.shape[:-1], np.int64)
+    ends = [m(zero, zero + 1) if m.source is None else m(lo[..., m.source], hi[..., m.source]) for m in maps]
+    if not ends:
+        return np.zeros((*zero.shape, 0), np.int64), np.zeros((*zero.shape, 0), np.int64)
+    first, last = (np.stack(side, axis=-1) for side in zip(*ends, strict=True))
+    return first, last
 
 
 def whole(extent: int) -> AxisMap:

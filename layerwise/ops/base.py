@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, identity, whole
+from layerwise.geometry import AxisMap, identity, needed, whole
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -229,13 +229,8 @@ def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
 
 def volumes(maps: Maps, lo: Extents, hi: Extents) -> Counts:
     """Elements of the boxes of a tensor that `maps` need for boxes [lo, hi) of the iteration space, (..., D) arrays."""
-    total: Counts = np.asarray((hi > lo).all(-1), np.float64)  # an empty box needs nothing
-    for axis in maps:
-        if axis.source is None:
-            first, last = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
-        else:
-            first, last = axis(lo[..., axis.source], hi[..., axis.source])
-        total = np.asarray(total * (last - first))
+    first, last = needed(maps, lo, hi)
+    total: Counts = np.prod(last - first, axis=-1, dtype=np.float64) * (hi > lo).all(-1)  # an empty box needs nothing
     return total
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerwise.geometry import Box
+from layerwise.geometry import Box, needed
 from layerwise.ops.base import Maps, Op, Space, space
 from layerwise.ops.fused import Fused, viewed_spec
 from layerwise.ops.local import Local
@@ -90,9 +90,8 @@ def run_stages(
 
 def needed_box(maps: Maps, box: Box) -> Box:
     """The box of a tensor that `maps` need for a box of the iteration space (or of the output)."""
-    lo, hi = (np.array(ends or (0,), np.int64) for ends in (box.lo, box.hi))
-    ends = [m(lo[m.source or 0], hi[m.source or 0]) for m in maps]
-    return Box(tuple(int(a) for a, _ in ends), tuple(int(b) for _, b in ends))
+    lo, hi = needed(maps, np.array(box.lo, np.int64), np.array(box.hi, np.int64))
+    return Box(tuple(lo.tolist()), tuple(hi.tolist()))
 
 
 def _stage(

@@ -13,6 +13,7 @@ from layerwise.comm.base import Group
 from layerwise.config import Config, layout
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, boundaries
+from layerwise.geometry import needed as needed_boxes
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Dim, Maps
 from layerwise.ops.ends import Constant, Input, Sink, Tied
@@ -51,16 +52,13 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
 
 def needed(maps: Maps, boxes: Boxes) -> Boxes:
     """For each rank the box of a tensor that `maps` need for its box of the iteration space (or of the output)."""
-    active = [rank for rank, box in enumerate(boxes) if box is not None]
-    result: list[Box | None] = [None] * len(boxes)
-    if active:
-        given = [box for box in boxes if box is not None]
-        lo = np.array([box.lo or (0,) for box in given], np.int64)
-        hi = np.array([box.hi or (1,) for box in given], np.int64)
-        ends = [m(lo[:, m.source or 0], hi[:, m.source or 0]) for m in maps]
-        for i, rank in enumerate(active):
-            result[rank] = Box(tuple(int(a[i]) for a, _ in ends), tuple(int(b[i]) for _, b in ends))
-    return tuple(result)
+    given = [box for box in boxes if box is not None]
+    if not given:
+        return boxes
+    lo, hi = (np.array(ends, np.int64) for ends in zip(*((box.lo, box.hi) for box in given), strict=True))
+    lo, hi = needed_boxes(maps, lo, hi)
+    found = map(Box, map(tuple, lo.tolist()), map(tuple, hi.tolist()))
+    return tuple(box and next(found) for box in boxes)
 
 
 def sharing(boxes: Boxes, rank: int, over: Sequence[int] = ()) -> Group:

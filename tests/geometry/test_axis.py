@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, fixed, identity, needed, scaled, whole, window
 
 
 @st.composite
@@ -120,3 +120,21 @@ def test_arrays_of_any_shape(out: int, extent: int, data: st.DataObject) -> None
 @pytest.mark.parametrize(("over", "scale", "need"), [(1, 1, (3, 5)), (2, 3, (3, 9)), (1, 4, (12, 20))])
 def test_blocks(over: int, scale: int, need: tuple[int, int]) -> None:
     assert interval(scaled(8, 40, 0, over=over, scale=scale), 3, 5) == need
+
+
+@given(st.lists(EXTENTS, max_size=3), st.integers(0, 3), st.data())
+def test_boxes_need_in_each_dimension_what_its_map_says(out: list[int], rank: int, data: st.DataObject) -> None:
+    """Also of a scalar's boxes, which have no dimensions, and for a scalar, which needs none."""
+    drawn = [data.draw(maps(out[0] if out else 1, data.draw(EXTENTS))) for _ in range(rank)]
+    axes = [axis if out or axis.source is None else whole(axis.extent) for axis in drawn]
+    boxes = data.draw(st.lists(st.tuples(*map(parts, out)), min_size=1, max_size=3))
+    lo, hi = (
+        np.array([[ends[side] for ends in box] for box in boxes]).reshape(len(boxes), len(out)) for side in (0, 1)
+    )
+    first, last = needed(axes, lo, hi)
+    assert first.shape == last.shape == (len(boxes), rank)
+    for i, box in enumerate(boxes):
+        for j, axis in enumerate(axes):
+            assert (first[i, j], last[i, j]) == interval(
+                axis, *(box[axis.source] if axis.source is not None else (0, 1))
+            )
