@@ -20,6 +20,7 @@ from layerwise.run.tensorfile import dtype_name
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, SearchResult, candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.report import over_memory, units
 
 Strategy = str | Mapping[str, Mapping[str, object]]
 
@@ -28,14 +29,14 @@ Strategy = str | Mapping[str, Mapping[str, object]]
 class Choice:
     """A plan, and what it is to be judged by: its own prediction and data parallelism's, under the same cost model.
 
-    asked: the user has said how to split, at least in part.
+    searched: what the search found, where the user has not said how to split, not even in part.
     """
 
     plan: Plan
     model: CostModel
     best: Candidate
     data: Candidate
-    asked: bool
+    searched: SearchResult | None
     notes: tuple[str, ...]
 
 
@@ -81,9 +82,11 @@ def choose(graph: LayerGraph, world: World, profile: Profile, request: Request, 
     result = search(model, space, fixed=fixed_layers(model, strategy))
     plan = make_plan(request.name, profile.name, model, space, result, fused=True)
     plan = replace(plan, device_order=world.device_order)
-    _check_memory(model, result.best, world.size)
+    if not result.best.fits:
+        raise _over_memory(model, result.best, result if strategy is None else None)
     best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
-    return Choice(plan, model, best, result.baselines["data"], strategy is not None, (*notes, *_unproven(result)))
+    searched = result if strategy is None else None
+    return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
 
 
 def given(graph: LayerGraph, world: World, profile: Profile, request: Request, plan: Plan) -> Choice:
@@ -98,8 +101,9 @@ def given(graph: LayerGraph, world: World, profile: Profile, request: Request, p
     options = options_for(graph, world, profile, request)
     model = CostModel(graph, devices, replace(options, io="sample" if plan.io == "sample" else "free"))
     best = candidate(model, "the given plan", complete(model, plan.strategy))
-    _check_memory(model, best, world.size)
-    return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), True, ())
+    if not best.fits:
+        raise _over_memory(model, best, None)
+    return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
 
 
 def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Config]:
@@ -139,14 +143,18 @@ def _devices(world: World, profile: Profile, request: Request) -> DeviceGraph:
     return replace(devices, processor=processor)
 
 
-def _check_memory(model: CostModel, best: Candidate, ranks: int) -> None:
-    if best.fits:
-        return
-    need, have = best.price.memory_bytes, model.devices.processor.memory_bytes
-    raise LayerwiseError(
-        f"{'the strategy' if best.name != 'layerwise' else 'the best plan found'} needs {need / 1e9:.3g} GB on one of "
-        f"the {ranks} devices, which have {have / 1e9:.3g} GB: use more ranks or a smaller batch, or give "
-        "memory_limit= in bytes if you know better"
+def _over_memory(model: CostModel, best: Candidate, searched: SearchResult | None) -> LayerwiseError:
+    """For a plan that does not fit; searched: where it is the search's own choice."""
+    known = "or give memory_limit= in bytes if you know better"
+    if model.devices.count == 1:
+        instead = "use more ranks or a smaller batch"
+    else:
+        instead = "name another with strategy= or plan="
+    if searched is not None:
+        return LayerwiseError(f"{over_memory(searched)}: {instead}, {known}")
+    need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
+    return LayerwiseError(
+        f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {known}"
     )
 
 

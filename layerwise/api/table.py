@@ -9,8 +9,7 @@ from rich.text import Text
 
 from layerwise.api.choose import Choice
 from layerwise.api.world import World
-from layerwise.search.find import TIE
-from layerwise.search.report import strategy_table, units
+from layerwise.search.report import strategy_table, units, why_data
 
 
 def table(choice: Choice, world: World, machine: str) -> Group:
@@ -30,9 +29,7 @@ def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
     if world.size == 1:
         yield f"one rank, nothing to split: {units(time, 's')} a step predicted"
     elif best.strategy == data.strategy:
-        why = (
-            "as asked for" if choice.asked else f"the best here: nothing found is predicted more than {TIE:.1%} faster"
-        )
+        why = "as asked for" if choice.searched is None else why_data(choice.searched)
         yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
     else:
         ratio = f"{other / time:.2f}× as fast as data parallelism" + " (SLOWER)" * (time > other)

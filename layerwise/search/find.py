@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config, SearchSpace
+from layerwise.cost.basis import model_error
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.tables import CostModel, Progress
 from layerwise.cost.timeline import Timeline, timeline
@@ -22,7 +23,6 @@ from layerwise.search.prune import by_edge_cost, restrict
 
 Floats = NDArray[np.float64]
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
-TIE = 1e-3  # a plan predicted to gain less than this over data parallelism is not worth running
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`best` is what to run. `additive` is the strategy that is optimal by step_time_s, and `optimum` its proof."""
+    """`best` is what to run. `additive` is the strategy that is optimal by step_time_s, and `optimum` its proof.
+
+    simulated: all plans that `best` is one of, each once; of the others nothing is known but the bound on their step
+    time, so nothing of their memory. memory_bytes: of a device.
+    """
 
     best: Candidate
     additive: Candidate
@@ -51,6 +55,13 @@ class SearchResult:
     optimum: Optimum
     seconds: dict[str, float]  # tables, search
     configurations: dict[str, int]  # of the whole space: largest of a layer, sum over layers, kept after pruning
+    simulated: tuple[Candidate, ...]
+    memory_bytes: int
+
+    @property
+    def fastest(self) -> Candidate:
+        """Of the simulated plans, by `preference`: where `best` is data parallelism, what it was kept against."""
+        return min(self.simulated, key=preference)
 
     def _repr_html_(self) -> str:
         from layerwise.search.html import result_html
@@ -103,15 +114,19 @@ def search(
         "total": sum(map(len, configs.values())),
         "kept": sum(map(len, tables.configs.values())),
     }
-    return SearchResult(best, additive, baselines, optimum, seconds, counts)
+    # Of equal strategies a baseline's name is told, data parallelism's before others.
+    everyone = [*found, *reversed(baselines.values())] if not fixed else found
+    simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
+    capacity = model.devices.processor.memory_bytes
+    return SearchResult(best, additive, baselines, optimum, seconds, counts, simulated, capacity)
 
 
 def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
-    """The best by `preference`; ties to data parallelism."""
+    """The best by `preference`; data parallelism where that gains no more than the model's error."""
     everyone = [baselines["data"], *found, *(c for name, c in baselines.items() if name != "data")]
     best, data = min(everyone, key=preference), baselines["data"]
-    tied = data.fits == best.fits and best.timeline.total_s >= data.timeline.total_s * (1 - TIE)
-    return data if tied else best
+    least_s = data.timeline.total_s * (1 - model_error(data.price, best.price))
+    return data if data.fits == best.fits and best.timeline.total_s >= least_s else best
 
 
 def preference(c: Candidate) -> tuple[bool, float]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from layerwise.cost.tables import CostModel
 from layerwise.search.find import Candidate
 from layerwise.search.grid import GridStudy, PricedGrid
-from layerwise.search.report import Fitting, costs_json, short, strategy_json, units
+from layerwise.search.report import Fitting, costs_json, over_memory, short, strategy_json, units
 
 HEADINGS = (
     "by the paper",
@@ -75,6 +75,8 @@ def _verdict(model: CostModel, found: GridStudy) -> list[str]:
         lines.append(f"Layer-wise is {gain:.2f}× as fast as grid {grid.grid}: {ways}.")
     least = units(found.result.additive.price.step_time_s, "s")
     lines.append(f"No strategy of the space has a step time below {least}{_proof(optimum.proven)}.")
+    if not best.fits:
+        lines.append(f"WARNING: {over_memory(found.result, *(priced.tables for priced in found.grids))}.")
     return lines
 
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from layerwise.picture import runs, svg, table
-from layerwise.search.report import short, units
+from layerwise.search.report import over_memory, short, units, why_data
 
 if TYPE_CHECKING:
     from layerwise.search.find import Candidate, SearchResult
@@ -50,6 +50,11 @@ def result_html(result: SearchResult) -> str:
     others: Mapping[str, Candidate] = result.baselines
     rows = [result.best, *(c for c in others.values() if c is not result.best)]
     proof = "proven" if result.optimum.proven else f"not proven, at least {units(result.optimum.lower_bound_s, 's')}"
-    line = f"<p>additive optimum {units(result.additive.price.step_time_s, 's')}: {escape(proof)}</p>"
+    lines = [f"additive optimum {units(result.additive.price.step_time_s, 's')}: {proof}"]
+    if result.best.strategy == others["data"].strategy:
+        lines.append(f"data parallelism is {why_data(result)}")
+    if not result.best.fits:
+        lines.append(f"WARNING: {over_memory(result)}")
     devices = max(config.total for config in result.best.strategy.values())
-    return candidate_html(result.best, devices) + comparison_html(rows, others["data"]) + line
+    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return candidate_html(result.best, devices) + comparison_html(rows, others["data"]) + told

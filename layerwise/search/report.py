@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from layerwise.config import Config
-from layerwise.cost.basis import basis, told, warnings
+from layerwise.cost.basis import basis, model_error, told, warnings
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.tables import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.ops.ends import Sink
 from layerwise.search.baselines import DepthFirst
-from layerwise.search.find import TIE, Candidate, SearchResult
+from layerwise.search.find import Candidate, SearchResult, preference
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
 
@@ -210,6 +210,35 @@ def depth_first_line(found: DepthFirst, result: SearchResult) -> str:
     return f"depth-first search {ended} after {times[0]}; elimination took {times[1]}"
 
 
+def why_data(result: SearchResult) -> str:
+    """Why the search took data parallelism: what it was compared with, and by how much that is faster."""
+    data, fastest = result.baselines["data"], result.fastest
+    if fastest.strategy == data.strategy:
+        return f"{'the best here' if data.fits else 'shown'}: nothing that was simulated is predicted faster"
+    gain = f"{data.timeline.total_s / fastest.timeline.total_s - 1:.1%} faster"
+    error = model_error(data.price, fastest.price)
+    if fastest.timeline.total_s < data.timeline.total_s * (1 - error):  # --objective additive
+        return f"the best by step time; with overlap a plan that was simulated is predicted {gain}"
+    return f"kept: the fastest plan found is predicted {gain}, within the model's error ({100 * error:.2g}%)"
+
+
+def over_memory(result: SearchResult, *others: Candidate) -> str:
+    """What is known where the plan does not fit: the memory of what was simulated (and of `others`), no more."""
+    plans, have = [*result.simulated, *others], units(result.memory_bytes, "B")
+    if fitting := [c for c in plans if c.fits]:
+        name = min(fitting, key=preference).name
+        need = f"{result.best.name} needs {units(result.best.price.memory_bytes, 'B')}"
+        return f"{need}, and a device has {have}; of {len(plans)} simulated plans {len(fitting)} fit, fastest {name}"
+    least = min(plans, key=lambda c: c.price.memory_bytes)
+    need = f"{least.name}, needs {units(least.price.memory_bytes, 'B')}"
+    if result.configurations["largest"] == 1:
+        return f"the only plan there is, {need}, and a device has {have}"
+    return (
+        f"none of the {len(plans)} plans that were simulated fits into the {have} of a device: the least, {need}. "
+        "The search itself knows nothing of memory, so a slower plan that fits may exist"
+    )
+
+
 def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
     """The lines below the tables: what is proven, what was chosen and why, what to beware of."""
     optimum, best = result.optimum, result.best
@@ -228,16 +257,12 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
         why = "" if data.fits else ", but does not fit into memory"
         yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
     elif best.strategy == data.strategy:
-        yield (
-            "Data parallelism is best here: with communication overlapped, nothing found is predicted more than "
-            f"{TIE:.1%} faster."
-        )
+        yield f"Data parallelism is {why_data(result)}."
     elif best.strategy != result.additive.strategy:
         yield (
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}."
         )
-    processor = model.devices.processor
     yield told(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.statistics_s for p in data.price.layers.values()) / data.price.step_time_s
@@ -247,12 +272,7 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             "strategies here pay; DistributedDataParallel does not: --local-batch-norm prices it so."
         )
     if not best.fits:
-        others = any(c.fits for c in result.baselines.values())
-        yield (
-            f"WARNING: {units(best.price.memory_bytes, 'B')} a device is over the {units(processor.memory_bytes, 'B')} "
-            f"that a device has; {'a baseline above fits' if others else 'nothing that was simulated fits'}. Use more "
-            "GPUs or a smaller batch."
-        )
+        yield f"WARNING: {over_memory(result)}."
 
 
 def show(model: CostModel, result: SearchResult, seconds: Mapping[str, float], *, every_layer: bool) -> Group:
@@ -299,7 +319,14 @@ def as_dict(
         "seconds": dict(seconds),
         "configurations": result.configurations,
         "compute_time": basis(model, best.price).as_dict(),
-        "warnings": list(warnings(model)),
+        "model_error": model_error(result.baselines["data"].price, result.fastest.price),
+        "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
+        "simulated": {
+            "plans": len(result.simulated),
+            "fit": sum(c.fits for c in result.simulated),
+            "least_memory_bytes": min(c.price.memory_bytes for c in result.simulated),
+        },
+        "warnings": [*warnings(model), *([] if best.fits else [over_memory(result)])],
         **({"depth_first": asdict(enumerated)} if enumerated else {}),
     }
 

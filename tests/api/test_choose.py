@@ -59,8 +59,23 @@ def test_memory() -> None:
     data = planned("data")
     need = data.best.price.memory_bytes
     assert planned("data", replace(REQUEST, memory_bytes=1.01 * need)).best.strategy == data.best.strategy
-    with pytest.raises(LayerwiseError, match=r"the strategy needs .* GB on one of the 4 devices"):
+    with pytest.raises(LayerwiseError, match=r"the strategy needs .* MB on one of the 4 devices"):
         planned("data", replace(REQUEST, memory_bytes=0.99 * need))
+
+
+def test_where_nothing_that_was_simulated_fits_no_more_is_said() -> None:
+    """The search's own plan, data parallelism or not: the least of all, and that others may fit."""
+    with pytest.raises(
+        LayerwiseError, match=r"none of the \d plans that were simulated fits into the 10.0 MB"
+    ) as raised:
+        planned(None, replace(REQUEST, memory_bytes=1e7))
+    assert "a slower plan that fits may exist: name another with strategy= or plan=, or give memory" in str(
+        raised.value
+    )
+    for unknown in ("more ranks", "smaller batch", "best plan"):
+        assert unknown not in str(raised.value)
+    with pytest.raises(LayerwiseError, match=r"the only plan there is, data, needs .*: use more ranks or"):
+        planned(None, replace(REQUEST, memory_bytes=1e7), ranks=1)
 
 
 def test_a_given_plan_is_checked_with_the_same_assumptions() -> None:
@@ -89,6 +104,8 @@ def test_what_is_said() -> None:
 
     assert "× as fast as data parallelism" in said(planned(None))
     assert "data parallelism, as asked for" in said(planned("data"))
+    kept = "data parallelism, kept: the fastest plan found is predicted 1.9% faster, within the model's error (3%); "
+    assert kept in said(planned(None, batch=384))
     assert "(SLOWER)" in said(planned("model", batch=2048))
     few = said(planned(None, batch=2))
     assert "2 samples for 4 ranks: every rank is to be given the whole batch" in few

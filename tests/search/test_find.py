@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.price import Price
+from layerwise.cost.price import LayerPrice, Price
 from layerwise.cost.tables import Configs, CostModel, CostOptions, CostTables
 from layerwise.cost.timeline import Timeline
 from layerwise.graph.fuse import fuse
@@ -18,11 +18,12 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.eliminate import Optimum
-from layerwise.search.find import TIE, Candidate, choose, search
+from layerwise.search.find import Candidate, choose, search
 from layerwise.search.narrow import Narrowed
 from tests.graph.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]
+ANALYTIC = 0.03  # gains below it are within the model's error where nothing was measured; where all was: 0.01
 
 
 def model_of(graph: LayerGraph, devices: int, per_node: int = 2, profile: str = "p100") -> CostModel:
@@ -40,7 +41,8 @@ def test_the_answer_is_never_worse_than_a_baseline(profile: str, network: Networ
     assert found.optimum.cost_s == pytest.approx(found.additive.price.step_time_s)
     for c in found.baselines.values():
         assert found.additive.price.step_time_s <= c.price.step_time_s * (1 + 1e-12)
-        assert found.best.timeline.total_s <= c.timeline.total_s * (1 + TIE)
+        assert found.fastest.timeline.total_s <= c.timeline.total_s
+        assert found.best.timeline.total_s <= c.timeline.total_s * (1 + ANALYTIC)
     assert found.best.timeline.total_s <= found.baselines["data"].timeline.total_s
     assert found.best.fits
     assert found.best.strategy.keys() == {layer.name for layer in model.graph.layers}
@@ -138,11 +140,13 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
     assert not found.optimum.proven
 
 
-def made(name: str, total_s: float, fits: bool) -> Candidate:
-    return Candidate(name, {}, Price({}, 0.0, 0.0), Timeline(total_s, 0.0, 0.0, 0.0), fits)
+def made(name: str, total_s: float, fits: bool, measured: float = 0.0) -> Candidate:
+    """measured: the share of t_C."""
+    layer = LayerPrice(Config(), 1.0, *[0.0] * 8, measured_s=measured)
+    return Candidate(name, {}, Price({"fc": layer}, 1.0, 0.0), Timeline(total_s, 0.0, 0.0, 0.0), fits)
 
 
-times = st.sampled_from([1.0, 1.0 - TIE / 2, 1.0 - 2 * TIE, 0.5, 2.0])
+times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])
 candidates = st.lists(st.builds(made, st.just("layerwise"), times, st.booleans()), max_size=4)
 
 
@@ -154,6 +158,38 @@ def test_the_choice(found: list[Candidate], data: Candidate, others: list[Candid
     allowed = [c for c in everyone if c.fits] or everyone
     assert best in allowed
     fastest = min(c.timeline.total_s for c in allowed)
-    if data in allowed:  # chosen unless another gains more than the tie
-        assert (best is data) == (fastest >= data.timeline.total_s * (1 - TIE))
+    if data in allowed:  # chosen unless another gains more than the model's error
+        assert (best is data) == (fastest >= data.timeline.total_s * (1 - ANALYTIC))
     assert best is data or best.timeline.total_s == fastest
+
+
+@pytest.mark.parametrize(
+    ("measured", "gain", "kept"),
+    [
+        ((0.0, 0.0), 0.029, True),
+        ((0.0, 0.0), 0.031, False),
+        ((1.0, 1.0), 0.009, True),
+        ((1.0, 1.0), 0.011, False),
+        ((0.5, 0.5), 0.019, True),
+        ((0.5, 0.5), 0.021, False),
+        ((1.0, 0.0), 0.029, True),  # the plan that is known less counts
+        ((0.0, 1.0), 0.029, True),
+    ],
+)
+def test_a_gain_within_the_models_error_is_no_reason_to_leave_data_parallelism(
+    measured: tuple[float, float], gain: float, kept: bool
+) -> None:
+    data, other = made("data", 1.0, True, measured[0]), made("layerwise", 1 - gain, True, measured[1])
+    assert (choose([other], {"data": data}) is data) == kept
+
+
+def test_simulated_plans_are_told_once() -> None:
+    """Equal strategies are one plan, and the best is one of them."""
+    alone = search(model_of(chain(4), 1), SearchSpace(1))
+    assert [c.name for c in alone.simulated] == ["data"]
+    found = search(model_of(chain(64), 4), SearchSpace(4))
+    assert len({str(sorted(c.strategy.items())) for c in found.simulated}) == len(found.simulated)
+    assert found.best.strategy in [c.strategy for c in found.simulated]
+    kept = {"fc1": Config()}
+    fixed = search(model_of(chain(64), 4), SearchSpace(4), fixed=kept)
+    assert {c.strategy["fc1"] for c in fixed.simulated} == {Config()}

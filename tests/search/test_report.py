@@ -1,0 +1,101 @@
+"""What is said of a search: no more than is known, of gains and of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from layerwise.config import SearchSpace
+from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.search.find import SearchResult, search
+from layerwise.search.grid import grids, study
+from layerwise.search.grid_report import show
+from layerwise.search.html import result_html
+from layerwise.search.report import as_dict, units, verdict
+from tests.graph.networks import chain
+
+
+def with_memory(model: CostModel, memory_bytes: float) -> CostModel:
+    processor = replace(model.devices.processor, memory_bytes=int(memory_bytes))
+    return CostModel(model.graph, replace(model.devices, processor=processor), model.options)
+
+
+def said(model: CostModel, result: SearchResult) -> tuple[str, str, dict[str, object]]:
+    """For people, as HTML and for programs."""
+    return " ".join(verdict(model, result)), result_html(result), as_dict(model, result, "net", result.seconds)
+
+
+def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> None:
+    """VGG-16 on one node of P100: split linear layers would gain 0.3 %."""
+    model = CostModel(fuse(load_model("vgg16", 128)), load("p100").device_graph(4))
+    result = search(model, SearchSpace(4))
+    gain = result.best.timeline.total_s / result.fastest.timeline.total_s - 1
+    assert result.best.name == "data"
+    assert 0.001 < gain < 0.03
+    text, html, found = said(model, result)
+    kept = f"kept: the fastest plan found is predicted {gain:.1%} faster, within the model's error (3%)"
+    assert f"Data parallelism is {kept}." in text
+    assert kept in html.replace("&#x27;", "'")
+    assert (found["chosen"], found["model_error"]) == ("data", 0.03)
+    assert found["fastest"]["timeline_s"] == result.fastest.timeline.total_s
+    assert found["fastest"]["strategy"]["classifier.0"] == {"n": 1, "c": 4}
+
+
+def test_where_nothing_is_faster_that_is_said() -> None:
+    model = CostModel(fuse(load_model("lenet5", 4096)), load("h100").device_graph(2))
+    result = search(model, SearchSpace(2))
+    text, html, _ = said(model, result)
+    assert "Data parallelism is the best here: nothing that was simulated is predicted faster." in text
+    assert "nothing that was simulated is predicted faster" in html
+    assert "memory" not in text
+
+
+def test_where_no_simulated_plan_fits_no_more_is_said_than_that() -> None:
+    """Which needs least, and how much; not that data parallelism is best, nor what would help."""
+    roomy = CostModel(fuse(chain(8)), load("p100").device_graph(4), CostOptions(optimizer="adam"))
+    model = with_memory(roomy, 1e4)
+    result = search(model, SearchSpace(4))
+    least = min(result.simulated, key=lambda c: c.price.memory_bytes)
+    text, html, found = said(model, result)
+    for words in (text, html, *found["warnings"]):
+        assert f"none of the {len(result.simulated)} plans that were simulated fits into the 10.0 kB" in words
+        assert f"the least, {least.name}, needs {units(least.price.memory_bytes, 'B')}" in words
+        assert "so a slower plan that fits may exist" in words
+        assert "best here" not in words
+        assert "more GPUs" not in words
+        assert "smaller batch" not in words
+    assert found["simulated"] == {
+        "plans": len(result.simulated),
+        "fit": 0,
+        "least_memory_bytes": least.price.memory_bytes,
+    }
+    assert found["fits"] is False
+
+
+def test_an_additive_optimum_that_does_not_fit_tells_of_those_that_do() -> None:
+    roomy = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
+    plans = search(roomy, SearchSpace(4), objective="additive").simulated
+    least, most = (pick(c.price.memory_bytes for c in plans) for pick in (min, max))
+    dear = next(c for c in plans if c.price.memory_bytes == most)
+    model = with_memory(roomy, (least + most) / 2)
+    result = replace(search(model, SearchSpace(4), objective="additive"), best=replace(dear, fits=False))
+    text, _, found = said(model, result)
+    assert f"of {len(plans)} simulated plans {found['simulated']['fit']} fit, fastest " in text
+    assert "none of" not in text
+
+
+def test_one_device_has_one_plan() -> None:
+    model = with_memory(CostModel(fuse(chain(8)), load("p100").device_graph(1)), 1e4)
+    text, *_ = said(model, search(model, SearchSpace(1)))
+    assert "the only plan there is, data, needs " in text
+    assert "may exist" not in text
+
+
+def test_grids_that_do_not_fit() -> None:
+    model = with_memory(CostModel(fuse(load_model("mlp:64x64x64", 64)), load("p100").device_graph(4)), 1e3)
+    found = study(model, SearchSpace(4), grids(4, model.graph))
+    lines = [line for line in show(model, found).renderables if isinstance(line, str)]
+    assert "none of the" in lines[-1]
+    assert "a slower plan that fits may exist" in lines[-1]
