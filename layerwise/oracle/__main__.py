@@ -129,7 +129,8 @@ def parser() -> argparse.ArgumentParser:
         "--gamma",
         type=positive,
         metavar="G",
-        help="measured peak of memory over what closed forms count (default: 1; not for cost tables)",
+        help="measured peak of memory over what closed forms count (default: none known, what is over memory at 1 is "
+        "marked; not for cost tables)",
     )
     g.add_argument("--max-gpus", type=_whole, metavar="N", help="suggest with at most so many GPUs")
     g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
@@ -189,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
             ),
             formulas=formulas,
-            gamma=args.gamma or 1.0,
+            gamma=args.gamma,
             framework=ran,
             seconds_per_sample=None if ran is None else ran.single_s(args.model),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import exp, log
+from statistics import geometric_mean
 
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.chainermnx import FILTER_PASSES
@@ -40,19 +40,26 @@ def calibrate(records: Sequence[Record], facts_of: FactsOf, given: Mapping[str, 
             inside = r.devices <= facts.profile.gpus_per_node
             name = "gradient_node_bytes_per_s" if inside else "gradient_bytes_per_s"
             found.setdefault(name, []).append(_rate(r, facts, chainer, communication_s))
-    constants = {name: exp(sum(map(log, values)) / len(values)) for name, values in found.items()}
+    constants, found = _means(found), {}
     for r in records:
         facts = facts_of(r.model, r.batch // r.groups, r.runs)
         chainer = given[r.runs].having(constants)
         if r.strategy == "filter" and r.compute_s is not None and r.communication_s is not None:
-            constants |= _filter_constants(r, facts, chainer)
+            for name, value in _filter_constants(r, facts, chainer).items():
+                found.setdefault(name, []).append(value)
+    constants, found = constants | _means(found), {}
     for r in records:
         if r.strategy == "spatial":  # what the rest leaves of the time is feeding the group
             facts = facts_of(r.model, r.batch // r.groups, r.runs)
             chainer = given[r.runs].having(constants | {"feed_s_per_sample": 0.0})
             left = r.total_s - projected(r, facts, chainer).phases.total_s
-            constants["feed_s_per_sample"] = max(0.0, left / (r.batch / r.groups))
-    return constants
+            found.setdefault("feed_s_per_sample", []).append(max(0.0, left / (r.batch / r.groups)))
+    return constants | _means(found)
+
+
+def _means(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Geometric means; 0 where a value is 0."""
+    return {name: geometric_mean(values) if all(values) else 0.0 for name, values in found.items()}
 
 
 def projected(record: Record, facts: Facts, chainer: Framework) -> Projection:

@@ -40,11 +40,14 @@ def findings(
     devices: DeviceGraph,
     staged: Sequence[Stage] = (),
     exposed_s: float | None = None,
+    *,
+    memory_known: bool = True,
 ) -> list[Finding]:
     """Those that apply to a projection on `devices`, the costliest first; none on one device.
 
     staged: a pipeline's stages, where the cost tables made them; else those that the published form balances.
     exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None where nobody simulated it.
+    memory_known: whether memory counts what is used again, or a gamma that was measured.
     """
     if projection.devices == 1:
         return []
@@ -56,7 +59,9 @@ def findings(
     capacity = devices.processor.memory_bytes
     used = projection.phases.memory_bytes / capacity
     if used > 1:
-        found.append(Finding("limit", "memory capacity", used, 0.0, f"needs {used:.2f}× the memory of a device"))
+        text = f"needs {used:.2f}× the memory of a device"
+        text += "" if memory_known else " if nothing of it is used again (γ = 1), so it may not fit"
+        found.append(Finding("limit", "memory capacity", used, 0.0, text))
     most = projection.limit
     share = projection.devices / most.devices
     text = f"{projection.devices} of at most {most.devices:,} devices, by {most.by}"

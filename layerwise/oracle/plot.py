@@ -106,7 +106,9 @@ def _column(axis: Axes, slots: Sequence[_Slot]) -> None:
     axis.bar(at, communication, width, bottom=compute, color=COMMUNICATION, label="communication")
     for (x, a), top in zip(shown, map(sum, zip(compute, communication, strict=True)), strict=True):
         if not a.fits:
-            axis.annotate("✗", (x, top), ha="center", va="bottom", color="#b00020", fontsize=7)
+            axis.annotate(
+                "✗" if a.fits is False else "?", (x, top), ha="center", va="bottom", color="#b00020", fontsize=7
+            )
     measured = [(x + shift, slot.compared) for x, slot in enumerate(slots) if slot.compared is not None]
     if measured:
         heights = [c.run.iteration_s for _, c in measured]

@@ -49,7 +49,7 @@ class Question:
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
     formulas: Pricing = "tables"
-    gamma: float = 1.0  # the memory that the closed forms count is multiplied by it
+    gamma: float | None = None  # the share of the memory that closed forms count that is really used; None: not known
     framework: Framework | None = None
     seconds_per_sample: float | None = None
 
@@ -68,14 +68,15 @@ class Answer:
     """What a strategy costs on a number of devices.
 
     overlapped_s: an iteration with gradients travelling beside the backward pass (the phases' sum where nothing is
-    simulated). fits: within a device's memory. shape: how the devices are used, where there is a choice. priced: the
+    simulated). fits: within a device's memory; None where a closed form counts more than that, but nobody measured
+    how much of it is used again (gamma). shape: how the devices are used, where there is a choice. priced: the
     strategy and its price, where it is one of configurations. gamma: the memory over what the published formula counts.
     formulas: what priced it; times of different formulas are not to be compared.
     """
 
     projection: Projection
     overlapped_s: float
-    fits: bool
+    fits: bool | None
     shape: Shape | None = None
     gamma: float | None = None
     priced: Priced | None = None
@@ -174,7 +175,8 @@ class Oracle:
         if p.strategy == "layerwise":
             return []
         exposed_s = None if answer.priced is None else answer.priced.exposed_s
-        return findings(p, self.facts, self.model(p.devices).devices, answer.stages, exposed_s)
+        devices, known = self.model(p.devices).devices, answer.fits is not None
+        return findings(p, self.facts, devices, answer.stages, exposed_s, memory_known=known)
 
     def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
@@ -202,13 +204,14 @@ class Oracle:
         possible = self.shapes(name, devices)
         if formulas == "chainermnx":  # which cuts space in one dimension
             possible = [min(possible, key=lambda s: len(s.grid))]
-        found = [self._project(name, devices, shape, formulas, q.gamma) for shape in possible]
+        found = [self._project(name, devices, shape, formulas, q.gamma or 1.0) for shape in possible]
         shape, best = min(found, key=lambda pair: pair[1].phases.total_s)
         memory = best.phases.memory_bytes
+        fits = self._fits(memory) or (None if q.gamma is None else False)
         staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
         cut = stages(self.model(devices), devices, best.segments) if staged else ()
         return Answer(
-            best, best.phases.total_s, self._fits(memory), shape, self._gamma(name, shape, memory), stages=cut,
+            best, best.phases.total_s, fits, shape, self._gamma(name, shape, memory), stages=cut,
             formulas=formulas,
         )  # fmt: skip
 

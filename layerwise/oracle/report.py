@@ -26,6 +26,7 @@ PHASES = {
     "passing_s": "passing",
     "gradient_s": "gradients",
 }
+MARKS, STYLES = {True: "", False: "!", None: "?"}, {True: "", False: "red", None: "yellow"}  # by whether it fits
 MUCH = 0.05  # of an iteration, above which something is worth a line
 HIGH = 0.5  # of a capacity, likewise
 SHORT = {"spatial": "spa-\ntial", "channel": "chan-\nnel", "pipeline": "pipe-\nline", "layerwise": "layer-\nwise"}
@@ -53,15 +54,15 @@ def _table(*headings: str) -> Table:
 
 
 def epochs_table(answers: Answers, samples: int, best: Answer | None) -> Fitting:
-    """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over the device's memory."""
+    """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over memory, `?` perhaps over it."""
     names = [name for name in NAMES if any(name == answered for answered, _ in answers)]
     wide, narrow = _table("GPUs", *names), _table("GPUs", *(SHORT.get(name, name) for name in names))
     for gpus in sorted({gpus for _, gpus in answers}):
         cells = []
         for name in names:
             answer = answers.get((name, gpus))
-            text = "-" if answer is None else duration(answer.epoch_s(samples)) + ("" if answer.fits else "!")
-            over = answer is not None and not answer.fits
+            text = "-" if answer is None else duration(answer.epoch_s(samples)) + MARKS[answer.fits]
+            over = answer is not None and answer.fits is False
             style = "bold green" if answer is not None and answer is best else "red" if over else ""
             cells.append((text, style))
         wide.add_row(str(gpus), *(Text(text, style) for text, style in cells))
@@ -96,7 +97,7 @@ def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None
                 *(units(getattr(p, key), "s") if getattr(p, key) else "" for key in keys),
                 units(p.total_s, "s"),
                 units(a.overlapped_s, "s"),
-                Text(memory, style="" if a.fits else "red"),
+                Text(memory, style=STYLES[a.fits]),
                 *(["" if a.gamma is None else f"{a.gamma:.2f}"] if with_split else []),
             )
         tables.append(table)
@@ -198,6 +199,8 @@ def suggestion_lines(found: Suggestion, samples: int, budget: Budget) -> Iterato
         f"Suggestion ({measure}{within}): {title(p.strategy)} on {_gpus(p.devices)}, "
         f"{duration(found.best.epoch_s(samples))} an epoch, {units(p.phases.memory_bytes, 'B')} a device."
     )
+    if found.best.fits is None:
+        yield "It may not fit: closed forms count memory as if nothing of it were used again; --gamma says what is."
     if found.runner_up is None:
         yield "No other strategy keeps to this."
     else:
@@ -228,9 +231,11 @@ def show(
     best = None if found is None else found.best
     if asked.answers and found is not None:
         counts = sorted({gpus for _, gpus in asked.answers})
+        unknown = any(a.fits is None for a in asked.answers.values())
+        over = "! over a device's memory" + "; ? over it if nothing is used again, γ = 1" * unknown
         if len(counts) > 1:
             parts += [
-                "an epoch (with overlap; ! over a device's memory)",
+                f"an epoch (with overlap; {over})",
                 epochs_table(asked.answers, samples, best),
                 "",
             ]

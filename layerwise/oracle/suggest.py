@@ -47,7 +47,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     few = [a for a in answers if budget.gpus is None or a.projection.devices <= budget.gpus]
     if not few:
         return Suggestion(None, None, None, f"no strategy was asked about with at most {budget.gpus} GPUs")
-    roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
+    roomy = [a for a in few if a.fits is not False and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         least = min(few, key=lambda a: a.projection.phases.memory_bytes)
         reuse = "" if least.formulas == "tables" else " (closed forms count no reuse of it: --gamma does)"

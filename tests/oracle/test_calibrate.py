@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.load import load_model
+from layerwise.machine import load
+from layerwise.oracle.ask import compare_with
 from layerwise.oracle.calibrate import calibrate
 from layerwise.oracle.framework import framework
+from layerwise.oracle.measured import FOR, Run
+from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.records import Record, factor, log_errors, order, read_records
+from layerwise.oracle.suggest import Budget, suggest
 from tests.benchmarks.oracle import RECORDS, facts, forecast
 
 GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
@@ -37,6 +44,21 @@ def test_the_constants_are_what_the_calibration_records_give() -> None:
     assert GIVEN["logs"].feed_s_per_sample == pytest.approx(found["feed_s_per_sample"], rel=1e-3)
 
 
+def test_of_several_records_a_constant_is_their_geometric_mean() -> None:
+    """In any order: not what the last one gives."""
+    one = [r for r in records("calibration") if r.strategy in ("filter", "spatial")]
+    other = [replace(r, id=f"{r.id} slower", total_s=1.5 * r.total_s) for r in one]
+    other = [r if r.compute_s is None else replace(r, compute_s=1.2 * r.compute_s) for r in other]
+    first, second, both, turned = (
+        calibrate(some, facts, GIVEN) for some in (one, other, [*one, *other], [*other, *one])
+    )
+    for name in ("copy_bytes_per_s", "collective_node_bytes_per_s"):
+        assert both[name] == turned[name] == pytest.approx((first[name] * second[name]) ** 0.5)
+    assert first["copy_bytes_per_s"] > both["copy_bytes_per_s"] > second["copy_bytes_per_s"]
+    assert both["feed_s_per_sample"] == pytest.approx(turned["feed_s_per_sample"])
+    assert first["feed_s_per_sample"] < both["feed_s_per_sample"] < second["feed_s_per_sample"]
+
+
 def test_calibration_runs_come_out() -> None:
     """A run that set a constant by itself is met; one of two is met nearly."""
     for r in records("calibration"):
@@ -55,6 +77,28 @@ def test_scores() -> None:
     assert factor(log_errors([2.0, 1.0], [1.0, 1.0])) == pytest.approx(2.0)
     measured = {"a": 1.0, "b": 1.01, "c": 2.0}
     assert order({"a": 3, "b": 1, "c": 2}, measured, 0.02) == ([("b", "c")], [("a", "c")])
+
+
+@pytest.mark.parametrize("formulas", ["published", "chainermnx"])
+def test_no_published_run_is_called_over_memory(formulas: Literal["published", "chainermnx"]) -> None:
+    """They all ran. Without a gamma the closed forms count more than the memory of a device for most of them."""
+    unknown, every = 0, [r for use in ("calibration", "check") for r in records(use)]
+    for model, kind in {(r.model, r.runs) for r in every}:
+        chainer = GIVEN[kind]
+        given = {"framework": chainer, "seconds_per_sample": chainer.single_s(model)}
+        question = Question(load_model(model, 1), load("v100"), 64, formulas=formulas, **given)
+        some = {  # of runs that differ in the number of groups alone, and so not in memory, one
+            (r.strategy, r.inside, r.batch // r.groups): Run(
+                r.strategy, r.devices, r.batch, r.total_s, r.inside if r.strategy in FOR["inside"] else None
+            )
+            for r in sorted(every, key=lambda r: -r.devices)
+            if (r.model, r.runs) == (model, kind)
+        }
+        answers = [c.answer for c in compare_with(Oracle(question), list(some.values()))]
+        assert not [a.projection for a in answers if a.fits is False]
+        assert suggest(answers, 1000, Budget()).best is not None
+        unknown += sum(a.fits is None for a in answers)
+    assert unknown > 10
 
 
 @pytest.mark.slow

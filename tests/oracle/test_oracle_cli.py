@@ -244,6 +244,37 @@ def test_too_little_memory(run: Run) -> None:
     assert "--gamma" not in by_tables
 
 
+def test_closed_forms_over_memory_are_not_known_to_be_without_gamma(run: Run) -> None:
+    """They count what a framework uses again; with a gamma that was measured they are left out."""
+    at = (
+        "alexnet",
+        "--profile",
+        "v100",
+        "--batch",
+        "4096",
+        "--gpus",
+        "1,2",
+        "--strategy",
+        "data",
+        "--formulas",
+        "as-run",
+    )
+    text = " ".join(run(*at).split())
+    assert "? over it if nothing is used again" in text
+    assert "if nothing of it is used again (γ = 1), so it may not fit" in text
+    assert "Suggestion (fastest): data on 2 GPUs" in text
+    assert (
+        "It may not fit: closed forms count memory as if nothing of it were used again; --gamma says what is." in text
+    )
+    found = json.loads(run(*at, "--json"))
+    assert {a["fits"] for a in found["answers"]} == {None}
+    assert found["suggestion"]["best"]["gpus"] == 2
+    measured = json.loads(run(*at, "--gamma", "1", "--json"))
+    assert {a["fits"] for a in measured["answers"]} == {False}
+    assert measured["suggestion"]["best"] is None
+    assert {a["fits"] for a in json.loads(run(*at, "--gamma", "0.1", "--json"))["answers"]} == {True}
+
+
 def test_json_has_no_infinity() -> None:
     assert json.loads(json_text({"x": 1.5})) == {"x": 1.5}
     with pytest.raises(LayerwiseError, match="beyond the range of numbers"):
