@@ -27,6 +27,7 @@ CLAIMED = {"data": 0.9610, "filter": 0.8556, "channel": 0.7367, "df": 0.9143, "d
 RECOMPUTED = {"data": 0.798, "filter": 0.528, "channel": 0.451, "df": 0.744, "ds": 0.470}
 HEADINGS = ("strategy", "runs", "ours", "published forms", "their bars", "claimed", "recomputed")
 RESOLUTION = 0.026  # of two bars, each read to 1.3 %
+MANY = 256  # GPUs, from which on hybrids take longer than projected
 TRIVIAL = ("data", "df", "ds", "filter", "channel")  # the order that nearly every case has
 
 
@@ -101,6 +102,26 @@ def ratios(records: Sequence[Record]) -> None:
     print("order of pairs: " + ", ".join(f"{label} {a}/{b}" for label, (a, b) in scores.items()))
 
 
+def excess(records: Sequence[Record]) -> None:
+    """What hybrids take beyond the projection on many GPUs, in the bars and in the logs of earlier software."""
+    for runs in ("bars", "logs"):
+        for name in ("df", "ds"):
+            some = [r for r in records if (r.runs, r.strategy) == (runs, name) and r.devices >= MANY]
+            some = sorted((r for r in some if r.batch == 16 * r.devices), key=lambda r: r.devices)
+            if not some:
+                continue
+            over = [r.total_s - forecast(r, "chainermnx") for r in some]
+            first, last = some[0], some[-1]
+            layers = len(facts(last.model, last.batch // last.groups, runs).weighted())
+            each_s = (over[-1] - over[0]) / (last.devices - first.devices) / layers
+            sent = (1 - 1 / last.groups) / (1 - 1 / first.groups) - 1  # a ring of groups
+            shown = ", ".join(f"{seconds:+.3f} s on {r.devices}" for r, seconds in zip(some, over, strict=True))
+            print(
+                f"{last.model} {name}, {runs}: {shown} beyond the projection; {1e6 * each_s:.1f} us a further GPU and "
+                f"layer with weights (of {layers}), while a GPU sends {sent:.1%} more bytes of gradients"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--each", action="store_true", help="every run")
@@ -118,6 +139,8 @@ def main() -> None:
         table([r for r in check if r.runs == runs], args.each)
     print()
     ratios([r for r in check if r.runs == "bars"])
+    print()
+    excess(check)
 
 
 if __name__ == "__main__":
