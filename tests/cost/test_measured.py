@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis, told, warnings
+from layerwise.cost.basis import basis, model_error, told, warnings
 from layerwise.cost.measured import LAYER, chosen, step_name, update_name
 from layerwise.cost.price import price
 from layerwise.cost.tables import CostModel, CostOptions
@@ -110,6 +110,7 @@ def test_the_shares_are_of_the_whole() -> None:
     assert on.measured + on.fitted + on.analytic == pytest.approx(1)
     assert min(on.measured, on.fitted) > 0
     assert on.of_step == pytest.approx(sum(p.compute_s for p in found.layers.values()) / found.step_time_s)
+    assert model_error(found) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
     said = told(model, on)
     assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said
     assert "median error 7.0% on cells held out" in said
