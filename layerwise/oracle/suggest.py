@@ -50,13 +50,16 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     roomy = [a for a in few if a.fits is not False and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         least = min(few, key=lambda a: a.projection.phases.memory_bytes)
+        searched = ""
+        if any(a.projection.strategy == "layerwise" for a in few):
+            searched = "; the search of layerwise knows nothing of memory, so a slower plan that fits may exist"
         reuse = "" if least.formulas == "tables" else " (closed forms count no reuse of it: --gamma does)"
         return Suggestion(
             None,
             None,
             None,
             f"none fits into memory: the least, {_at(least)}, "
-            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device{reuse}",
+            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device{reuse}{searched}",
         )
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:

@@ -59,6 +59,14 @@ def test_no_suggestion_says_why(budget: Budget, why: str) -> None:
     assert why in found.why
 
 
+def test_of_searched_plans_it_is_told_that_others_may_fit() -> None:
+    found = suggest([*EVERY, answer("layerwise", 8, 9.0, 5.0)], SAMPLES, Budget(memory_bytes=2**29))
+    assert found.why.endswith(
+        "needs 1 GiB a device; the search of layerwise knows nothing of memory, so a slower plan that fits may exist"
+    )
+    assert "may exist" not in suggest(EVERY, SAMPLES, Budget(memory_bytes=2**29)).why
+
+
 def test_what_does_not_fit_is_not_suggested() -> None:
     assert suggest([answer("ds", 16, 1.0, fits=False), DATA], SAMPLES, Budget()).best is DATA
 
