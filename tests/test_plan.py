@@ -21,7 +21,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import load_model
 from layerwise.machine import load
 from layerwise.plan import Plan, checksum, load_plan, parse_strategy
-from layerwise.search import report
+from layerwise.search import report_json
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 
@@ -206,7 +206,7 @@ def test_not_plans(tmp_path: Path, data: bytes) -> None:
 class TestStrategies:
     def test_json_output_costs_the_same(self, model: CostModel) -> None:
         found = search(model, SearchSpace(8, (*"nchwk",), spread=True)).additive
-        body = json.loads(json.dumps(report.strategy_json(model, found)))
+        body = json.loads(json.dumps(report_json.strategy_json(model, found)))
         again = parse_strategy(body, model.graph, 8)
         assert candidate(model, "", again).price.step_time_s == found.price.step_time_s
 

@@ -32,7 +32,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.load import HELP, load_model
 from layerwise.machine import load
 from layerwise.plan import parse_strategy
-from layerwise.search import grid_report, report
+from layerwise.search import grid_report, report, report_json
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.timeline is not None:
         write_timeline(model, result.best.strategy, args.timeline)
     if args.json:
-        print(json.dumps(report.as_dict(model, result, args.model, seconds, enumerated), indent=1))
+        print(json.dumps(report_json.as_dict(model, result, args.model, seconds, enumerated), indent=1))
         return 0
     out = console()
     title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
@@ -227,7 +227,7 @@ def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
     if args.timeline is not None:
         write_timeline(model, strategy, args.timeline)
     if args.json:
-        print(json.dumps(report.price_dict(model, found, baselines, args.model), indent=1))
+        print(json.dumps(report_json.price_dict(model, found, baselines, args.model), indent=1))
         return 0
     out.print(report.strategy_table(model, found, every_layer=args.layers))
     out.print("", report.candidates_table(model, [found, *baselines.values()], found), sep="\n")

@@ -13,7 +13,8 @@ from rich.text import Text
 from layerwise.cost.tables import CostModel
 from layerwise.search.find import Candidate
 from layerwise.search.grid import GridStudy, PricedGrid
-from layerwise.search.report import Fitting, costs_json, over_memory, short, strategy_json, units
+from layerwise.search.report import Fitting, over_memory, short, units
+from layerwise.search.report_json import costs_json, strategy_json
 
 HEADINGS = (
     "by the paper",

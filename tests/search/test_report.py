@@ -13,7 +13,8 @@ from layerwise.search.find import SearchResult, search
 from layerwise.search.grid import grids, study
 from layerwise.search.grid_report import show
 from layerwise.search.html import result_html
-from layerwise.search.report import as_dict, units, verdict
+from layerwise.search.report import units, verdict
+from layerwise.search.report_json import as_dict
 from tests.graph.networks import chain
 
 
