@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Final, NoReturn
 
+from layerwise.comm.signs import STOPPED
 from layerwise.comm.watch import Watch
 
 TICK_S: Final = 1.0
@@ -68,9 +69,9 @@ class Guard:
         watch = self._watch
         if not watch.alive:  # nobody else minds
             os._exit(128 + signal.SIGTERM)
-        stopped = f"{watch.me} was stopped from outside (SIGTERM) {watch.where}"
-        text = watch.verdict or watch.find("SIGTERM", otherwise=stopped)
-        self._end(text, 128 + signal.SIGTERM if text == stopped else 2)
+        watch.stopped = True  # for the next sign of life
+        text = watch.verdict or watch.find("SIGTERM")
+        self._end(text, 128 + signal.SIGTERM if STOPPED in text else 2)
 
     def _look(self) -> None:
         watch, now = self._watch, time.monotonic()

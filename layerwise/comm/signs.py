@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
+from typing import Final
 
 from layerwise.comm.base import ranks
+
+STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_text` alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class Sign:
 
     count: rises with every sign. time_s: of its clock. step, layer: what it computes (None: nothing yet). waits_for:
     the communication that it is in, else "". since_s: how long it has been in this state. ended: its run is over.
+    stopped: it was sent SIGTERM.
     """
 
     count: int
@@ -24,6 +28,7 @@ class Sign:
     waits_for: str
     since_s: float
     ended: bool = False
+    stopped: bool = False
 
     def pack(self) -> str:
         """For the store."""
@@ -42,8 +47,8 @@ def unpack(text: bytes | str) -> Sign:
     return Sign(*json.loads(text))
 
 
-def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s: float) -> str:
-    """Says that ranks are gone, when they were last heard of, and where."""
+def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s: float, me: int) -> str:
+    """Says that ranks are gone, when they were last heard of, and where. Rank `me` says so: it may be at fault."""
     which = sorted(gone)
     last = [
         f"{max(now_s - signs[rank].time_s, 0.0):.1f} s ago, {signs[rank].where}"
@@ -52,9 +57,20 @@ def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s
         for rank in which[:4]
     ]
     if len(which) == 1:
-        return f"{ranks(which, size)} is gone (last sign {last[0]}): killed, or its network is cut"
-    or_here = ", or that of the only other one" if len(which) == size - 1 else ""
-    return f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut{or_here}"
+        what = f"{ranks(which, size)} is gone (last sign {last[0]}): killed, or its network is cut"
+    else:
+        what = f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut"
+    return what + (f", or rank {me} itself is cut off: it hears nobody" if len(which) == size - 1 else "")
+
+
+def stopped_text(signs: Mapping[int, Sign], size: int) -> str:
+    """Says which ranks were sent SIGTERM; "" for none."""
+    which = [rank for rank, sign in sorted(signs.items()) if sign.stopped]
+    if not which:
+        return ""
+    if len(which) == size:
+        return f"the run was {STOPPED} to all {size} ranks) {signs[0].where}"
+    return f"{ranks(which, size)} {'was' if len(which) == 1 else 'were'} {STOPPED}) {signs[which[0]].where}"
 
 
 def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: str) -> str:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from layerwise.comm.base import Comm, CommError, ranks, reason
 from layerwise.comm.board import Board
+from layerwise.comm.connect import POLL_S, bounded, connect
 from layerwise.comm.guard import Guard
 from layerwise.comm.process import SLACK_S, ProcessComm
 from layerwise.comm.solo import SoloComm
@@ -25,7 +25,6 @@ from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]
-POLL_S: Final = 0.05  # between two looks at who has arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str |
         )
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    store = PrefixStore(f"layerwise/{seat.attempt}", _connect(seat, timeout_s))
-    watch = _watch(seat, store, timeout_s)
+    store, own = (PrefixStore(f"layerwise/{seat.attempt}", one) for one in connect(seat, timeout_s))
+    watch = _watch(seat, own, timeout_s)
     Guard(watch).start()
     watch.enter("the arrival of all ranks", timeout_s + SLACK_S)
     _arrive(seat, store, watch, backend, timeout_s)
@@ -100,7 +99,14 @@ def join_default_group(device: torch.device, timeout_s: float = 30.0) -> Process
     host, port = os.environ.get("MASTER_ADDR", "unknown"), os.environ.get("MASTER_PORT", "0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     seat = Seat(dist.get_rank(), dist.get_world_size(), 0, 1, host, int(port), agent, 0)
-    watch = _watch(seat, PrefixStore("layerwise", _get_default_store()), timeout_s)
+    try:
+        own = bounded(_get_default_store().clone, timeout_s)  # type: ignore[attr-defined]
+    except (TimeoutError, RuntimeError) as error:
+        raise CommError(
+            f"the store of the default group does not answer within {timeout_s:g} s, says rank {seat.rank}: whoever "
+            f"serves it at {seat.address} has ended, is stopped or cut off ({reason(error)})"
+        ) from error
+    watch = _watch(seat, PrefixStore("layerwise", own), timeout_s)
     return ProcessComm(device, timeout_s, watch, nccl=nccl)
 
 
@@ -157,47 +163,8 @@ def _backend(seat: Seat, device: torch.device) -> Backend:
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
 
 
-def _connect(seat: Seat, timeout_s: float) -> Store:
+def _watch(seat: Seat, own: Store, timeout_s: float) -> Watch:
     serves = seat.rank == 0 and not seat.agent
-    if not serves:
-        _await_server(seat, timeout_s)
-    try:
-        return TCPStore(
-            seat.host,
-            seat.port,
-            None,
-            serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        do = "serve" if serves else "use"
-        text = f"rank {seat.rank} of {seat.size} cannot {do} a store at {seat.address}: {reason(error)}"
-        raise CommError(text) from error
-
-
-def _await_server(seat: Seat, timeout_s: float) -> None:
-    """Until somebody listens where the store should be. torch's own waiting is noisy, and may take twice as long."""
-    until = time.monotonic() + timeout_s
-    while True:
-        left = until - time.monotonic()
-        try:
-            socket.create_connection((seat.host, seat.port), timeout=min(max(left, POLL_S), 2.0)).close()
-            return
-        except OSError as error:  # also where there is no such name: it may come
-            if left < 0:
-                who = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
-                raise CommError(
-                    f"{who} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: not "
-                    f"started, ended early, or cut off ({error.strerror or error})"
-                ) from error
-        time.sleep(POLL_S)
-
-
-def _watch(seat: Seat, store: Store, timeout_s: float) -> Watch:
-    serves = seat.rank == 0 and not seat.agent
-    own: Store = store.clone()  # type: ignore[attr-defined]
     return Watch(Board(own, seat.rank, seat.size, address=seat.address, serves=serves, agent=seat.agent), timeout_s)
 
 

@@ -15,21 +15,20 @@ from typing import Final
 
 from layerwise.comm.base import CommError
 from layerwise.comm.board import HEAR_S, Board
-from layerwise.comm.signs import Sign, gone_text, stuck_text
+from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text
 
 BEAT_S: Final = 1.0  # between two signs of life
 SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone
-ANSWER_S: Final = SILENT_S + HEAR_S + 2 * BEAT_S  # the longest that it takes to find out
+ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to find out
 
 
 @dataclass(eq=False, slots=True)
 class _Question:
     """claim: what has failed, and the ranks that are gone with it. Else: find out, and where everybody is alive say
-    `otherwise`, or what keeps them. reason: torch's, for the failure. A question to stop has `last`.
+    who was stopped, or what keeps them. reason: torch's, for the failure. A question to stop has `last`.
     """
 
     claim: tuple[str, list[int]] | None = None
-    otherwise: str = ""
     reason: str = ""
     last: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
@@ -39,13 +38,13 @@ class Watch:
     """One rank's watch: a thread that alone talks to the board, which blocks where the network is cut.
 
     waits_for: the communication that the rank is in, else ""; it should have ended at `due_s` (by time.monotonic).
-    told: the main thread knows what failed, and is about to end.
+    told: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
     """
 
     def __init__(self, board: Board, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.waits_for, self.due_s = "", 0.0
-        self.told = False
+        self.told = self.stopped = False
         self.overdue: Callable[[], str] = str  # names a communication that is overdue although nobody waits in it
         self._board = board
         self._step: int | None = None
@@ -70,9 +69,9 @@ class Watch:
         self.waits_for, self._since_s = "", time.monotonic()
 
     def check(self) -> None:
-        """Raises CommError where the run has failed."""
+        """Raises CommError where the run has failed; but first the others hear of it: the store may end here."""
         if self._board.verdict is not None:
-            raise self.error(self._board.verdict)
+            raise self.error(self.find("the run has failed"))
 
     def error(self, text: str) -> CommError:
         """For the main thread to raise."""
@@ -99,12 +98,9 @@ class Watch:
         """`at step 17 in layer conv3`."""
         return self._sign().where
 
-    def find(self, reason: str, otherwise: str = "") -> str:
-        """Who is at fault for a communication that failed for this `reason`; `otherwise`, where all are alive.
-
-        Takes up to `ANSWER_S`.
-        """
-        return self._ask(_Question(otherwise=otherwise, reason=reason)) or self._board.silent_text(reason)
+    def find(self, reason: str) -> str:
+        """Who is at fault for a communication that failed for this `reason`. Takes up to `ANSWER_S`."""
+        return self._ask(_Question(reason=reason)) or self._board.silent_text(reason)
 
     def accuse(self, claim: str, gone: Sequence[int] = ()) -> str:
         """Tells all ranks but those that are gone what has failed. Returns what they believe: the first claim."""
@@ -139,11 +135,12 @@ class Watch:
 
     def _settle(self, question: _Question) -> None:
         """Makes the verdict known, unless another rank was first."""
-        text, gone = question.claim or self._search()
-        if text is None:
-            signs = self._board.signs() | {self._board.rank: self._sign()}
-            text = question.otherwise or stuck_text(signs, self._board.size, self.timeout_s, question.reason)
-        self._board.publish(text, gone)
+        if self._board.verdict is None:
+            text, gone = question.claim or self._search()
+            if text is None:
+                signs, size = self._stopped_signs(), self._board.size
+                text = stopped_text(signs, size) or stuck_text(signs, size, self.timeout_s, question.reason)
+            self._board.publish(text, gone)
         self._board.linger()
 
     def _search(self) -> tuple[str | None, list[int]]:
@@ -163,11 +160,24 @@ class Watch:
             if not silent:
                 return None, []
             if time.monotonic() - began > SILENT_S:
-                return gone_text(silent, signs, self._board.size, time.time()), silent
+                return gone_text(silent, signs, self._board.size, time.time(), self._board.rank), silent
             time.sleep(BEAT_S / 5)
+
+    def _stopped_signs(self) -> dict[int, Sign]:
+        """Everybody's signs. Where some were sent SIGTERM, the others may be about to be: whoever stops a run takes a
+        moment to reach all of it.
+        """
+        until = time.monotonic() + BEAT_S
+        while True:
+            self._board.beat(self._sign())
+            signs = self._board.signs() | {self._board.rank: self._sign()}
+            stopped = [sign.stopped for sign in signs.values()]
+            if not any(stopped) or all(stopped) or self._board.verdict or time.monotonic() > until:
+                return signs
+            time.sleep(BEAT_S / 10)
 
     def _sign(self, *, ended: bool = False) -> Sign:
         self._count += 1
         since = time.monotonic() - self._since_s
         waits_for = self.waits_for or self.overdue()
-        return Sign(self._count, time.time(), self._step, self._layer, waits_for, since, ended)
+        return Sign(self._count, time.time(), self._step, self._layer, waits_for, since, ended, self.stopped)

@@ -219,6 +219,11 @@ def overdue_on_the_gpu(comm: Comm) -> None:
     time.sleep(100)
 
 
+def only_rank_0_goes_on(comm: Comm) -> None:
+    """The others are stopped, as if the network of rank 0 were cut: it serves the store and hears nobody."""
+    ring(comm, at=lambda step: os.kill(os.getpid(), signal.SIGSTOP) if comm.rank and step == 150 else None)
+
+
 def differs(comm: Comm) -> None:
     """Rank 1 has another plan."""
     comm.handshake({"torch": torch.__version__, "plan": "b1" if comm.rank == 1 else "a0"})

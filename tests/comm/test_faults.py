@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +22,25 @@ def sigterm_of_rank_2() -> Ends:
     run.said(2, "under way")
     run.signal(2, signal.SIGTERM)
     return run.ends()
+
+
+def sigterm_of_all() -> Ends:
+    """As torchrun and schedulers hand it on, one process after another."""
+    run = Run(faults.goes_on, 3)
+    run.said(2, "under way")
+    for rank in (1, 0, 2):
+        run.signal(rank, signal.SIGTERM)
+        time.sleep(0.1)
+    return run.ends()
+
+
+def silent_port(*, agent: bool) -> Ends:
+    """Another program has MASTER_PORT: it accepts connections and says nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        return Run(faults.ends_well, 2, timeout_s=2, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=str(agent)).ends()
 
 
 def as_torchrun_does() -> Ends:
@@ -47,6 +68,10 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "differs": lambda: Run(faults.differs, 3).ends(),
     "SIGTERM": sigterm_of_rank_2,
     "torchrun": as_torchrun_does,
+    "SIGTERM of all": sigterm_of_all,
+    "silent port": lambda: silent_port(agent=False),
+    "silent store of torchrun": lambda: silent_port(agent=True),
+    "0 is cut off": lambda: Run(faults.only_rank_0_goes_on, 3, timeout_s=5).ends(25),
     "overdue": lambda: Run(faults.overdue_on_the_gpu, 3, timeout_s=2).ends(),
     "good": lambda: Run(faults.ends_well, 3).ends(),
 }
@@ -65,6 +90,7 @@ def check(ends: Ends, alive: list[int], pattern: str) -> None:
         end = ends[rank]
         assert end.code == 2, end
         assert re.match(f"layerwise: error: {pattern}", end.last), end.stderr
+        assert "Exception raised from" not in end.stderr, end  # torch's C++ stack
         assert end.seconds < 30, end  # the time-out is 60 s, where it is not to be waited for; most take 5
 
 
@@ -127,6 +153,30 @@ def test_sigterm_of_one_rank(ends: Callable[[str], Ends]) -> None:
     stopped = r"layerwise: error: rank 2 of 3 was stopped from outside \(SIGTERM\) at step \d+ in layer ring"
     assert all(re.match(stopped, end.last) for end in ends("SIGTERM").values())
     assert [end.code for _, end in sorted(ends("SIGTERM").items())] == [2, 2, 128 + signal.SIGTERM]
+
+
+def test_sigterm_of_all_ranks_is_told_as_such(ends: Callable[[str], Ends]) -> None:
+    stopped = (
+        r"layerwise: error: the run was stopped from outside \(SIGTERM to all 3 ranks\) at step \d+ in layer ring"
+    )
+    assert all(re.match(stopped, end.last) for end in ends("SIGTERM of all").values()), ends("SIGTERM of all")
+    assert {end.code for end in ends("SIGTERM of all").values()} <= {2, 128 + signal.SIGTERM}
+
+
+def test_a_silent_program_on_the_port_of_rank_0(ends: Callable[[str], Ends]) -> None:
+    found = ends("silent port")
+    check(found, [0], "rank 0 of 2 cannot serve a store at 127.0.0.1:.* the port is taken. check MASTER_ADDR and MAS")
+    check(found, [1], "rank 0 of 2 does not answer at 127.0.0.1:.* within 2 s, .*; check MASTER_ADDR and MASTER_PORT$")
+
+
+def test_a_silent_program_on_the_port_of_torchruns_store(ends: Callable[[str], Ends]) -> None:
+    found = ends("silent store of torchrun")
+    check(found, [0, 1], "torchrun's store does not answer at 127.0.0.1:.* within 2 s, .*; check MASTER_ADDR")
+
+
+def test_rank_0_which_hears_nobody_may_be_cut_off(ends: Callable[[str], Ends]) -> None:
+    gone = r"ranks 1 and 2 of 3 are gone \(.*\): killed, or their network is cut, or rank 0 itself is cut off: it hears"
+    check(ends("0 is cut off"), [0], gone)
 
 
 def test_torchrun_ends_the_others_of_a_killed_rank(ends: Callable[[str], Ends]) -> None:

@@ -1,0 +1,106 @@
+"""Connect: the store of the rendezvous is reached within a time that holds, or one line says what to check."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+from layerwise.comm.base import CommError, reason
+
+if TYPE_CHECKING:
+    from layerwise.comm.start import Seat
+
+T = TypeVar("T")
+POLL_S: Final = 0.05  # between two looks at who has arrived
+SLACK_S: Final = 1.0  # for torch to answer after the time-out
+FATAL: Final = 3  # of c10's levels: it aborts
+CHECK: Final = "check MASTER_ADDR and MASTER_PORT"
+
+
+def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
+    """Two connections to the store, for the main thread and for the watch; rank 0 serves it where torchrun does not.
+
+    CommError where there is none to be had within the time-out (and a second).
+    """
+    hush()
+    serves = seat.rank == 0 and not seat.agent
+    me, server = f"rank {seat.rank} of {seat.size}", "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
+    until = time.monotonic() + timeout_s
+
+    def do() -> tuple[Store, Store]:
+        if not serves:
+            _await_server(seat, server, timeout_s)
+        left = timedelta(seconds=max(until - time.monotonic(), SLACK_S))
+        store = TCPStore(seat.host, seat.port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store, store.clone()  # type: ignore[attr-defined]
+
+    try:
+        return bounded(do, timeout_s + SLACK_S)
+    except TimeoutError as error:
+        raise CommError(
+            f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: what accepts "
+            f"connections there is another program, or a process that is stopped; {CHECK}"
+        ) from error
+    except RuntimeError as error:
+        do_what, why = ("serve", "the port is taken") if serves else ("use", "another program may listen there")
+        text = f"{me} cannot {do_what} a store at {seat.address}: {reason(error)}; {why}? {CHECK}"
+        raise CommError(text) from error
+
+
+def bounded(act: Callable[[], T], limit_s: float) -> T:
+    """What it returns; TimeoutError where that takes longer: it is then left to itself, in a thread that ends nothing.
+
+    For what blocks inside torch, whose own time-out does not count while somebody accepts and says nothing.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="layerwise connect", daemon=True).start()
+    return future.result(limit_s)
+
+
+def hush() -> None:
+    """torch's C++ logs a stack trace for every connection that fails; the line that says what happened is ours.
+
+    Not where the user has chosen with TORCH_CPP_LOG_LEVEL, which torch reads when it is imported.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    with suppress(OSError, ValueError):  # a build without the library or the flag
+        library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), Path())
+        ctypes.c_int.in_dll(ctypes.CDLL(os.fspath(library)), "FLAGS_caffe2_log_level").value = FATAL
+
+
+def _await_server(seat: Seat, server: str, timeout_s: float) -> None:
+    """Until somebody listens where the store should be. torch's own waiting may take twice as long."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((seat.host, seat.port), timeout=min(max(left, POLL_S), 2.0)).close()
+            return
+        except OSError as error:  # also where there is no such name: it may come
+            if left < 0:
+                raise CommError(
+                    f"{server} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: not "
+                    f"started, ended early, or cut off ({error.strerror or error})"
+                ) from error
+        time.sleep(POLL_S)
