@@ -87,7 +87,7 @@ class Board:
         who = "torchrun" if self.agent else "rank 0"
         return (
             f"{ranks([self.rank], self.size)} has had no answer for {silent:.0f} s from the store at {self.address}"
-            f" ({who}): the network of one of the two is cut ({why})"
+            f" ({who}): it is stopped, or the network of one of the two is cut ({why})"
         )
 
     def _hear(self, verdict: bytes) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
+from layerwise.comm.connect import bounded
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
@@ -162,7 +163,8 @@ class ProcessComm(MessageComm):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.barrier()
             self._watch.stop()
-            dist.barrier(group=self._texts)  # the store may go: nobody looks at it any more
+            with suppress(RuntimeError):  # whoever ends badly from here on has done its part
+                dist.barrier(group=self._texts)  # the store may go: nobody looks at it any more
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
@@ -177,7 +179,17 @@ class ProcessComm(MessageComm):
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
         with self._during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):
-            made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+
+            def make() -> dist.ProcessGroup:
+                if self.device.type == "cuda":  # a thread has its own
+                    torch.cuda.set_device(self.device)
+                made: dist.ProcessGroup = dist.new_group(list(group), timedelta(seconds=seconds), backend)
+                return made
+
+            try:  # no guard ends a process that made the default group itself
+                made = bounded(make, self._timeout_s + SLACK_S)
+            except TimeoutError:
+                raise RuntimeError("overdue") from None
             if backend == "nccl" and self.rank in group:  # it connects at the first use: now
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made

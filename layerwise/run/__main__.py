@@ -9,8 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryFile
 
 import torch
 
@@ -25,11 +23,13 @@ from layerwise.graph.load import load_model
 from layerwise.machine import DEFAULT, load
 from layerwise.plan import Plan, load_plan
 from layerwise.run import compare_times, data
+from layerwise.run.agree import agree
 from layerwise.run.compare import ALLOWED
 from layerwise.run.out_of_memory import enough_memory
 from layerwise.run.provenance import searched_with
 from layerwise.run.report import beginning, ending, steps_shown
 from layerwise.run.session import Session
+from layerwise.run.sole_writer import sole_writer
 from layerwise.run.trace import Trace
 from layerwise.run.train import OPTIMIZERS, Settings
 from layerwise.search.grid import parse_grid, price_grid
@@ -154,7 +154,9 @@ def _hushed(run: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    with start(args.timeout) as comm, enough_memory(plan, comm.rank):
+    with start(args.timeout) as comm, enough_memory(plan, comm.rank), contextlib.ExitStack() as alone:
+        comm.handshake(_flags(args))
+        agree(comm, lambda: (_take_places(args, comm.rank, alone), None))
         session = Session(
             plan,
             comm,
@@ -240,35 +242,44 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
-    if args.checkpoint is not None and _first():
-        _check_folder(args.checkpoint)
     local = searched_with(plan, "local_batch_norm") if args.local_batch_norm is None else args.local_batch_norm
     if args.compare_single and local:
         raise LayerwiseError(
             "local batch norm has other statistics than one device: leave out --compare-single, or give "
             "--no-local-batch-norm"
         )
-    if args.trace is not None and _first():
-        check_writable(args.trace)
     if args.compare_single:  # TF32 rounds to 10 bits, and differently for products of different shapes
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def _check_folder(path: str) -> None:
-    """LayerwiseError where no checkpoint could be written: before the training. Leaves nothing behind."""
-    folder = Path(path)
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    try:
+def _flags(args: argparse.Namespace) -> dict[str, str]:
+    """What every rank must be given alike. Not the names of files that are compared by what is in them, nor --json, of
+    which rank 0 alone takes note.
+    """
+    said = {True: "yes", False: "no", None: ""}
+    own = ("plan", "weights", "json")
+    return {
+        f"--{name.replace('_', '-')}": said[value] if value is None or isinstance(value, bool) else str(value)
+        for name, value in vars(args).items()
+        if name not in own
+    }
+
+
+def _take_places(args: argparse.Namespace, rank: int, alone: contextlib.ExitStack) -> bool:
+    """LayerwiseError where rank 0 could not write: before the training. `alone` holds the folder of checkpoints."""
+    if rank:
+        return False
+    if args.trace is not None:
+        check_writable(args.trace)
+    if args.checkpoint is not None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
-        finally:
-            for one in missing:
-                if one.is_dir():
-                    one.rmdir()
-    except OSError as error:
-        raise LayerwiseError(f"--checkpoint {path}: {error.strerror}") from error
+            alone.enter_context(sole_writer(args.checkpoint))
+        except (OSError, ValueError) as error:
+            if isinstance(error, LayerwiseError):
+                raise
+            reason = error.strerror if isinstance(error, OSError) else error  # ValueError: a path with a NUL
+            raise LayerwiseError(f"--checkpoint {args.checkpoint}: {reason}") from error
+    return True
 
 
 def _optimizer(args: argparse.Namespace, plan: Plan) -> str:

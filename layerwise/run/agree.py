@@ -26,7 +26,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
     except Exception as error:
         failure = error
         mine = json.dumps({"error": _reason(error)})
-    told = [json.loads(text) for text in comm.tell_all(mine)]
+    told = [_understood(rank, text, what) for rank, text in enumerate(comm.tell_all(mine))]
     if failure is not None and not isinstance(failure, LayerwiseError | OSError):
         raise failure
     errors = {rank: answer["error"] for rank, answer in enumerate(told) if "error" in answer}
@@ -35,6 +35,18 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
         alike = len(errors) == comm.size and len(set(errors.values())) == 1
         raise LayerwiseError(": ".join([part for part in (what, "" if alike else f"rank {rank}", reason) if part]))
     return made, [answer["answer"] for answer in told]
+
+
+def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
+    """What a rank says in here. LayerwiseError where it is elsewhere, as its program took another way."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"answer", "error"}:
+        before = f"{what}: " if what else ""
+        raise LayerwiseError(f"{before}rank {rank} does something else: every rank must be called alike")
+    return answer
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from layerwise.run.boxes import Boxes, boxes_of, read_into
 from layerwise.run.contribution import About, Contribution, finish
 from layerwise.run.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
 from layerwise.run.shard import Shard
+from layerwise.run.sole_writer import sole_writer
 from layerwise.run.step_folders import begin, commit, find, latest
 from layerwise.run.storage import JSON, Reader
 from layerwise.run.tensorfile import dtype_name
@@ -62,7 +64,8 @@ def save(
     """Writes DIR/step-<module.steps>, by all ranks together, and keeps the newest `keep`. Returns its path.
 
     `progress` (rank 0's is kept) comes back from `load`: epoch, counters, seeds. DIR must be on a file system that
-    all ranks share. LayerwiseError on every rank where one of them fails; earlier checkpoints are then as they were.
+    all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
+    earlier checkpoints are then as they were.
     """
     comm, folder = module.comm, Path(directory)
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
@@ -76,6 +79,8 @@ def save(
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
         facts, states = describe(optimizer, _owned(module)) if optimizer is not None else (None, {})
         mine = Contribution.of(module.shards(), facts, states)
+        if comm.rank == 0:
+            alone.enter_context(sole_writer(folder))
         return mine, {"steps": module.steps, "folder": begin(folder, module.steps).name if comm.rank == 0 else None}
 
     def write() -> tuple[None, JSON]:
@@ -90,15 +95,16 @@ def save(
         finish(temporary, {"model": digest, "steps": module.steps, "progress": progress}, written)
         return None, commit(temporary, module.steps, keep).name
 
-    mine, told = agree(comm, start, failed)
-    temporary = folder / told[0]["folder"]
-    try:
-        _, written = agree(comm, write, failed)
-        _, names = agree(comm, complete, failed)
-    except BaseException:
-        if comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with ExitStack() as alone:
+        mine, told = agree(comm, start, failed)
+        temporary = folder / told[0]["folder"]
+        try:
+            _, written = agree(comm, write, failed)
+            _, names = agree(comm, complete, failed)
+        except BaseException:
+            if comm.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return folder / str(names[0])
 
 

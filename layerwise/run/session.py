@@ -23,11 +23,11 @@ from layerwise.run.load import load
 from layerwise.run.report import KINDS, Result
 from layerwise.run.trace import Trace
 from layerwise.run.train import Settings, Step, Trainer, cross_entropy, evaluate, schedule
-from layerwise.run.weights_file import weights_file
+from layerwise.run.weights_file import fingerprint, weights_file
 
 
 class Session:
-    """Every rank makes one and calls the same methods in the same order: resume, train, finish."""
+    """Every rank makes one, with the same arguments, and calls the same methods in one order: resume, train, finish."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class Session:
         self.dtype, self.seed, self.first, self.steps = dtype, seed, 0, list[Step]()
         self._trace_to, self._options = trace, (local_batch_norm, checkpoint_activations, weights)
         digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
-        flags = json.dumps([data, accumulate, seed, dtype, local_batch_norm, compare, repr(settings)])
-        comm.handshake({"plan": digest, "layerwise": __version__, "torch": torch.__version__, "flags": flags})
+        values = "" if weights is None else fingerprint(weights)
+        facts = {"plan": digest, "layerwise": __version__, "torch": torch.__version__}
+        comm.handshake(facts | {"the content of --weights": values})
         shape = plan.provenance.get("input_shape")
         self._network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
         self.data = load_data(data, fuse(self._network.graph) if plan.fused else self._network.graph, seed)

@@ -4,7 +4,7 @@
     DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
     DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
 
-One run at a time writes into DIR.
+One run at a time writes into DIR (sole_writer.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
     path = Path(checkpoint)
     try:
         there, found = path.exists(), path if (path / METADATA).is_file() else latest(path)
-    except ValueError as error:  # a NUL in the path
-        raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, LayerwiseError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {reason}") from None
     if found is None:
         what = "there is no such folder" if not there else "the folder has no complete checkpoint (step-...)"
         raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; give a step's folder or the one that holds them")
