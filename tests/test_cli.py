@@ -90,6 +90,36 @@ def refuse(capsys: pytest.CaptureFixture[str], here: Path) -> Run:
 
 # ------------------------------------------------------------------------------------------------- bad input
 
+LONG = "a" * 50_000
+ENDLESS = [
+    f"search {LONG} --gpus 2",
+    f"search {LONG}.onnx --gpus 2",
+    f"search lenet5 --gpus {LONG}",
+    f"search lenet5 --gpus 2 --dims {LONG}",
+    f"search lenet5 --gpus 2 --profile {LONG}",
+    f"search lenet5 --gpus 2 --{LONG}",
+    f"search lenet5 --gpus 2 --out {LONG}",
+    f"export {LONG} out.safetensors",
+    f"explain key.json {LONG}",
+    f"{LONG}",
+]
+
+
+@pytest.mark.parametrize("line", ENDLESS, ids=[line[:40] for line in ENDLESS])
+def test_an_error_does_not_repeat_what_is_too_long(line: str, refuse: Run, here: Path) -> None:
+    (here / "key.json").write_text(json.dumps({"format": "layerwise-plan " + LONG}))
+    error = refuse(*line.split())
+    assert len(error) < 800
+    assert "characters)…a" in error
+    assert "a" * 201 not in error
+
+
+def test_what_is_too_long_has_spaces(refuse: Run) -> None:
+    error = refuse("search", "a " * 50_000, "--gpus", "2")
+    assert len(error) < 800
+    assert "; nearest: " in error
+
+
 BAD = [
     ("vgg61 --gpus 4", "unknown model 'vgg61'; nearest: vgg16"),
     ("mlp:0x3 --gpus 4", "mlp:1024x2048x10"),

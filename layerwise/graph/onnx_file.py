@@ -122,7 +122,11 @@ def first_line(error: BaseException) -> str:
 
 
 def _parsed(file: Path) -> ModelProto:
-    if not file.exists():
+    try:
+        there = file.exists()
+    except OSError as error:  # a name that is too long
+        raise LayerwiseError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    if not there:
         raise LayerwiseError(f"there is no file {str(file)!r}")
     if not file.is_file():
         raise LayerwiseError(f"{str(file)!r} is no file")

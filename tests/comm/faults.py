@@ -20,7 +20,7 @@ import torch.distributed as dist
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.process import ProcessComm
-from layerwise.comm.start import leave, start
+from layerwise.comm.start import join_default_group, leave, start
 from tests.comm.pool import context, environment
 
 Scenario = Callable[[Comm], None]
@@ -222,6 +222,21 @@ def overdue_on_the_gpu(comm: Comm) -> None:
 def only_rank_0_goes_on(comm: Comm) -> None:
     """The others are stopped, as if the network of rank 0 were cut: it serves the store and hears nobody."""
     ring(comm, at=lambda step: os.kill(os.getpid(), signal.SIGSTOP) if comm.rank and step == 150 else None)
+
+
+def rank_1_is_killed_at_the_end(comm: Comm) -> None:
+    """When all have done their part: between the last two barriers."""
+    if comm.rank == 1:
+        assert isinstance(comm, ProcessComm)
+        comm._watch.stop = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+
+def joins_while_rank_0_is_stopped(comm: Comm) -> None:
+    """With torch.distributed's default group, for which no guard ends a process; rank 0 serves its store."""
+    if comm.rank == 0:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    join_default_group(comm.device, 3.0)
 
 
 def differs(comm: Comm) -> None:

@@ -72,6 +72,8 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "silent port": lambda: silent_port(agent=False),
     "silent store of torchrun": lambda: silent_port(agent=True),
     "0 is cut off": lambda: Run(faults.only_rank_0_goes_on, 3, timeout_s=5).ends(25),
+    "1 is killed at the end": lambda: Run(faults.rank_1_is_killed_at_the_end, 3).ends(),
+    "0 is stopped": lambda: Run(faults.joins_while_rank_0_is_stopped, 2).ends(40),
     "overdue": lambda: Run(faults.overdue_on_the_gpu, 3, timeout_s=2).ends(),
     "good": lambda: Run(faults.ends_well, 3).ends(),
 }
@@ -156,9 +158,7 @@ def test_sigterm_of_one_rank(ends: Callable[[str], Ends]) -> None:
 
 
 def test_sigterm_of_all_ranks_is_told_as_such(ends: Callable[[str], Ends]) -> None:
-    stopped = (
-        r"layerwise: error: the run was stopped from outside \(SIGTERM to all 3 ranks\) at step \d+ in layer ring"
-    )
+    stopped = r"layerwise: error: the run was stopped from outside \(SIGTERM to all 3 ranks\) at step \d+ in layer ring"
     assert all(re.match(stopped, end.last) for end in ends("SIGTERM of all").values()), ends("SIGTERM of all")
     assert {end.code for end in ends("SIGTERM of all").values()} <= {2, 128 + signal.SIGTERM}
 
@@ -177,6 +177,15 @@ def test_a_silent_program_on_the_port_of_torchruns_store(ends: Callable[[str], E
 def test_rank_0_which_hears_nobody_may_be_cut_off(ends: Callable[[str], Ends]) -> None:
     gone = r"ranks 1 and 2 of 3 are gone \(.*\): killed, or their network is cut, or rank 0 itself is cut off: it hears"
     check(ends("0 is cut off"), [0], gone)
+
+
+def test_who_is_killed_after_the_end_is_not_missed(ends: Callable[[str], Ends]) -> None:
+    found = ends("1 is killed at the end")
+    assert [(found[rank].code, found[rank].stderr) for rank in (0, 2)] == [(0, "")] * 2
+
+
+def test_a_stopped_store_of_the_users_own_group(ends: Callable[[str], Ends]) -> None:
+    check(ends("0 is stopped"), [1], r"rank 1 of 2 has had no answer for \d+ s from the store at .* it is stopped, or")
 
 
 def test_torchrun_ends_the_others_of_a_killed_rank(ends: Callable[[str], Ends]) -> None:

@@ -19,7 +19,12 @@ from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from layerwise.run.__main__ import _hushed, parser
+from layerwise.comm.base import Comm, CommError
+from layerwise.comm.thread import run_threads
+from layerwise.errors import LayerwiseError
+from layerwise.run.__main__ import _flags, _hushed, parser
+from layerwise.run.agree import agree
+from layerwise.run.weights_file import fingerprint
 from tests.run.small_plans import plan
 
 MLP = "mlp:64x12x10"
@@ -290,6 +295,77 @@ def test_ranks_with_different_data_are_refused(here: Path) -> None:
     assert done.returncode != 0
     assert "the ranks differ in data" in done.stderr
     assert done.stdout == ""
+
+
+FLAGS = [
+    ("--checkpoint ck", "", "--checkpoint: ck on rank 0, none on rank 1"),
+    ("--checkpoint a", "--checkpoint b", "--checkpoint: a on rank 0, b on rank 1"),
+    ("--resume", "", "--resume: yes on rank 0, no on rank 1"),
+    ("--checkpoint-every 2", "--checkpoint-every 3", "--checkpoint-every: 2 on rank 0, 3 on rank 1"),
+    ("--trace t.json", "", "--trace: t.json on rank 0, none on rank 1"),
+    ("--steps 2", "--epochs 2", "--epochs: none on rank 0, 2 on rank 1"),
+    ("--timeout 3", "", "--timeout: 3.0 on rank 0, 30.0 on rank 1"),
+    ("", "--no-local-batch-norm", "--local-batch-norm: none on rank 0, no on rank 1"),
+    ("--compare-single", "", "--compare-single: yes on rank 0, no on rank 1"),
+    ("--compare", "", "--compare: yes on rank 0, no on rank 1"),
+    ("--lr 0.1", "--lr 0.2", "--lr: 0.1 on rank 0, 0.2 on rank 1"),
+    ("--data digits", "--data mnist5k", "--data: digits on rank 0, mnist5k on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "reason"), FLAGS, ids=[reason for *_, reason in FLAGS])
+def test_ranks_that_differ_in_a_flag_are_told_which(first: str, second: str, reason: str) -> None:
+    facts = [_flags(parser().parse_args(["two.json", *line.split()])) for line in (first, second)]
+    with pytest.raises(CommError, match=f"the ranks differ in {reason}; every rank must be given the same"):
+        run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
+
+
+def test_ranks_may_have_their_plan_and_weights_elsewhere() -> None:
+    lines = (["a/two.json", "--weights", "a/w.safetensors", "--json"], ["b/two.json", "--weights", "b/w.safetensors"])
+    facts = [_flags(parser().parse_args(line)) for line in lines]
+    run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
+
+
+def test_weights_are_told_apart_by_what_is_in_them(here: Path) -> None:
+    values = torch.zeros(300_000)
+    save_file({"0.weight": values}, "a.safetensors")
+    save_file({"0.weight": values}, "same.safetensors")
+    save_file({"0.weight": values + 1}, "other.safetensors")
+    assert fingerprint("a.safetensors") == fingerprint("same.safetensors") != fingerprint("other.safetensors")
+
+
+def test_ranks_that_differ_in_a_flag_under_torchrun(here: Path) -> None:
+    """One of them saves, the other does not."""
+    (here / "own_flags.py").write_text(
+        "import os, sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run.__main__ import main\n"
+        "sys.exit(run_main(main, ['two.json', '--steps', '1'] + ['--checkpoint', 'ck'] * (os.environ['RANK'] == '0')))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own_flags.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment())
+    assert "layerwise: error: the ranks differ in --checkpoint: ck on rank 0, none on rank 1" in done.stderr
+    assert "KeyError" not in done.stderr
+    assert not (here / "ck").exists()
+
+
+def test_a_folder_that_rank_0_cannot_write_is_told_by_all(here: Path) -> None:
+    done = torchrun("two.json", "--checkpoint", "two.json")
+    assert done.stderr.count("layerwise: error: rank 0: --checkpoint two.json: File exists\n") == 2
+    assert "gone" not in done.stderr
+
+
+def test_ranks_that_are_not_called_alike(here: Path) -> None:
+    def act(comm: Comm) -> None:
+        if comm.rank == 0:
+            agree(comm, lambda: (None, None), "nothing was saved")
+        else:
+            comm.tell_all(json.dumps({"transfers": 12}))
+
+    with pytest.raises(
+        LayerwiseError, match="nothing was saved: rank 1 does something else: every rank must be called"
+    ):
+        run_threads(2, act)
 
 
 def test_a_mistake_under_torchrun_is_told_once() -> None:
