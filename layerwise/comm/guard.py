@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from layerwise.comm.signs import STOPPED
 from layerwise.comm.watch import Watch
+from layerwise.errors import shortened
 
 TICK_S: Final = 1.0
 GRACE_S: Final = 3.0  # for the main thread to end by itself
@@ -87,5 +88,5 @@ class Guard:
         else:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
-            os.write(2, f"layerwise: error: {' '.join(text.split())}\n".encode(errors="backslashreplace"))
+            os.write(2, f"layerwise: error: {shortened(' '.join(text.split()))}\n".encode(errors="backslashreplace"))
         os._exit(code)

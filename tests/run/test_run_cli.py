@@ -340,7 +340,8 @@ def test_ranks_that_differ_in_a_flag_under_torchrun(here: Path) -> None:
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
         "from layerwise.run.__main__ import main\n"
-        "sys.exit(run_main(main, ['two.json', '--steps', '1'] + ['--checkpoint', 'ck'] * (os.environ['RANK'] == '0')))\n"
+        "own = ['--checkpoint', 'ck'] if os.environ['RANK'] == '0' else []\n"
+        "sys.exit(run_main(main, ['two.json', '--steps', '1', *own]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own_flags.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment())

@@ -14,8 +14,11 @@ import pytest
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
+from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.run.checkpoint import save
 from layerwise.run.sole_writer import MARK, sole_writer
+from tests.run.cut_modules import CutModule, cutting, tensors
 from tests.run.small_plans import plan
 
 HOLD = """
@@ -81,6 +84,13 @@ def test_a_mark_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_saving_where_another_run_saves(tmp_path: Path) -> None:
-    with another_run(tmp_path), pytest.raises(LayerwiseError, match="another run is writing checkpoints into"):
-        with sole_writer(tmp_path):
-            pass
+    whole = tensors(0)
+    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
+    with (
+        another_run(tmp_path),
+        pytest.raises(LayerwiseError, match="no checkpoint was saved .*: another run is writing"),
+    ):
+        save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == [MARK]
+    save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
