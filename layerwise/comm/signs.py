@@ -56,10 +56,11 @@ def gone_text(gone: Collection[int], signs: Mapping[int, Sign], size: int, now_s
         else "none: it never arrived"
         for rank in which[:4]
     ]
+    how = "killed" if any(rank in signs for rank in which) else "not started, or ended early as its own output says"
     if len(which) == 1:
-        what = f"{ranks(which, size)} is gone (last sign {last[0]}): killed, or its network is cut"
+        what = f"{ranks(which, size)} is gone (last sign {last[0]}): {how}, or its network is cut"
     else:
-        what = f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): killed, or their network is cut"
+        what = f"{ranks(which, size)} are gone (last signs {'; '.join(last)}): {how}, or their network is cut"
     return what + (f", or rank {me} itself is cut off: it hears nobody" if len(which) == size - 1 else "")
 
 

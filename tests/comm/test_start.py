@@ -88,6 +88,7 @@ def test_what_is_said_of_ranks_that_are_gone() -> None:
     assert text.endswith("killed, or their network is cut")
     itself = "or their network is cut, or rank 2 itself is cut off: it hears nobody"
     assert gone_text([0, 1], {}, 3, 0.0, 2).endswith(itself)
+    assert "it never arrived): not started, or ended early as its own output says" in gone_text([1], {}, 2, 0.0, 0)
     assert gone_text([1], {}, 2, 0.0, 0).endswith("its network is cut, or rank 0 itself is cut off: it hears nobody")
 
 
