@@ -88,7 +88,7 @@ def test_saving_where_another_run_saves(tmp_path: Path) -> None:
     module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
     with (
         another_run(tmp_path),
-        pytest.raises(LayerwiseError, match="no checkpoint was saved .*: another run is writing"),
+        pytest.raises(LayerwiseError, match=r"no checkpoint was saved .*: another run is writing"),
     ):
         save(tmp_path, module, None, {})
     assert [path.name for path in tmp_path.iterdir()] == [MARK]
