@@ -19,10 +19,10 @@ from layerwise.config import SearchSpace
 from layerwise.cost.compute import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DEFAULT, DTYPES, names
+from layerwise.plan import MAX_BATCH
 from layerwise.tensor import LABELS
 
 PIPED_WIDTH = 160  # columns of output that goes to a file or a pipe
-MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
 def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:

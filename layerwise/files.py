@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from layerwise.errors import LayerwiseError
+
+MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 
 
 @contextlib.contextmanager
@@ -79,15 +84,34 @@ def read_json(path: str | os.PathLike[str], what: str) -> object:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise LayerwiseError(f"{what} {os.fspath(path)!r} cannot be read: {reason or error}") from None
+    return parse_json(text, f"{what} {os.fspath(path)!r}")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The JSON value that a text is; all JSON from outside is read here. `where` is how errors call the text.
+
+    Raises LayerwiseError for what is no JSON, and for what only looks like it: NaN, numbers beyond float64, a
+    member named twice, nesting beyond MAX_DEPTH.
+    """
     try:
-        value: object = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise LayerwiseError(f"{what} {os.fspath(path)!r} is not JSON: {error}") from None
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_repeats,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
+        if _depth(text) > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    except RecursionError:
+        raise LayerwiseError(f"{where} is not JSON: it is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise LayerwiseError(f"{where} is not JSON: {error}") from None
     return value
 
 
-def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An `object_pairs_hook` that refuses a member named twice."""
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuses a member named twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
@@ -97,3 +121,21 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is more than a float64 holds")
+    return number
+
+
+def _whole(digits: str) -> int:
+    _finite(digits)  # more than that is no size of anything, and converts to nothing
+    return int(digits)
+
+
+def _depth(text: str) -> int:
+    """How deep a JSON text is nested."""
+    brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text)
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)

@@ -14,12 +14,13 @@ from typing import Any
 
 from layerwise.config import Config, parse
 from layerwise.errors import LayerwiseError
-from layerwise.files import read_json, without_repeats, write_text
+from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Dim
 from layerwise.picture import runs, svg, table
 
 FORMAT, VERSION = "layerwise-plan", 1
+MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def parse_plan(text: str, where: str) -> Plan:
     """A plan from the text that `Plan.dumps` makes. `where` is how errors call it."""
-    try:
-        value = json.loads(text, object_pairs_hook=without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise LayerwiseError(f"{where} is not JSON: {error}") from None
-    return _plan(value, where)
+    return _plan(parse_json(text, where), where)
 
 
 def _plan(value: object, where: str) -> Plan:
@@ -117,6 +114,8 @@ def _plan(value: object, where: str) -> Plan:
     for key in ("batch", "gpus", "gpus_per_node"):
         if not isinstance(raw.get(key), int) or isinstance(raw[key], bool) or raw[key] < 1:
             raise LayerwiseError(f"{where}: {key!r} must be a whole number of at least 1, not {raw.get(key)!r}")
+        if key == "batch" and raw[key] > MAX_BATCH:
+            raise LayerwiseError(f"{where}: {key!r} must be at most {MAX_BATCH:,}, not {str(raw[key])[:40]}")
     if raw["io"] not in ("sample", "free"):
         raise LayerwiseError(f"{where}: 'io' must be 'sample' or 'free', not {raw['io']!r}")
     order = raw.get("device_order")

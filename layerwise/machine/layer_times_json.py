@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
+from layerwise.files import parse_json
 from layerwise.machine.devices import DTYPES
 from layerwise.machine.fields import Field, kind
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, Work
@@ -39,7 +40,7 @@ def _set(item: Field) -> LayerTimes:
     if operators.value != []:
         for operator in operators.items():
             row = operator.members(("operator", "cells"))
-            name = row["operator"].text()
+            name = _operator(row["operator"])
             if name in cells:
                 raise row["operator"].error("appears twice")
             cells[name] = {}
@@ -50,6 +51,20 @@ def _set(item: Field) -> LayerTimes:
                 cells[name][extents] = time
     error = at["held_out_error"].plain_number() if "held_out_error" in at else None
     return LayerTimes(_conditions(at["conditions"]), {name: f.text() for name, f in made.items()}, cells, error)
+
+
+def _operator(item: Field) -> str:
+    """The operator's name; that of a layer is JSON, and says of which kind it and its followers are."""
+    name = item.text()
+    if name.startswith("{"):
+        named = parse_json(name, f"profile {item.file}: {item.path}")
+        try:
+            sound = all(isinstance(row["kind"], str) for row in (named["op"], *(f[0] for f in named.get("followers", ()))))
+        except (KeyError, TypeError, IndexError, AttributeError):
+            sound = False
+        if not sound:
+            raise item.error("expected a layer's operator and followers, each with its kind, as measure layers writes")
+    return name
 
 
 def _conditions(item: Field) -> Conditions:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from layerwise.errors import LayerwiseError
-from layerwise.files import without_repeats
+from layerwise.files import parse_json
 from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import DTYPES, Processor, Tile
 from layerwise.machine.fields import Field, kind
@@ -22,10 +22,7 @@ LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
 def parse(text: str, file: str) -> Profile:
     """The profile that a file's text describes. `file` is how errors (LayerwiseError, always) call it."""
-    try:
-        document = json.loads(text, object_pairs_hook=without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise LayerwiseError(f"profile {file}: not valid JSON: {error}") from error
+    document = parse_json(text, f"profile {file}")
     root = Field(file, "", document)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise root.error(f'not a profile of layerwise: it must be an object with "format": "{FORMAT}"')

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from layerwise.cli import MAX_BATCH, Parser, console, positive, progress_bar, run_main, shape
+from layerwise.cli import Parser, console, positive, progress_bar, run_main, shape
 from layerwise.cost.compute import OPTIMIZERS
 from layerwise.cost.tables import CostOptions
 from layerwise.errors import LayerwiseError
@@ -27,6 +27,7 @@ from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonica
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of
+from layerwise.plan import MAX_BATCH
 
 GAMMA = 1000.0  # beyond it or its inverse, no peak was measured
 FORMULAS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from math import exp, log
 
@@ -43,9 +43,23 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], dict[str, 
     try:
         rows = [{k: v for k, v in row.items() if k not in ("source", "flags")} for row in document["records"]]
         single = {row["model"]: float(row["seconds_per_sample"]) for row in document["single_device"]}
-        return [Record(**row) for row in rows], single
-    except (KeyError, TypeError) as error:
-        raise LayerwiseError(f"records {os.fspath(path)!r}: a field is missing or unknown: {error}") from error
+        records = [Record(**row) for row in rows]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LayerwiseError(f"records {os.fspath(path)!r}: a field is missing or unknown: {error}") from None
+    for number, record in enumerate(records, start=1):
+        for f in fields(Record):
+            value = getattr(record, f.name)
+            if not _fits(value, str(f.type)):
+                where = f"records {os.fspath(path)!r}, record {number}"
+                raise LayerwiseError(f"{where}: {f.name!r} must be {f.type}, above 0, not {str(value)[:40]!r}")
+    return records, single
+
+
+def _fits(value: object, kind: str) -> bool:
+    if kind == "str":
+        return isinstance(value, str)
+    numbers = (int,) if kind == "int" else (int, float)
+    return (value is None and "None" in kind) or (type(value) in numbers and value > 0)
 
 
 def log_errors(projected: Sequence[float], measured: Sequence[float]) -> list[float]:

@@ -102,10 +102,7 @@ def changed(path: str, value: object) -> str:
     [
         ("levels[1].latency_s.value", -1e-6, "finite number above 0, found -1e-06"),
         ("levels[1].latency_s.value", 0, "above 0, found 0"),
-        ("levels[0].bandwidth_bytes_per_s.value", float("nan"), "above 0, found nan"),
-        ("levels[0].bandwidth_bytes_per_s.value", float("inf"), "above 0, found inf"),
         ("levels[0].bandwidth_bytes_per_s.value", 1e-310, "above 0, found 1e-310"),
-        ("device.memory_bytes.value", 10**400, "above 0, found 1000"),
         ("device.memory_bytes.value", "16 GB", "expected a number, found the string '16 GB'"),
         ("device.memory_bytes.value", True, "expected a number, found true"),
         ("device.memory_bytes.value", None, "expected a number, found null"),
@@ -151,9 +148,11 @@ def test_a_bad_field_is_named(path: str, value: object, said: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "not valid JSON: Expecting value: line 1"),
-        (FILES["v100"].encode()[:900], "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"", "is not JSON: Expecting value: line 1"),
+        (FILES["v100"].encode()[:900], "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (FILES["v100"].replace('"value": 80,', '"value": 1e999,', 1).encode(), "is not JSON: 1e999 is more than"),
+        (FILES["v100"].replace('"value": 80,', '"value": NaN,', 1).encode(), "is not JSON: NaN is not a number"),
         (b'{"format": "layerwise-profile", "format": "x"}', "'format' appears twice"),
         (b"[]", "not a profile of layerwise"),
         (b"\xff\xfe\x00", "not a text file"),
@@ -220,7 +219,7 @@ def test_no_file_makes_anything_but_a_clear_error(data: st.DataObject, value: ob
         parse(json.dumps(document), "x.json").device_graph(1)
     except LayerwiseError as error:
         said = str(error)
-    assert said.startswith("profile x.json: ")
+    assert said.startswith("profile x.json")
     assert len(said.splitlines()) == 1
 
 

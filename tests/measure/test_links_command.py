@@ -41,7 +41,7 @@ def test_one_rank_has_no_links(
     ("out", "text", "said"),
     [
         ("missing/x.json", None, "cannot be written"),
-        ("x.json", "{", "not valid JSON"),
+        ("x.json", "{", "is not JSON"),
         ("x.json", '{"format": "layerwise-profile", "version": 1}', "missing"),
     ],
 )

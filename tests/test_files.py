@@ -1,0 +1,54 @@
+"""Files that users hand in: JSON that only looks like it, in every file that layerwise reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layerwise.errors import LayerwiseError
+from layerwise.files import MAX_DEPTH, parse_json, read_json
+from layerwise.machine import load
+from layerwise.oracle.measured import read_runs
+from layerwise.oracle.records import read_records
+from layerwise.plan import load_plan, parse_plan
+from layerwise.run.storage import Reader
+
+READERS = {
+    "plan": load_plan,
+    "plan's text": lambda path: parse_plan(path.read_text(), "plan"),
+    "profile": lambda path: load(str(path)),
+    "measured runs": read_runs,
+    "records": read_records,
+    "checkpoint": lambda path: Reader(path.parent).read_metadata(),
+    "strategy": lambda path: read_json(path, "strategy"),
+}
+TEXTS = {
+    '{"batch": 1e999}': "1e999 is more than a float64 holds",
+    '{"batch": -1e999}': "-1e999 is more than a float64 holds",
+    '{"batch": NaN}': "NaN is not a number of JSON",
+    '{"batch": -Infinity}': "-Infinity is not a number of JSON",
+    '{"batch": 1' + "0" * 400 + "}": "0 is more than a float64 holds",
+    '{"batch": 1' + "0" * 5000 + "}": "0 is more than a float64 holds",
+    '{"batch": 1, "batch": 2}': "'batch' appears twice",
+    "[" * 500 + "]" * 500: "nested deeper",
+    '{"a":' * 100_000: "nested deeper",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_numbers_that_are_none_and_deep_nesting_are_refused_in_every_json_file(reader: str, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.json"
+    for text, said in TEXTS.items():
+        file.write_text(text)
+        with pytest.raises(LayerwiseError, match=said) as caught:
+            READERS[reader](file)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def test_what_json_holds_is_read() -> None:
+    value = {"a": [1.5e300, 2**63 - 1, -(2**63), 0], "b]}": {'"\\{[': None}, "c": [[]] * 1000}
+    assert parse_json(json.dumps(value), "it") == value
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH, "it")
