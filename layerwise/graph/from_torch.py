@@ -62,7 +62,15 @@ def import_torch(
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     title = name or _title(model)
     if isinstance(model, Program):
-        graph, stored = build_graph(rewrite(model), title, dims)
+        try:
+            graph, stored = build_graph(rewrite(model), title, dims)
+        except LayerwiseError:
+            raise
+        except Exception as error:  # a file may say anything of its tensors and calls
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            raise LayerwiseError(
+                f"model {title!r}: its file is damaged, its calls do not fit together ({said})"
+            ) from error
     elif isinstance(model, ExportedProgram):
         graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
     elif isinstance(model, nn.Module):

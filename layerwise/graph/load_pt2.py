@@ -20,8 +20,9 @@ from typing import TypeVar
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.program import Program
-from layerwise.graph.pt2_json import DTYPES, Json, MalformedError, integer, mapping, read_json, sequence, text
+from layerwise.files import parse_json
+from layerwise.graph.program import Program, Value
+from layerwise.graph.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
 from layerwise.graph.torch_constants import MOST_ELEMENTS
 
 T = TypeVar("T")
@@ -63,9 +64,10 @@ def _read(file: Path, read: Callable[[_Archive], T]) -> T:
         raise LayerwiseError(f"{file}: {error}") from None
     except FileNotFoundError:
         raise LayerwiseError(f"{file}: no such file") from None
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        raise LayerwiseError(f"{file}: not a .pt2 file, or a damaged one ({said[0]})") from None
+    except Exception as error:  # whatever it is: nothing runs here but the reading of this file
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        said = f"{type(error).__name__}: {lines[0][:120]}".removesuffix(": ")
+        raise LayerwiseError(f"{file}: not a .pt2 file, or a damaged one ({said})") from None
 
 
 class _Archive:
@@ -90,9 +92,9 @@ class _Archive:
 
     def json(self, member: str) -> Json:
         try:
-            found: Json = json.loads(self.bytes(member))
-        except (ValueError, RecursionError) as error:
-            raise LayerwiseError(f"member {member!r} is damaged ({error})") from None
+            found: Json = parse_json(self.bytes(member).decode(), f"member {member!r}")
+        except UnicodeDecodeError:
+            raise LayerwiseError(f"member {member!r} is not JSON: it is no text") from None
         return found
 
     def model(self) -> str:
@@ -106,9 +108,8 @@ class _Archive:
     def weights(self) -> dict[str, Json]:
         """Where each parameter and buffer is, once all that PyTorch would unpickle is known to be plain data."""
         name = self.model().removeprefix("models/").removesuffix(".json")
-        found = self.config(f"data/weights/{name}_weights_config.json")
-        self.vet(found, {})
-        return found
+        self.vet()
+        return self.config("weights", name)
 
     def value(self, item: Json) -> torch.Tensor | None:
         """One of them."""
@@ -116,34 +117,51 @@ class _Archive:
         if entry.get("use_pickle"):
             content = io.BytesIO(self.bytes("data/weights/" + text(entry["path_name"])))
             found = torch.load(content, weights_only=True, map_location="cpu")
-            return found if isinstance(found, torch.Tensor) else None
+            sound = isinstance(found, torch.Tensor) and (tuple(found.shape), str(found.dtype)[6:]) == _stored_as(item)
+            return found if sound else None
         return self.tensor("data/weights/", item, most_bytes=None)
 
     def program(self) -> Program:
         model = self.model()
         name = model.removeprefix("models/").removesuffix(".json")
+        self.vet()
+        weights, constants = self.config("weights", name), self.config("constants", name)
+        stored = {k: ("data/constants/", v) for k, v in constants.items()}
+        stored |= {k: ("data/weights/", v) for k, v in weights.items()}
+
+        def find(target: str, value: Value) -> Callable[[], torch.Tensor | None]:
+            folder, item = stored.get(target, ("", None))
+            if item is None:
+                raise LayerwiseError(f"it has no value of {target!r}: save the exported program again")
+            shape, dtype = _stored_as(item)
+            if (shape, dtype) != (value.shape, value.dtype):
+                raise LayerwiseError(
+                    f"it stores {target!r} as {dtype} of shape {shape}, and its graph has {value.dtype} of shape "
+                    f"{value.shape}: save the exported program again"
+                )
+            return lambda: self.tensor(folder, item)
+
+        document, shared = self.json(model), _shared(weights)
         try:
-            weights = self.config(f"data/weights/{name}_weights_config.json")
-            constants = self.config(f"data/constants/{name}_constants_config.json")
-            self.vet(weights, constants)
-            stored = {k: ("data/weights/", v) for k, v in weights.items()}
-            stored |= {k: ("data/constants/", v) for k, v in constants.items()}
-
-            def read(target: str) -> torch.Tensor | None:
-                return self.tensor(*stored[target]) if target in stored else None
-
-            return read_json(self.json(model), self.file.stem, _shared(weights), read)
+            return read_json(document, self.file.stem, shared, find)
         except LayerwiseError:
             raise
-        except (MalformedError, KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        except Exception as error:  # whatever it is, the file's JSON has led to it
             said = str(error).splitlines() or [""]
             raise LayerwiseError(f"member {model!r} is not what torch.export.save writes ({said[0][:120]})") from None
 
-    def config(self, member: str) -> dict[str, Json]:
-        """Where each weight is; empty for files that have all weights in one pickle."""
-        return mapping(mapping(self.json(member))["config"]) if member in self.members else {}
+    def config(self, kind: str, name: str) -> dict[str, Json]:
+        """Where each weight or constant is; what is pickled is known to be plain data then."""
+        folder = f"data/{kind}/"
+        if f"{folder}{name}.pt" in self.members:
+            raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")
+        found = mapping(mapping(self.json(f"{folder}{name}_{kind}_config.json"))["config"])
+        for item in found.values():
+            if mapping(item).get("use_pickle"):
+                self.plain_data(folder + text(mapping(item)["path_name"]))
+        return found
 
-    def vet(self, *configs: Mapping[str, Json]) -> None:
+    def vet(self) -> None:
         """Refuses the file if PyTorch, on loading it, would unpickle something that is not plain data."""
         for member in self.members:
             folder, _, base = member.rpartition("/")
@@ -151,10 +169,6 @@ class _Archive:
                 raise LayerwiseError(f"refused: member {member!r} is a pickled object, which may run code")
             if folder == "data/sample_inputs" or base.endswith((".pt", ".pkl", ".pth")):
                 self.plain_data(member)
-        for folder, config in zip(("data/weights/", "data/constants/"), configs, strict=True):
-            for item in config.values():
-                if mapping(item).get("use_pickle"):
-                    self.plain_data(folder + text(mapping(item)["path_name"]))
 
     def plain_data(self, member: str) -> None:
         """Reads a pickle as PyTorch reads weights: tensors and containers, nothing that is called."""
@@ -172,7 +186,7 @@ class _Archive:
             ) from None
 
     def tensor(self, folder: str, item: Json, most_bytes: int | None = MOST_ELEMENTS * 8) -> torch.Tensor | None:
-        """A tensor from its raw bytes; None for larger ones, and where it is not as it should be."""
+        """A tensor from its raw bytes; None for larger ones, those without values, and of unknown element types."""
         entry = mapping(item)
         if entry.get("use_pickle") or entry.get("tensor_meta") is None:
             return None
@@ -180,20 +194,34 @@ class _Archive:
         sizes, strides = _ints(meta["sizes"]), _ints(meta["strides"])
         offset = _ints([meta["storage_offset"]])[0]
         dtype = getattr(torch, DTYPES.get(integer(meta["dtype"]), ""), None)
-        if member not in self.members or not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch.dtype):
             return None
-        if most_bytes is not None and self.archive.getinfo(self.members[member]).file_size > most_bytes:
+        if (
+            member in self.members
+            and most_bytes is not None
+            and self.archive.getinfo(self.members[member]).file_size > most_bytes
+        ):
             return None
         content = bytearray(self.bytes(member))
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        if 0 in sizes or min((offset, *strides), default=0) < 0 or last >= flat.numel():
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=dtype)
+        if not content:
             return None
+        flat = torch.frombuffer(content, dtype=dtype)
+        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if min((offset, *sizes, *strides)) < 0 or last >= flat.numel():
+            raise LayerwiseError(f"member {member!r} is damaged: it has {flat.numel()} elements")
         return flat.as_strided(sizes, strides, offset)
 
 
 def _ints(sizes: Json) -> tuple[int, ...]:
     return tuple(integer(mapping(size)["as_int"]) for size in sequence(sizes))
+
+
+def _stored_as(item: Json) -> tuple[tuple[int, ...], str]:
+    """Shape and element type of a stored tensor."""
+    meta = mapping(mapping(item)["tensor_meta"])
+    return _ints(meta["sizes"]), DTYPES.get(integer(meta["dtype"]), "unknown")
 
 
 def _shared(weights: Mapping[str, Json]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from layerwise.graph.program import (
 from layerwise.graph.registry import canonical
 
 Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
-Read = Callable[[str], torch.Tensor | None]
+Find = Callable[[str, "Value"], Callable[[], torch.Tensor | None]]
 
 MAJOR = 8  # of the schema; minor versions only add
 DTYPES = {
@@ -50,10 +50,11 @@ class MalformedError(ValueError):
     """The JSON is not what torch.export.save writes."""
 
 
-def read_json(document: Json, name: str, same: Mapping[str, str], read: Read) -> Program:
+def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) -> Program:
     """The program of a models/*.json.
 
-    `same` gives for each name of a shared parameter the one that it goes by; `read` the values of small buffers.
+    `same` gives for each name of a shared parameter the one that it goes by. `find` looks for a stored tensor, raises
+    where the file has none like it, and gives how to read it, where it is small.
     """
     version = mapping(mapping(document)["schema_version"])
     if version.get("major") != MAJOR:
@@ -74,14 +75,16 @@ def read_json(document: Json, name: str, same: Mapping[str, str], read: Read) ->
                 sources.append(source)
         elif kind in _SOURCES:
             ref, target = text(mapping(mapping(body)["arg"])["name"]), text(mapping(body)[_SOURCES[kind]])
+            value = reader.value(ref)
+            read = find(target, value)
             target = same.get(target, target)
             if target in first:
                 reader.names[ref] = first[target]
                 continue
             first[target] = reader.names[ref] = Ref(ref)
-            stored = None if kind == "parameter" else read(target)  # now, while the file is open
+            stored = None if kind == "parameter" else read()  # now, while the file is open
             role = "parameter" if kind == "parameter" else "buffer"
-            sources.append(Source(role, reader.value(ref), target, lambda stored=stored: stored))  # type: ignore[misc]
+            sources.append(Source(role, value, target, lambda stored=stored: stored))  # type: ignore[misc]
         elif kind == "custom_obj":
             raise LayerwiseError("it has an input that is an object of a C++ class; layerwise needs tensors")
     reader.calls(graph)

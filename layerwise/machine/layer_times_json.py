@@ -59,7 +59,9 @@ def _operator(item: Field) -> str:
     if name.startswith("{"):
         named = parse_json(name, f"profile {item.file}: {item.path}")
         try:
-            sound = all(isinstance(row["kind"], str) for row in (named["op"], *(f[0] for f in named.get("followers", ()))))
+            sound = all(
+                isinstance(row["kind"], str) for row in (named["op"], *(f[0] for f in named.get("followers", ())))
+            )
         except (KeyError, TypeError, IndexError, AttributeError):
             sound = False
         if not sound:

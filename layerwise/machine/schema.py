@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 
-from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
 from layerwise.machine.curves import parse_links
 from layerwise.machine.devices import DTYPES, Processor, Tile

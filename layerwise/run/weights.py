@@ -7,6 +7,7 @@ place of an element in the whole tensor only, so that any cut of it, one device'
 from __future__ import annotations
 
 import zlib
+from math import prod
 
 import numpy as np
 import torch
@@ -35,10 +36,12 @@ def stored(network: Network, name: str, box: Box | None, shape: tuple[int, ...])
     value = network.value(name)
     if value is None or (isinstance(value, Tensor) and value.device.type == "meta"):
         return None
-    if not isinstance(value, Tensor):
-        array = np.asarray(value)
+    array = value if isinstance(value, Tensor) else np.asarray(value)
+    if prod(array.shape) != prod(shape):
+        raise LayerwiseError(f"{name!r} is stored with shape {tuple(array.shape)}, and the model computes with {shape}")
+    if not isinstance(array, Tensor):
         return torch.from_numpy(np.array(array.reshape(shape)[box.slices() if box else ...]))
-    value = value.detach().reshape(shape)
+    value = array.detach().reshape(shape)
     return value[box.slices()].clone() if box else value.clone()
 
 

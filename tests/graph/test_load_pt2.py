@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
+from layerwise.graph.load import load_network
 from layerwise.graph.load_pt2 import load_pt2
 from tests.graph import zoo
 from tests.graph.test_from_torch import NETWORKS, Regions, numbers
@@ -105,6 +106,78 @@ def test_a_file_from_the_meta_device(tmp_path: Path) -> None:
         model, x = zoo.Vit(), torch.randn(4, 3, 16, 16)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "meta.pt2")
     assert from_torch(load_pt2(tmp_path / "meta.pt2")).digest == from_torch(model, (x,)).digest
+
+
+class Stored(nn.Module):
+    """All the ways in which a tensor may be stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.t = nn.Parameter(torch.randn(4, 4).t())
+        self.unused = nn.Parameter(torch.ones(3))
+        self.nothing = nn.Parameter(torch.ones(0, 3))
+        self.register_buffer("shift", torch.arange(8.0)[2:6])
+        self.register_buffer("passing", torch.arange(4.0) * 2, persistent=False)
+        self.plain = torch.full((4,), 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.b(self.a(x)) + self.shift + self.passing)
+        return x @ self.t * self.plain
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_whatever_torch_saves_is_read_with_its_values(device: str, tmp_path: Path) -> None:
+    with torch.device(device):
+        model, x = Stored(), torch.randn(2, 4)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    network = load_network(str(tmp_path / "model.pt2"), 2)
+    for name, value in [*model.state_dict().items(), ("passing", model.passing), ("plain", model.plain)]:
+        found = network.value(network.keys.get(name, name))
+        assert device == "meta" or (isinstance(found, Tensor) and torch.equal(found, value)), name
+    assert device == "meta" or network.keys["b.weight"] == "a.weight"  # all weights without values are in one member
+
+
+def entry(name: str, **changes: Any) -> Change:
+    """Changes what the file says of where a weight is; drops it where nothing is given."""
+
+    def edit(document: Any) -> None:
+        if changes:
+            document["config"][name]["tensor_meta"].update(changes)
+        else:
+            del document["config"][name]
+
+    kind = "constants" if name == "scale" else "weights"
+    return in_json(edit, f"model_{kind}_config.json")
+
+
+WITHOUT_VALUES: dict[str, tuple[Change, str]] = {
+    "no weights": (lambda n, c: None if "weights_config" in n else c, "member 'data/weights/.*' is missing"),
+    "no constants": (lambda n, c: None if "constants_config" in n else c, "member 'data/constants/.*' is missing"),
+    "a parameter": (entry("fc.weight"), "it has no value of 'fc.weight'"),
+    "a buffer": (entry("shift"), "it has no value of 'shift'"),
+    "a constant": (entry("scale"), "it has no value of 'scale'"),
+    "another shape": (
+        entry("fc.weight", sizes=[{"as_int": 16}, {"as_int": 4}]),
+        r"stores 'fc.weight' as float32 of shape \(16, 4\), and its graph has float32 of shape \(4, 16\)",
+    ),
+    "another type": (entry("fc.bias", dtype=4), "stores 'fc.bias' as int32 of shape"),
+    "one pickle": (lambda n, c: c, "its weights are in one pickle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_VALUES)
+def test_a_file_that_lacks_a_weight_does_not_train_from_random_values(name: str, good: Path) -> None:
+    change, said = WITHOUT_VALUES[name]
+    path = altered(good, change)
+    if name == "one pickle":  # as torch 2.8 wrote it
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("good/data/weights/model.pt", saved(Small().state_dict()))
+    with pytest.raises(LayerwiseError, match=said) as caught:
+        load_network(str(path), 6)
+    assert "\n" not in str(caught.value)
 
 
 def test_open_batch_buffers_and_constants(good: Path) -> None:
@@ -242,8 +315,8 @@ def test_flipped_bytes_are_noticed(good: Path, tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[Change, str]] = {
     "no model": (lambda n, c: None if "models/" in n else c, "holds 0 exported programs"),
-    "no json": (lambda n, c: b"{" if "models/" in n else c, r"member 'models/model.json' is damaged"),
-    "deep json": (lambda n, c: b"[" * 100_000 if "models/" in n else c, r"member 'models/model.json' is damaged"),
+    "no json": (lambda n, c: b"{" if "models/" in n else c, r"member 'models/model.json' is not JSON"),
+    "deep json": (lambda n, c: b"[" * 100_000 if "models/" in n else c, r"member 'models/model.json' is not JSON"),
     "other json": (lambda n, c: b"[1]" if "models/" in n else c, "is not what torch.export.save writes"),
     "no format": (lambda n, c: None if "archive_format" in n else c, "it is a zip archive, but no .pt2 file"),
     "other schema": (in_json(lambda d: d["schema_version"].update(major=5)), "its schema has version 5"),

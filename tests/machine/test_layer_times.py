@@ -103,5 +103,5 @@ def test_a_damaged_section_is_named(path: tuple[str | int, ...], value: object, 
         target[path[-1]] = value
     with pytest.raises(LayerwiseError) as caught:
         parse(json.dumps(document), "mine.json")
-    assert str(caught.value).startswith("profile mine.json: layers")
+    assert str(caught.value).startswith("profile mine.json")
     assert said in str(caught.value)
