@@ -246,6 +246,14 @@ def test_unsupported_onnx(refuse: Run, run: Run, here: Path) -> None:
     assert "width" in refuse("search", "open.onnx", "--gpus", "4")
 
 
+def test_an_onnx_model_of_one_identity_has_nothing_to_plan(refuse: Run, here: Path) -> None:
+    onnx_file(here / "same.onnx", "Identity", ["batch", 8])
+    assert "computes nothing from its inputs" in refuse("search", "same.onnx", "--gpus", "2")
+    onnx_file(here / "turned.onnx", "Transpose", ["batch", 8, 8])
+    for more in ([], ["--json"]):
+        assert "nothing to plan" in refuse("search", "turned.onnx", "--gpus", "2", *more)
+
+
 STRATEGIES = [
     ("{", "is not JSON"),
     ("[]", "must be a JSON object"),

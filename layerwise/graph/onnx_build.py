@@ -15,8 +15,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.graph.onnx_bind import bind, schema_of
 from layerwise.graph.onnx_call import element_type
-from layerwise.graph.onnx_constants import Constant, constant, fold, learned, thin
-from layerwise.graph.onnx_file import array_of, dtype_of, opset_of, standard
+from layerwise.graph.onnx_constants import Budget, Constant, constant, fold, learned, thin
+from layerwise.graph.onnx_file import array_of, dtype_of, opset_of, standard, stored_bytes
 from layerwise.graph.onnx_infer import extents, inferred
 from layerwise.graph.onnx_inputs import Inputs
 from layerwise.graph.onnx_ops import row
@@ -75,6 +75,7 @@ class _Importer:
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
         self.kinds: Counter[str] = Counter()
         self.needed = _needed(model.graph)
+        self.budget = Budget(stored_bytes(model, folder))
 
     def graph(self) -> LayerGraph:
         graph, placer = self.model.graph, self.placer
@@ -86,6 +87,8 @@ class _Importer:
         computed = dict.fromkeys(o.name for o in outputs if isinstance(o, Operand))
         if not computed:
             raise LayerwiseError(f"model {self.title!r}: no output depends on an input")
+        if computed.keys() <= self.inputs.specs.keys():
+            raise LayerwiseError(f"model {self.title!r} computes nothing from its inputs")
         return placer.builder.finish(list(computed))
 
     def store(self, graph: GraphProto) -> None:
@@ -112,7 +115,7 @@ class _Importer:
             raise LayerwiseError(
                 f"layer {name!r}: control flow ({node.op_type}) depends on data; layerwise plans fixed graphs only"
             )
-        taken = "then_branch" if condition.value.ravel()[:1].all() else "else_branch"
+        taken = "then_branch" if all(self.budget.value(condition).flat[:1]) else "else_branch"
         graph = next(a.g for a in node.attribute if a.name == taken)
         self.store(graph)
         self.visit(graph)
@@ -139,7 +142,7 @@ class _Importer:
         elif node.op_type == "Constant" and tensor is not None:
             results = (self.stored(node.output[0], tensor),)
         else:
-            results = fold(node, [v if isinstance(v, Constant) else None for v in given], self.opset)
+            results = fold(node, [v if isinstance(v, Constant) else None for v in given], self.opset, self.budget)
         if results is None:
             return False
         for output, c in zip(node.output, results, strict=False):
@@ -237,7 +240,7 @@ class _Importer:
         x, batch = arguments["data"], self.inputs.batch
         if self.inputs.fixed or not isinstance(x, Operand) or not isinstance(shape, Constant) or not shape.literal:
             return
-        target = [int(extent) for extent in shape.value.ravel().tolist()]
+        target = [int(extent) for extent in self.budget.value(shape).ravel().tolist()] if shape.small else []
         if not target or x.spec.index("n") != 0 or batch == 1 or x.shape[0] % batch:
             return
         if (-1 in target and target[0] == 1) or (min(target) > 0 and prod(target) * batch == x.spec.volume):
@@ -264,7 +267,7 @@ class _Importer:
             raise LayerwiseError(f"tensor {c.name!r}: {error}") from None
         if c.weight:
             return Operand("parameter", c.name, spec, c.value if c.ready or c.small else None, c.transposed)
-        value = c.value
+        value = self.budget.value(c)
         if len(c.shape) > 1 and c.shape[0] == self.inputs.batch > 1 and thin(value).shape[0] > 1:
             if c.small and (value == value[:1]).all():  # a mask, written out for every sample
                 value = np.broadcast_to(value[:1], c.shape)

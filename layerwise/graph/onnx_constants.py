@@ -23,6 +23,7 @@ from layerwise.graph.onnx_file import first_line
 Array = NDArray[np.generic]
 
 FOLD_BYTES = 2**30  # the largest constant that is computed; a file can ask for any size
+GROWTH = 16  # bytes of computed constants for each byte of the file, beside FOLD_BYTES: weights in 8 bits become floats
 NEVER = 1e4  # masks add this or more (float16's lowest, float32's lowest, -inf) to what must not be attended to
 
 # Renaming positions: values are read only when they are needed, so the weights of a large model are not.
@@ -74,9 +75,37 @@ class Constant:
         return prod(self.shape) <= 65536
 
 
+class Budget:
+    """The memory that all constants of one file may take which it does not store: it can ask for any number of them."""
+
+    def __init__(self, stored_bytes: int) -> None:
+        self.most = self.left = FOLD_BYTES + GROWTH * stored_bytes
+
+    def check(self, name: str, needed: int) -> None:
+        """LayerwiseError where that is no more to be had."""
+        if needed > self.left:
+            raise LayerwiseError(
+                f"the constants that the model computes, up to {name!r}, take more than {self.most >> 20:,} MiB in "
+                "all; make their results initializers"
+            )
+
+    def take(self, name: str, needed: int) -> None:
+        """Counts what has been made."""
+        self.check(name, needed)
+        self.left -= needed
+
+    def value(self, c: Constant) -> Array:
+        """Its values, which count once."""
+        if "value" not in vars(c):
+            self.take(c.name, prod(c.shape) * c.dtype.itemsize)
+        return c.value
+
+
 def constant(name: str, array: Array, *, literal: bool = True) -> Constant:
     """A constant whose values are at hand."""
-    return Constant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
+    made = Constant(name, array.shape, array.dtype, lambda: array, name, literal=literal, ready=True)
+    vars(made)["value"] = array
+    return made
 
 
 def learned(c: Constant) -> Constant:
@@ -88,26 +117,29 @@ def learned(c: Constant) -> Constant:
     return replace(c, weight=weight, root=c.name)
 
 
-def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> tuple[Constant, ...] | None:
+def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget: Budget) -> tuple[Constant, ...] | None:
     """The outputs of a node of which all inputs are constants; None where the node is a layer all the same."""
     kind = node.op_type
-    if kind not in FOLDABLE or _scattered(node, inputs):
+    if kind not in FOLDABLE or _scattered(node, inputs, budget):
         return None
     if kind == "Expand" and inputs[0] is not None and inputs[0].weight:
         # A class token: learned once, repeated for every sample.
         blank = np.broadcast_to(np.zeros((), np.bool_), inputs[0].shape)
-        (expanded,) = _run(node, [blank, *(c.value for c in inputs[1:] if c is not None)], opset)
+        (expanded,) = _run(node, [blank, *(budget.value(c) for c in inputs[1:] if c is not None)], opset)
         return (inputs[0],) if expanded.shape == inputs[0].shape else None
     given = [c for c in inputs if c is not None]
     literal = all(c.literal for c in given)
     if kind in VIEWS:
-        return (_view(node, inputs, opset),)
+        return (_view(node, inputs, opset, budget),)
     for c in given:
         if not c.ready and prod(c.shape) * c.dtype.itemsize > FOLD_BYTES:
             raise LayerwiseError(too_large(node, prod(c.shape)))
-    outputs = _run(node, [None if c is None else c.value for c in inputs], opset)
+    arrays = [None if c is None else budget.value(c) for c in inputs]
+    outputs = _run(node, arrays, opset, budget)
     results = []
     for name, array in zip(node.output, outputs, strict=False):
+        if not any(a is not None and np.may_share_memory(array, a) for a in arrays):
+            budget.take(name, thin(array).nbytes)
         result = constant(name, array, literal=literal)
         if kind == "ConstantOfShape" and literal:
             result = learned(result)
@@ -127,21 +159,21 @@ def fold(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> tupl
     return tuple(results)
 
 
-def _scattered(node: NodeProto, inputs: Sequence[Constant | None]) -> bool:
+def _scattered(node: NodeProto, inputs: Sequence[Constant | None], budget: Budget) -> bool:
     """Whether this looks up rows of a learned table in no plain order: an embedding of constant ids, still a layer."""
     if node.op_type != "Gather" or len(inputs) < 2 or inputs[0] is None or inputs[1] is None or not inputs[0].weight:
         return False
-    ids = thin(inputs[1].value).ravel()
+    ids = thin(budget.value(inputs[1])).ravel()
     axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
     if axis != 0 or len(inputs[0].shape) != 2 or ids.size < 2:
         return False
     return bool((np.diff(ids.astype(np.int64)) != 1).any() and (ids != ids[0]).any())
 
 
-def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int) -> Constant:
+def _view(node: NodeProto, inputs: Sequence[Constant | None], opset: int, budget: Budget) -> Constant:
     x = inputs[0]
     assert x is not None
-    others = [None if c is None else c.value for c in inputs[1:]]
+    others = [None if c is None else budget.value(c) for c in inputs[1:]]
     # A stand-in of the same shape that holds a single element tells the shape.
     blank = np.broadcast_to(np.zeros((), np.bool_), x.shape)
     shape = _run(node, [blank, *others], opset)[0].shape
@@ -179,11 +211,13 @@ def thin(array: Array) -> Array:
     return array[index]
 
 
-def _run(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> list[Array]:
+def _run(node: NodeProto, inputs: Sequence[Array | None], opset: int, budget: Budget | None = None) -> list[Array]:
     """What the node computes. Sizes are checked beforehand, broadcast results stay broadcast."""
     with np.errstate(all="ignore"):
         try:
-            _within(node, inputs)
+            needed = _within(node, inputs)
+            if budget is not None:
+                budget.check(node.name or node.output[0], needed)
             special = _NUMPY.get(node.op_type)
             if special is not None:
                 return special(node, inputs)
@@ -261,12 +295,14 @@ def _sizes(array: Array | None) -> tuple[int, ...]:
     return sizes
 
 
-def _within(node: NodeProto, inputs: Sequence[Array | None]) -> None:
-    """Refuses what would not fit, before it is computed."""
+def _within(node: NodeProto, inputs: Sequence[Array | None]) -> int:
+    """Bytes of the result, at most. Refuses what would not fit, before it is computed."""
     arrays = [a for a in inputs if a is not None]
     if not arrays or node.op_type in ("ConstantOfShape", "Expand", *VIEWS):
-        return
+        return 0
     first, itemsize = arrays[0], max(a.itemsize for a in arrays)
+    if node.op_type in ("ArgMax", "ArgMin", "Cast", "EyeLike", "NonZero"):  # of any type, into another
+        itemsize = 8
     if node.op_type in ELEMENTWISE:
         count = prod(np.broadcast_shapes(*(thin(a).shape for a in arrays)))
     elif node.op_type == "Concat":
@@ -289,12 +325,13 @@ def _within(node: NodeProto, inputs: Sequence[Array | None]) -> None:
         pads = arrays[1].ravel() if len(arrays) > 1 else np.array(
             next((a.ints for a in node.attribute if a.name == "pads"), []), np.int64)  # fmt: skip
         count = prod(extent + int(np.abs(pads).max(initial=0)) * 2 for extent in first.shape)
-    elif node.op_type == "EyeLike":
-        count, itemsize = first.size, 8
+    elif node.op_type == "NonZero":
+        count = first.size * first.ndim
     else:
         count = max(a.size for a in arrays)
     if count * itemsize > FOLD_BYTES:
         raise LayerwiseError(too_large(node, count))
+    return int(count * itemsize)
 
 
 def too_large(node: NodeProto, count: int) -> str:

@@ -110,6 +110,12 @@ def locate(tensor: TensorProto, folder: Path) -> tuple[Path, int]:
     return file, offset
 
 
+def stored_bytes(model: ModelProto, folder: Path) -> int:
+    """Bytes of the model, with its external data."""
+    outside = {locate(t, folder)[0] for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL}
+    return int(model.ByteSize()) + sum(file.stat().st_size for file in outside)
+
+
 _PACKED = tuple(
     code for name, code in TensorProto.DataType.items() if name.endswith(("INT4", "INT2", "FLOAT4E2M1", "STRING"))
 )

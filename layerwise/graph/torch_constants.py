@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch._subclasses import FakeTensor
 
+from layerwise.errors import LayerwiseError
 from layerwise.graph.program import Node, Program, Ref
 from layerwise.graph.torch_ops import FOLDED, SHAPED_ONLY, base_name
 
 MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
+MOST_BYTES = 1 << 30  # of all of them: a small file can ask for any number
 
 
 def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
@@ -34,13 +36,15 @@ class Constants:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
+        self._memory: dict[int, int] = {}  # bytes of each storage, by its address
+        self._bytes = 0  # of all of them
 
     def store(self, name: str, tensor: torch.Tensor | None) -> None:
         """A buffer of the model: a copy of it, if it is small and has a value."""
         if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
         if tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided:
-            self._tensors[name] = tensor.detach().to("cpu", copy=True)
+            self._keep(name, tensor.detach().to("cpu", copy=True))
 
     def value(self, name: str) -> NDArray[np.generic] | None:
         """As an array, where it is known."""
@@ -56,8 +60,20 @@ class Constants:
         results = made if isinstance(made, (tuple, list)) else (made,)
         for declared, result in zip(node.outputs, results, strict=False):
             if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
-                self._tensors[declared.name] = result
+                self._keep(declared.name, result)
         return made is not None
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Notes a value. LayerwiseError where all of them together are too many."""
+        self._tensors[name] = tensor
+        storage = tensor.untyped_storage()
+        self._bytes += storage.nbytes() - self._memory.get(storage.data_ptr(), 0)
+        self._memory[storage.data_ptr()] = storage.nbytes()
+        if self._bytes > MOST_BYTES:
+            raise LayerwiseError(
+                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB in all; "
+                "make them inputs of the model"
+            )
 
     def forget(self, name: str) -> None:
         """Its value is not known any more."""

@@ -56,10 +56,11 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], dict[str, 
 
 
 def _fits(value: object, kind: str) -> bool:
-    if kind == "str":
-        return isinstance(value, str)
-    numbers = (int,) if kind == "int" else (int, float)
-    return (value is None and "None" in kind) or (type(value) in numbers and value > 0)
+    if value is None:
+        return "None" in kind
+    if kind == "str" or isinstance(value, bool):
+        return kind == "str" and isinstance(value, str)
+    return isinstance(value, int if kind == "int" else int | float) and value > 0
 
 
 def log_errors(projected: Sequence[float], measured: Sequence[float]) -> list[float]:

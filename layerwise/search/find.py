@@ -103,6 +103,8 @@ def search(
     distinct = {tuple(s.items()): s for s in strategies}
     found = [candidate(model, "layerwise", s) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
+    if not baselines["data"].timeline.total_s:
+        raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = found[0], optima[0][1]
     if not optimum.proven and not fixed:  # what was found instead may be worse than a baseline
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph import torch_constants
 from layerwise.graph.from_torch import from_torch
 from tests.graph.zoo import Function
 
@@ -65,3 +66,15 @@ def test_outputs_that_are_not_made() -> None:
     for function in (lambda x: x.max(1)[1] + 1, lambda x: x.max(1), lambda x: F.max_pool2d(x, 2, return_indices=True)):
         with pytest.raises(LayerwiseError, match=r"an output that layerwise does not make"):
             from_torch(Function(function), (x,))
+
+
+def test_many_constants_do_not_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file can ask for any number of them: here a hundred and fifty of 1 MiB, with room for a hundred."""
+    monkeypatch.setattr(torch_constants, "MOST_BYTES", 100 << 20)
+
+    def sums(count: int) -> nn.Module:
+        return Function(lambda x: x + sum(torch.arange(2**17) * i for i in range(count)).sum())  # type: ignore[union-attr]
+
+    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 100 MiB in all"):
+        from_torch(sums(40), (torch.randn(4),))
+    from_torch(sums(3), (torch.randn(4),))

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph import onnx_constants
 from layerwise.graph.from_onnx import from_onnx, load_onnx_weights
 from layerwise.graph.onnx_file import read_onnx
 from tests.graph.onnx_compute import info, node, random, tensor, write
@@ -257,3 +258,30 @@ def test_reading_runs_nothing(tmp_path: Path) -> None:
     from_onnx(path)
     assert read_onnx(path).graph.node[0].op_type == "Relu"
     assert not (tmp_path / "ran").exists()
+
+
+def many_constants(path: Path, count: int, elements: int) -> Path:
+    """A file of a few kB which computes constants of 8 bytes an element."""
+    stored = [tensor("zero", 0), tensor("one", 1), tensor("many", elements), tensor("axes", [0])]
+    nodes, last = [], "x"
+    for i in range(count):
+        nodes += [
+            node("Range", "zero", "many", "one", out=f"r{i}"),
+            node("ReduceMean", f"r{i}", out=f"i{i}", keepdims=0),
+            node("Cast", f"i{i}", out=f"m{i}", to=TensorProto.FLOAT),
+            node("Add", last, f"m{i}", out=f"y{i}" if i < count - 1 else "y"),
+        ]
+        last = f"y{i}"
+    return write(path, nodes, ["N", 4], stored)
+
+
+def test_a_small_file_of_many_constants_does_not_take_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 constants of half a GiB each; here of half a MiB, with as much less room."""
+    monkeypatch.setattr(onnx_constants, "FOLD_BYTES", 2**20)
+    path = many_constants(tmp_path / "bomb.onnx", 24, 2**16 - 1)
+    assert path.stat().st_size < 8000
+    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 1 MiB"):
+        from_onnx(path, batch=2)
+    assert len(from_onnx(many_constants(tmp_path / "few.onnx", 2, 2**12), batch=2).inner) == 2
