@@ -22,6 +22,7 @@ from layerwise.machine import DEFAULT, DTYPES, names
 from layerwise.plan import MAX_BATCH
 from layerwise.tensor import LABELS
 
+MODEL_HELP = "the plan's model, where that is package.module:callable: a plan runs no code that you do not name"
 PIPED_WIDTH = 160  # columns of output that goes to a file or a pipe
 
 

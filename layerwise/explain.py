@@ -6,23 +6,26 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import cast, get_args, get_type_hints
 
 from rich.table import Table
 from rich.text import Text
 
-from layerwise.cli import Parser, console, positive, run_main
+from layerwise.cli import MODEL_HELP, Parser, console, positive, run_main
 from layerwise.config import SearchSpace
+from layerwise.cost.compute import OPTIMIZERS
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
-from layerwise.machine import load
+from layerwise.graph.load import load_planned
+from layerwise.machine import DTYPES, load
 from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
 from layerwise.search.report import Fitting, short, units, written
+
+LINK_MODELS, SYNCS = (get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,24 +37,28 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
+    p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("--all", action="store_true", help="every alternative, not only the 12 best")
     p.add_argument("--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on tables (default: 2)")
     p.add_argument("--json", action="store_true", help="for programs")
     return p
 
 
-def rebuild(plan: Plan) -> tuple[CostModel, SearchSpace]:
-    """The cost model and the space under which a plan was found."""
+def rebuild(plan: Plan, model: str | None = None) -> tuple[CostModel, SearchSpace]:
+    """The cost model and the space under which a plan was found; `model`: see `load_planned`."""
     p = plan.provenance
     try:
-        shape = cast(list[int] | None, p["input_shape"])
+        shape = p["input_shape"]
         devices = load(cast(str, p["profile"])).device_graph(plan.gpus, plan.gpus_per_node)
         options = CostOptions(**cast(dict[str, str], p["cost_options"]))  # type: ignore[arg-type]
         dims = tuple(cast(list[str], p["dims"]))
         space = SearchSpace(plan.gpus, dims, bool(p["powers_of_two"]), devices.nodes > 1)
     except (KeyError, TypeError) as error:
         raise LayerwiseError(f"the plan's provenance does not say how it was found ({error}): search again") from None
-    raw = load_model(plan.model, plan.batch, tuple(shape) if shape else None)
+    for option, known in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("link_model", LINK_MODELS), ("sync", SYNCS)):
+        if (value := getattr(options, option)) not in known:
+            raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(known)}")
+    raw = load_planned(plan.model, model, plan.batch, shape).graph
     graph = fuse(raw) if plan.fused else raw
     plan.check(graph)
     return CostModel(graph, devices, options), space
@@ -63,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = load_plan(args.plan)
     if args.layer not in plan.strategy:
         raise LayerwiseError(f"the plan has no layer {args.layer!r}{nearest(args.layer, plan.strategy)}")
-    model, space = rebuild(plan)
+    model, space = rebuild(plan, args.model)
     named = {name: baseline(model, name) for name in NAMES}
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     found = alternatives(tables, args.layer, args.search_memory * 2**30)

@@ -18,6 +18,7 @@ from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Dim
 from layerwise.picture import runs, svg, table
+from layerwise.tensor import LABELS
 
 FORMAT, VERSION = "layerwise-plan", 1
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
@@ -129,7 +130,7 @@ def _plan(value: object, where: str) -> Plan:
         name: parse(degrees, _anything(degrees), raw["gpus"], name)
         for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
     }
-    provenance = _object(raw.get("provenance"), f"{where}: 'provenance'")
+    provenance = _provenance(raw.get("provenance"), f"{where}: 'provenance'")
     if raw.pop("checksum", None) != checksum(raw):
         raise LayerwiseError(
             f"{where} was altered since it was written: search again (a strategy of your own can be priced with "
@@ -188,6 +189,28 @@ def _anything(degrees: object) -> list[Dim]:
     """Dimensions of a layer that is not known yet: any label, as much room as asked for."""
     labels = degrees if isinstance(degrees, Mapping) else {}
     return [Dim(str(label), 2**40) for label in labels if label != "placement"] + [Dim("n", 2**40)]
+
+
+def _provenance(value: object, where: str) -> dict[str, Any]:
+    """What is read again of how the plan was found is of the right types, where it is there."""
+    found = _object(value, where)
+    sound = {
+        "profile": isinstance(found.get("profile", ""), str),
+        "powers_of_two": isinstance(found.get("powers_of_two", False), bool),
+        "dims": _list_of(str, found.get("dims", [])) and set(found.get("dims", [])) <= {*LABELS, "k"},
+        "input_shape": found.get("input_shape") is None
+        or (_list_of(int, found["input_shape"]) and min(found["input_shape"], default=1) > 0),
+        "cost_options": isinstance(found.get("cost_options", {}), dict)
+        and all(isinstance(option, str | bool) for option in found.get("cost_options", {}).values()),
+    }
+    for key, fine in sound.items():
+        if not fine:
+            raise LayerwiseError(f"{where}: {key!r} cannot be {str(found[key])[:40]!r}: search again")
+    return found
+
+
+def _list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _numbers(value: object, where: str) -> dict[str, float]:

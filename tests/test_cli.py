@@ -19,6 +19,7 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import COMMANDS, dispatch
 from layerwise.cli import PIPED_WIDTH, run_main
+from layerwise.plan import checksum
 from layerwise.search.report import broken, units
 
 LENET, MLP = ("search", "lenet5", "--gpus", "4"), ("search", "mlp:64x32x8", "--gpus", "4")
@@ -448,11 +449,62 @@ def test_callables(run: Run, refuse: Run, here: Path) -> None:
         found = json.loads(run("search", f"networks:{name}", "--gpus", "2", *flags, "--json"))  # nothing printed beside
         counts.append(len(found["strategy"]))
     assert counts == [2] * 4
-    run("search", "networks:alone", "--gpus", "2", "--input-shape", "8", "--out", "p.json")
-    assert json.loads(run("explain", "p.json", "first", "--json"))["alternatives"]
+    text = run("search", "networks:alone", "--gpus", "2", "--input-shape", "8", "--out", "p.json")
+    assert "--model networks:alone" in text
+    explain = ("explain", "p.json", "first", "--model", "networks:alone")
+    assert json.loads(run(*explain, "--json"))["alternatives"]
     (here / "networks.py").write_text(NETWORKS.replace("8, 16", "8, 24").replace("16, 4", "24, 4") + "# longer")
     sys.modules.pop("networks")
-    assert "another model" in refuse("explain", "p.json", "first")
+    assert "another model" in refuse(*explain)
+
+
+def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, here: Path) -> None:
+    (here / "networks.py").write_text(NETWORKS)
+    run("search", "networks:alone", "--gpus", "1", "--input-shape", "8", "--out", "p.json")
+    run("run", "p.json", "--model", "networks:alone", "--data", "synthetic", "--steps", "1")
+    sys.modules.pop("networks")
+    (here / "networks.py").write_text("open('ran', 'w')")
+    for command in (
+        ["explain", "p.json", "first"],
+        ["run", "p.json", "--steps", "1"],
+        ["run", "p.json", "--data", "synthetic"],
+    ):
+        said = refuse(*command)
+        assert "the plan is for 'networks:alone', which is code, and a plan runs none" in said
+        assert "give --model networks:alone" in said
+    run("diff", "p.json", "p.json")
+    assert not (here / "ran").exists()
+
+
+PROVENANCE = [
+    ("profile", 5, "'profile' cannot be '5'"),
+    ("dims", "n", "'dims' cannot be 'n'"),
+    ("dims", [["n"]], "'dims' cannot be"),
+    ("dims", ["q"], "'dims' cannot be"),
+    ("input_shape", ["8"], "'input_shape' cannot be"),
+    ("input_shape", [0], "'input_shape' cannot be '[0]'"),
+    ("input_shape", 8, "'input_shape' cannot be '8'"),
+    ("powers_of_two", "no", "'powers_of_two' cannot be 'no'"),
+    ("cost_options", [], "'cost_options' cannot be '[]'"),
+    ("cost_options", {"optimizer": ["sgd"]}, "'cost_options' cannot be"),
+    ("cost_options", {"optimizer": "magic"}, "has the optimizer 'magic'; there are sgd"),
+    ("cost_options", {"dtype": "float3"}, "has the dtype 'float3'"),
+    ("cost_options", {"link_model": "x"}, "has the link_model 'x'"),
+    ("cost_options", {"sync": "x"}, "has the sync 'x'"),
+    ("cost_options", {"speed": "x"}, "does not say how it was found"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), PROVENANCE)
+def test_a_plan_whose_provenance_is_unsound(
+    run: Run, refuse: Run, here: Path, key: str, value: Any, reason: str
+) -> None:
+    run(*MLP, "--out", "p.json")
+    body = json.loads((here / "p.json").read_text())
+    del body["checksum"]
+    body["provenance"][key] = value
+    (here / "p.json").write_text(json.dumps(body | {"checksum": checksum(body)}))
+    assert reason in refuse("explain", "p.json", "0")
 
 
 def test_export_and_depth_first(run: Run, here: Path) -> None:

@@ -63,8 +63,8 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
     if batch < 1:
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     suffix = Path(spec).suffix.lower()
-    module, colon, name = spec.partition(":")
-    if suffix not in SUFFIXES and colon and module not in ("mlp", "cosmoflow"):
+    if names_code(spec):
+        module, _, name = spec.partition(":")
         return _from_callable(spec, module, name, batch, input_shape)
     if input_shape is not None:
         raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
@@ -82,6 +82,25 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         values, keys = load_pt2_weights(spec)
         return Network(graph.rebatch(batch), {**stored, **values}, {name: name for name in _names(graph)} | keys)
     return _built_in(spec, batch)
+
+
+def load_planned(named: str, model: str | None, batch: int, input_shape: object) -> Network:
+    """The network that a plan names, or `model`, which the user gives for it; `input_shape` as the plan has it.
+
+    A plan is data and may come from anybody. LayerwiseError where it names code which the user does not name, too.
+    """
+    if model is None and names_code(named):
+        raise LayerwiseError(
+            f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
+            "(in Python: model=...)"
+        )
+    return load_network(model or named, batch, tuple(input_shape) if isinstance(input_shape, list) else None)
+
+
+def names_code(spec: str) -> bool:
+    """Whether MODEL is package.module:callable, to import and to call."""
+    module, colon, _ = spec.partition(":")
+    return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow")
 
 
 def _built_in(spec: str, batch: int) -> Network:

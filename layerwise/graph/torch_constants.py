@@ -71,8 +71,8 @@ class Constants:
         self._memory[storage.data_ptr()] = storage.nbytes()
         if self._bytes > MOST_BYTES:
             raise LayerwiseError(
-                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB in all; "
-                "make them inputs of the model"
+                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB in "
+                "all; make them inputs of the model"
             )
 
     def forget(self, name: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerwise.cli import Parser, console, global_batch, positive, run_main
+from layerwise.cli import MODEL_HELP, Parser, console, global_batch, positive, run_main
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
 from layerwise.cost.tables import CostModel, CostOptions
@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out; with --grid a model")
+    p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     g = p.add_argument_group("process grid, instead of a plan")
     g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
     g.add_argument("--global-batch", type=_count, metavar="B", help="samples a batch (default: 32 a rank)")
@@ -161,6 +162,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             plan,
             comm,
             data=args.data,
+            model=args.model if args.grid is None else args.plan,
             settings=Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm),
             accumulate=args.accumulate,
             seed=args.seed,
@@ -238,6 +240,8 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, or search again"
         )
+    if args.grid is not None and args.model is not None:
+        raise LayerwiseError("with --grid the model comes first, in the place of the plan: leave out --model")
     if args.grid is None and (args.global_batch is not None or args.profile is not None):
         raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):

@@ -17,7 +17,7 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network, load_network, network_of
+from layerwise.graph.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.provenance import searched_with
@@ -26,7 +26,7 @@ from layerwise.run.values import take_rank_0s
 
 def load(
     plan: Plan | str | os.PathLike[str],
-    model: nn.Module | LayerGraph | Network | None = None,
+    model: nn.Module | LayerGraph | Network | str | None = None,
     *,
     comm: Comm | None = None,
     device: torch.device | str | None = None,
@@ -41,7 +41,8 @@ def load(
 ) -> ParallelModule:
     """This rank's part of a planned network; all ranks call it alike.
 
-    model: what the plan is for (default: what the plan names). A module that is on the meta device, or a built-in
+    model: what the plan is for, also by name as on the command line (default: what the plan names; a plan may not name
+    `package.module:callable` by itself, see `load_planned`). A module that is on the meta device, or a built-in
     network, is given PyTorch's default initial values, drawn by position from `seed`: no rank makes more than it owns.
     Where the ranks have built modules of different values, rank 0's win. `example_inputs` are needed, to trace one.
     weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
@@ -64,8 +65,7 @@ def load(
     elif isinstance(model, Network):
         network = model
     else:
-        shape = plan.provenance.get("input_shape")
-        network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
+        network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
     digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
     comm.handshake({"plan": digest, "torch": torch.__version__, "arguments of load": f"{dtype}, seed {seed}"})
     take_rank_0s(network.built, comm)

@@ -14,7 +14,7 @@ from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_network
+from layerwise.graph.load import load_planned
 from layerwise.plan import Plan
 from layerwise.run import checkpoint
 from layerwise.run.compare import Difference, Outcome, alone, difference, outcome
@@ -36,6 +36,7 @@ class Session:
         *,
         data: str,
         settings: Settings,
+        model: str | None = None,
         accumulate: int = 1,
         seed: int = 0,
         dtype: str = "float32",
@@ -54,8 +55,7 @@ class Session:
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": digest, "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
-        shape = plan.provenance.get("input_shape")
-        self._network = load_network(plan.model, plan.batch, tuple(shape) if isinstance(shape, list) else None)
+        self._network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
         self.data = load_data(data, fuse(self._network.graph) if plan.fused else self._network.graph, seed)
         self.schedule = schedule(plan, self.data.train.count, accumulate, seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})

@@ -29,7 +29,7 @@ from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import HELP, load_model
+from layerwise.graph.load import HELP, load_model, names_code
 from layerwise.machine import load
 from layerwise.plan import parse_strategy
 from layerwise.search import grid_report, report, report_json
@@ -182,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
         if path is not None:
             out.print(f"{what} written to {path}", soft_wrap=True)
+    if args.out is not None and names_code(args.model):
+        out.print(f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True)
     return 0
 
 
