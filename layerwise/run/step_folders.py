@@ -4,7 +4,8 @@
     DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
     DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
 
-One run at a time writes into DIR (sole_writer.py).
+One run at a time writes into DIR (sole_writer.py). None of these may be a link: what that leads to is nobody's to
+rename or remove.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
 def begin(directory: Path, steps: int) -> Path:
     """An empty temporary folder for the checkpoint of a step; DIR is made, and what crashes have left is removed."""
     directory.mkdir(parents=True, exist_ok=True)
+    _complete(directory)  # a link among them is told before anything is written
     for path in directory.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
     temporary = _temporary(directory, steps)
     temporary.mkdir()
     return temporary
@@ -82,6 +84,11 @@ def _complete(directory: Path) -> dict[int, Path]:
     try:
         for path in sorted(directory.iterdir()):  # .step comes before step
             match = _COMPLETE.fullmatch(path.name)
+            if match and path.is_symlink():
+                raise LayerwiseError(
+                    f"checkpoints {os.fspath(directory)!r}: {path.name} is a link: put the folder itself in its "
+                    "place, or remove the link"
+                )
             if match and (path / METADATA).is_file():
                 found[int(match[1] or match[2])] = path
     except FileNotFoundError:

@@ -150,6 +150,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """LayerwiseError unless `checkpoint.json` is whole, unaltered and of this version."""
         where = f"checkpoint {os.fspath(self.folder)!r}"
+        self._check_own(METADATA)
         raw = read_json(self.folder / METADATA, "checkpoint")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise LayerwiseError(f"{where} is not a layerwise checkpoint: its {METADATA} does not say so")
@@ -162,6 +163,8 @@ class Reader(StorageReader):
             self.about, self.files = dict(raw["about"]), {name: str(sha) for name, sha in raw["files"].items()}
             if not all(map(_FILE.fullmatch, self.files)):
                 raise ValueError(f"files {list(self.files)}")
+            for name in self.files:
+                self._check_own(name)
             places: dict[MetadataIndex, Stored] = {}
             tensors: dict[str, TensorStorageMetadata] = {}
             for fqn, tensor in raw["tensors"].items():
@@ -173,6 +176,15 @@ class Reader(StorageReader):
                     places[MetadataIndex(fqn, chunk.offsets)] = Stored(row["file"], self.files[row["file"]])
         self.metadata = Metadata(dict(tensors), storage_data=places)
         return self.metadata
+
+    def _check_own(self, name: str) -> None:
+        """LayerwiseError where a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
+        path = self.folder / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise LayerwiseError(
+                f"checkpoint file {os.fspath(path)!r} is a link, or no plain file: a checkpoint's files lie in its own "
+                "folder; copy it there"
+            )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         self.metadata = metadata

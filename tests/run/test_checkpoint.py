@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torch.distributed import checkpoint as dcp
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.errors import LayerwiseError
+from layerwise.export import export
 from layerwise.graph.fuse import fuse
 from layerwise.graph.load import load_model
 from layerwise.run import checkpoint, storage, tensorfile
@@ -406,6 +408,44 @@ class Trap:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "checkpoint.json"])
+def test_files_that_link_out_of_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ck")
+    folder = latest(tmp_path / "ck")
+    assert folder is not None
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert f"{name}' is a link" in refused(folder)
+    with pytest.raises(LayerwiseError, match="is a link, or no plain file"):
+        export(tmp_path / "ck", tmp_path / "out.safetensors")
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    saved(tmp_path / "ck")
+    folder = latest(tmp_path / "ck")
+    assert folder is not None
+    (folder / "rank-00000.safetensors").unlink()
+    os.mkfifo(folder / "rank-00000.safetensors")
+    assert "no plain file" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["step-00000007", "step-00000003", ".step-00000007.replaced"])
+def test_step_folders_that_are_links_are_refused_and_stay(name: str, tmp_path: Path) -> None:
+    """They used to be renamed to .step-N.tmp-..., and stayed so."""
+    module = saved(tmp_path / "elsewhere")
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / name).symlink_to(tmp_path / "elsewhere" / "step-00000007")
+    for attempt in (lambda: save(tmp_path / "ck", module, None, {}, keep=1), lambda: latest(tmp_path / "ck")):
+        with pytest.raises(LayerwiseError, match=f"{name} is a link"):
+            attempt()
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == [name]
+    assert checkpoint.find(tmp_path / "elsewhere").is_dir()
+    (tmp_path / "ck" / name).rename(tmp_path / "ck" / ".step-00000007.tmp-1f3a")  # as earlier versions left them
+    save(tmp_path / "ck", module, None, {})
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000007"]
+    assert checkpoint.find(tmp_path / "elsewhere" / "step-00000007").is_dir()
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
