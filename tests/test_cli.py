@@ -213,8 +213,11 @@ def test_bad_number_in_a_profile(refuse: Run, here: Path, value: str, path: tupl
     number_at(document, *path)["value"] = "HERE"
     (here / "mine.json").write_text(json.dumps(document).replace('"HERE"', value))
     error = refuse(*MLP, "--profile", "mine.json")
-    assert "profile mine.json: " in error
-    assert str(path[-1]) in error
+    if value in ("NaN", "Infinity", "1e999"):
+        assert f"profile mine.json is not JSON: {value} is" in error
+    else:
+        assert "profile mine.json: " in error
+        assert str(path[-1]) in error
     del number_at(document, *path)["value"]
     (here / "mine.json").write_text(json.dumps(document))
     assert "missing" in refuse(*MLP, "--profile", "mine.json")
