@@ -97,7 +97,7 @@ def test_a_profile_that_is_damaged_or_of_another_device(
     file.write_text(profile.read_text()[:-100])
     command = ["measure", "layers", *MODEL, "--device", "cpu", "--out", str(file)]
     assert run_main(dispatch, command) == 2
-    assert f"profile {file}: is not JSON" in capsys.readouterr().err
+    assert f"profile {file} is not JSON" in capsys.readouterr().err
     save(load(profile), file)
     other = file.read_text().replace(load(profile).layers[0].conditions.device, "NVIDIA H100")
     file.write_text(other)
