@@ -87,7 +87,7 @@ class _Step:
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
     def _stages(self, layer: Layer) -> list[Stage]:
-        flows = [self.flows[name] for name in layer.inputs]
+        flows = self.model.graph.flows_back(layer)
         return stages_of(layer, self.at[layer.name], flows, self.strategy[layer.name]["k"] > 1)
 
     def _edge(self, layer: Layer, slot: int) -> Moved:

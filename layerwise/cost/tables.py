@@ -124,7 +124,7 @@ class CostModel:
 
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
         """Costs of a layer by itself under each configuration."""
-        wanted = tuple(self.has_gradient[name] for name in layer.inputs)
+        wanted = self.graph.flows_back(layer)
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
         key = (layer.space, wanted, owned, self.uses[layer.name], configs)
         if key not in self._nodes:
@@ -190,7 +190,7 @@ class CostModel:
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
         """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
         found: list[Collective] = []
-        flows = [self.has_gradient[name] for name in layer.inputs]
+        flows = self.graph.flows_back(layer)
         wanted = gradients_wanted(layer.op, layer.specs, flows, [p.trainable for p in layer.space.parameters])
         for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
             s = space(stage, specs)
@@ -222,7 +222,7 @@ class CostModel:
         """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
         count = len(space(*layer.op.stages(layer.specs)[0]).parameters)
         trained = any(p.trainable for p in layer.space.parameters[:count])
-        flows = [self.has_gradient[name] for name in layer.inputs]
+        flows = self.graph.flows_back(layer)
         return trained or gradients_wanted(layer.op, layer.specs, flows, [False] * len(layer.space.parameters))[0]
 
     def traffic(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Traffic:

@@ -133,13 +133,27 @@ class LayerGraph:
         return graph
 
     @cached_property
+    def returned(self) -> frozenset[str]:
+        """The layers that an output depends on. The others are there for what they remember (see `Op.remembers`)."""
+        found = {self.layers[-1].name}
+        for layer in reversed(self.layers):
+            if layer.name in found:
+                found.update(layer.inputs)
+        return frozenset(found)
+
+    @cached_property
     def has_gradient(self) -> dict[str, bool]:
         """Whether a gradient flows back to each layer's output."""
         result: dict[str, bool] = {}
         for layer in self.layers:
             reached = layer.trains or any(result[name] for name in layer.inputs)
-            result[layer.name] = layer.out.differentiable and reached
+            result[layer.name] = layer.out.differentiable and reached and layer.name in self.returned
         return result
+
+    def flows_back(self, layer: Layer) -> tuple[bool, ...]:
+        """For each of a layer's inputs, whether this layer sends a gradient back to it."""
+        goes_on = self.has_gradient[layer.name] or isinstance(layer.op, Sink)
+        return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
     @cached_property
     def digest(self) -> str:
@@ -170,7 +184,8 @@ class LayerGraph:
                 reached.update(layer.inputs)
         away = [layer for layer in self.layers if layer.name not in reached and not isinstance(layer.op, Sink)]
         tied = {layer.name for layer in away if isinstance(layer.op, Tied)}
-        return frozenset(tied | {name for layer in away for name, p in layer.own_parameters() if p.trainable})
+        own = {name for layer in away for name, p in layer.own_parameters() if p.trainable or name in layer.frozen}
+        return frozenset(tied | own)
 
     def freeze(self, names: Collection[str]) -> LayerGraph:
         """The same network, of which the parameters `names`, and no others, are not trained."""
@@ -233,10 +248,10 @@ class GraphBuilder:
         return unique
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
-        """Closes the graph with the sink; layers that no output needs are left out."""
+        """Closes the graph with the sink. Left out is what no output needs, nor what remembers what it is given."""
         if not outputs:
             raise LayerwiseError(f"model {self.name!r} has no tensor output")
-        needed = set(outputs)
+        needed = {*outputs, *(layer.name for layer in self._layers.values() if layer.op.remembers)}
         for layer in reversed(self._layers.values()):
             if layer.name in needed:
                 needed.update(layer.inputs)
@@ -245,7 +260,8 @@ class GraphBuilder:
         if not batches:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
-        return LayerGraph((*kept, sink), self.name)
+        graph = LayerGraph((*kept, sink), self.name)
+        return graph.freeze(graph.unreached) if len(graph.returned) < len(graph.layers) else graph
 
 
 @lru_cache(maxsize=65536)

@@ -12,7 +12,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
-from layerwise.graph.program import Node, Program, Ref, Value
+from layerwise.graph.program import Node, Program, Ref, Value, module_path
 from layerwise.graph.registry import Argument, Built, Call, Operand, Result
 from layerwise.graph.torch_constants import Constants, constant_names, is_constant
 from layerwise.graph.torch_losses import follows
@@ -22,7 +22,7 @@ from layerwise.graph.torch_ops import CHECKS, ROWWISE, base_name, row
 from layerwise.graph.torch_parameters import shared_parameters, without_ones
 from layerwise.graph.torch_pointwise import ELEMENTWISE
 from layerwise.graph.torch_rows import Rows, before_merging
-from layerwise.graph.torch_views import SHAPED, UNCHANGED
+from layerwise.graph.torch_views import SHAPED, UNCHANGED, WRITTEN
 from layerwise.graph.torch_writes import separate_writes
 from layerwise.ops.ends import Constant
 from layerwise.ops.loss import Loss
@@ -30,6 +30,7 @@ from layerwise.ops.pointwise import Binary
 from layerwise.ops.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
+COUNTER = "num_batches_tracked"  # what batch norm counts is not read where layerwise trains it
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
 
 
@@ -49,6 +50,7 @@ class _Importer:
         self.nothing: set[str] = set()  # tensors without elements
         self.sources: dict[str, str] = {}  # parameters and constants -> their node
         self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
+        self.buffers = {s.value.name: s.target for s in program.sources if s.kind == "buffer"}
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
@@ -106,6 +108,7 @@ class _Importer:
             return
         constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
         written = self.memory.written(node)
+        self.check_written(node)
         if constant:
             self.constant(node)
         else:
@@ -169,6 +172,21 @@ class _Importer:
                 self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
             elif value is not None:
                 self.nothing.add(value.name)
+
+    def check_written(self, node: Node) -> None:
+        """LayerwiseError where a call writes into a buffer: of what is remembered so, nothing would remain."""
+        first = next(iter(node.operands), None)
+        if first is None or not (in_place(node) or node.target == WRITTEN):
+            return
+        name = self.memory.base.get(first.name, first.name)
+        buffer = self.buffers.get(self.memory.base.get(name, name), COUNTER)
+        if not buffer.endswith(COUNTER) and not buffer.startswith("lifted_tensor"):
+            path = module_path(node.stack)
+            raise LayerwiseError(
+                f"{f'layer {path!r}' if path else 'the model'} writes into its buffer {buffer!r} in the forward pass "
+                "(averages, counters, ...), which layerwise would lose; only the running statistics of batch and "
+                "instance norm are kept: update it outside of the model"
+            )
 
     def by_sample(self, value: Value) -> bool:
         """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""

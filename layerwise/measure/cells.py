@@ -66,7 +66,7 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
         return []
     lay = model.layout(layer, configs)
     cells, local = fullest(layer, lay), model.options.local_batch_norm
-    flows = tuple(model.has_gradient[name] for name in layer.inputs)
+    flows = model.graph.flows_back(layer)
     uses = model.uses[layer.name]
     name, rows = signature(layer, flows, uses), extents(layer, lay, cells, local_batch_norm=local)
     both = rooflines(layer, lay, flows, model.devices.processor, model.options.dtype)

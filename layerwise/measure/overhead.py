@@ -118,7 +118,7 @@ def _steps(graph: LayerGraph, optimizer: str, mode: Mode, load: Load, watch: Wat
 def _alone(graph: LayerGraph, name: str, mode: Mode, watch: Watch) -> Reading:
     layer = graph[name]
     cells = fullest(layer, layout((Config(),), layer.space, 1))
-    wanted = tuple(graph.has_gradient[source] for source in layer.inputs)
+    wanted = graph.flows_back(layer)
     task = Task(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1)
     bench = Bench(task, mode)
     recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3

@@ -140,6 +140,11 @@ class Op(ABC):
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
     pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only
 
+    @property
+    def remembers(self) -> bool:
+        """Whether training changes its buffers, also where nobody reads its output."""
+        return False
+
     @abstractmethod
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         """The output's shape, labels and type. Raises LayerwiseError where the shapes do not fit."""

@@ -47,6 +47,10 @@ class BatchNorm(_Norm):
     momentum: float | None = 0.1
     track: bool = True
 
+    @property
+    def remembers(self) -> bool:
+        return self.track
+
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         return _channelled(self, inputs[0])
 
@@ -144,6 +148,10 @@ class InstanceNorm(_Norm):
     eps: float = 1e-5
     track: bool = False
     momentum: float = 0.1
+
+    @property
+    def remembers(self) -> bool:
+        return self.track
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         return _channelled(self, inputs[0])

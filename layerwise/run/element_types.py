@@ -88,7 +88,7 @@ def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule,
 
 
 def _wanted(graph: LayerGraph, layer: Layer, trained: list[bool]) -> list[bool]:
-    return gradients_wanted(layer.op, layer.specs, [graph.has_gradient[name] for name in layer.inputs], trained)
+    return gradients_wanted(layer.op, layer.specs, graph.flows_back(layer), trained)
 
 
 def _reduces_back(graph: LayerGraph, layer: Layer) -> bool:

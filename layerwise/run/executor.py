@@ -65,6 +65,9 @@ class Executor:
             name = step.layer.name
             self.comm.at(number, name)
             sink = isinstance(step.layer.op, Sink)
+            if not (training or step.returned):  # nothing is remembered in evaluation
+                self._let_go(values, step, i)
+                continue
             received = []
             for edge in step.edges:
                 like = done.shapes[edge.source]
@@ -92,10 +95,14 @@ class Executor:
             if not sink:
                 dtype = step.dtype if value is None else value.dtype
                 done.shapes[name] = torch.empty(0, dtype=dtype or torch.int64, device=self.device)
-            for edge in step.edges:
-                if self.schedule.last_use[edge.source] == i:
-                    values.pop(edge.source, None)
+            self._let_go(values, step, i)
         return outputs, done
+
+    def _let_go(self, values: dict[str, Tensor | None], step: Step, place: int) -> None:
+        """Of what nobody uses after this step."""
+        for name in (step.layer.name, *(edge.source for edge in step.edges)):
+            if self.schedule.last_use.get(name, place) == place:
+                values.pop(name, None)
 
     def backward(
         self,

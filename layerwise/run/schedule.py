@@ -39,6 +39,7 @@ class Step:
     parameters: tuple[str | None, ...]
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool
+    returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
 
 class Schedule:
@@ -69,26 +70,27 @@ class Schedule:
         self.last_use = {edge.source: i for i, step in enumerate(self.steps) for edge in step.edges}
 
     def _step(self, number: int, layer: Layer, local_batch_norm: bool) -> Step:
-        place, rank, flows = self.places[layer.name], self.comm.rank, self.graph.has_gradient
+        place, rank, returned = self.places[layer.name], self.comm.rank, layer.name in self.graph.returned
+        flows = self.graph.has_gradient[layer.name]
         edges = []
+        back = self.graph.flows_back(layer)
         for slot, source in enumerate(layer.inputs):
             at = self.places[source]
             need = self._sink_need(layer, slot) if isinstance(layer.op, Sink) else self._need(layer, slot, place)
             part = transfer(at.owned, need, rank, everywhere=at.everywhere)
             if self.comm.collectives and not at.everywhere:
                 self.groups |= groups_of(at.owned, need)
-            backward = flows[source] and (flows[layer.name] or isinstance(layer.op, Sink))
-            edges.append(Edge(source, part, backward, f"{source} -> {layer.name}"))
+            edges.append(Edge(source, part, back[slot], f"{source} -> {layer.name}"))
         own: tuple[str | None, ...] = tuple(
             None if i in layer.tied else name for i, name in enumerate(layer.parameters)
         )
         if isinstance(layer.op, Input | Sink):
-            return Step(layer, tuple(edges), None, own, self.type_of(layer), flows[layer.name])
+            return Step(layer, tuple(edges), None, own, self.type_of(layer), flows, returned)
         for r in range(self.comm.size):
             groups = statistics_groups(layer, place, r, local_batch_norm=local_batch_norm)
             self.statistics.update(group for group in groups if group)
         mine = work(layer, number, place, rank, local_batch_norm=local_batch_norm)
-        return Step(layer, tuple(edges), mine, own, self.type_of(layer), flows[layer.name])
+        return Step(layer, tuple(edges), mine, own, self.type_of(layer), flows, returned)
 
     def _need(self, layer: Layer, slot: int, place: Place) -> Boxes:
         where = layer.space

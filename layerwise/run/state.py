@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class State:
         self.tree = nn.Module()
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
-        self._uncounted = _modules_of(self.graph, "instance_norm")  # PyTorch has a counter there, which stays 0
+        self._batches = _batches(self.graph)
         self._fill(network, seed)
 
     def _fill(self, network: Network, seed: int) -> None:
@@ -73,9 +74,9 @@ class State:
     def count(self) -> None:
         """A training step more, for the counters."""
         for key, value in self.extra.items():
-            module, _, name = key.rpartition(".")
-            if name == COUNT and module not in self._uncounted:
-                value += 1
+            module, _, name = self._keys[key].rpartition(".")
+            if name == COUNT:
+                value += self._batches[module]
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
@@ -166,13 +167,15 @@ class State:
         return missing, odd
 
 
-def _modules_of(graph: LayerGraph, kind: str) -> set[str]:
-    """The model's modules whose parameters operators of this kind have."""
-    found: set[str] = set()
+def _batches(graph: LayerGraph) -> Counter[str]:
+    """How often each batch norm, by its module's name, is called in a step. Instance norms have a counter that stays 0."""
+    found: Counter[str] = Counter()
     for layer in graph.layers:
         kinds = (op.kind for op, specs in layer.op.stages(layer.specs) for _ in space(op, specs).parameters)
-        pairs = zip(kinds, layer.parameters, strict=True)
-        found.update(name.rpartition(".")[0] for own, name in pairs if own == kind)
+        for kind, name in zip(kinds, layer.parameters, strict=True):
+            module, _, last = name.rpartition(".")
+            if kind == "batch_norm" and last == "running_mean":
+                found[module] += 1
     return found
 
 
