@@ -28,16 +28,20 @@ def import_for_batches(
     found = import_module(model, tuple(examples), name=name)
     graph = found[0]
     try:
-        check_batches(model, examples, graph, name)
-    except LayerwiseError:
-        more = repeated(examples, graph.batch, MORE)
-        try:
-            larger, stored, structure = import_module(model, more, name=name)
-            check_batches(model, more, larger, name)
+        if check_batches(model, examples, graph, name):
+            return found
+        refused = None
+    except LayerwiseError as error:
+        refused = error
+    more = repeated(examples, graph.batch, MORE)
+    try:
+        larger, stored, structure = import_module(model, more, name=name)
+        if check_batches(model, more, larger, name):
             return larger.rebatch(graph.batch), stored, structure
-        except LayerwiseError:
-            pass  # the first says more
-        raise
+    except LayerwiseError:
+        pass  # the first says more
+    if refused is not None:
+        raise refused
     return found
 
 
@@ -48,18 +52,18 @@ def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object
     )
 
 
-def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> None:
+def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> bool:
     """LayerwiseError where the model computes with the number of samples itself, such as `x.sum(0) / x.shape[0]`.
 
-    Tracing makes a constant of it, so a second trace, of twice the samples, is compared with the first at that batch. A
-    model that takes no other batch, or that cannot follow one, says so where it is given one; a constant with a row a
-    sample, too.
+    Tracing makes a constant of it, so a second trace, of twice the samples, is compared with the first at that batch.
+    Says whether there are both: a model that takes no other batch, or that cannot follow one, says so where it is given
+    one; a constant with a row a sample, too.
     """
     try:
         expected = graph.rebatch(2 * graph.batch)
         found, *_ = import_module(model, repeated(examples, graph.batch, 2), name=name)
     except LayerwiseError:
-        return
+        return False
     for layer, other in zip_longest(expected.layers, found.layers):
         if layer is None or other is None or _facts(layer) != _facts(other):
             where = layer or other
@@ -69,6 +73,7 @@ def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGrap
                 "number, or a roll or slice along the samples): its numbers would be those of another batch; use "
                 "mean() and the like"
             )
+    return True
 
 
 def _facts(layer: Layer) -> tuple[object, ...]:

@@ -121,6 +121,7 @@ def network_of(
 
     from layerwise.graph.batches import import_for_batches
     from layerwise.graph.from_torch import import_module
+    from layerwise.graph.torch_constants import Missing
 
     if trusted:
         graph, stored, structure = import_module(module, tuple(examples), name=name)
@@ -136,7 +137,8 @@ def network_of(
     values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
     frozen = {known[id(p)] for p in module.parameters() if not p.requires_grad}
     graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
-    built = {key: value for key, read in values.items() if isinstance(value := read(), torch.Tensor)}
+    known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
+    built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
     return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.graph.program import Node, Program, Ref, Value, module_path
 from layerwise.graph.registry import Argument, Built, Call, Operand, Result
-from layerwise.graph.torch_constants import Constants, constant_names, is_constant
+from layerwise.graph.torch_constants import Constants, Missing, constant_names, is_constant
 from layerwise.graph.torch_losses import follows
 from layerwise.graph.torch_memory import Memory, in_place
 from layerwise.graph.torch_names import input_spec, layer_names
@@ -78,8 +77,7 @@ class _Importer:
                     labels = ("c", *(None,) * (len(value.shape) - 1))
                     self.sources[target] = self.builder.tied(target, replace(_spec(value), dims=labels))
             else:
-                if prod(value.shape) <= 1 << 20:
-                    self.constants.store(value.name, source.read())
+                self.constants.store(value.name, target, value.shape, source.read)
                 self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
 
     def stored(self) -> Stored:
@@ -90,6 +88,9 @@ class _Importer:
                 array = value.value
                 found[value.name] = lambda array=array: torch.tensor(array)  # type: ignore[misc]
                 found[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
+            elif isinstance(value, Operand) and value.role == "constant":
+                reason = self.constants.unknown.get(value.name.removesuffix(".not"))
+                found |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
         return found | {s.target: s.read for s in self.program.sources if s.kind != "input"}
 
     def graph(self) -> LayerGraph:
@@ -159,9 +160,9 @@ class _Importer:
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
-        if not self.constants.compute(node) and in_place(node):  # what shares its memory has changed, too
-            for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):
-                self.constants.forget(name)
+        if not self.constants.compute(node, self.names[node.name]) and in_place(node):
+            for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):  # it has changed, too
+                self.constants.forget(name, node)
                 if isinstance(known := self.values.get(name), Operand):
                     self.values[name] = replace(known, value=None)
         for value in node.outputs:

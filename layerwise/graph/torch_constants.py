@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -15,6 +17,20 @@ from layerwise.graph.torch_ops import FOLDED, SHAPED_ONLY, base_name
 
 MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
 MOST_BYTES = 1 << 30  # of all of them: a small file can ask for any number
+_LIMIT = (
+    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a mask) "
+    "as an input"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Reads a constant that has no value: LayerwiseError."""
+
+    reason: str
+
+    def __call__(self) -> torch.Tensor | None:
+        raise LayerwiseError(self.reason)
 
 
 def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
@@ -38,12 +54,16 @@ class Constants:
         self._tensors: dict[str, torch.Tensor] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
         self._bytes = 0  # of all of them
+        self.unknown: dict[str, str] = {}  # of which there is no value, and why
 
-    def store(self, name: str, tensor: torch.Tensor | None) -> None:
+    def store(self, name: str, target: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor | None]) -> None:
         """A buffer of the model: a copy of it, if it is small and has a value."""
-        if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return
-        if tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided:
+        tensor = read() if prod(shape) <= MOST_ELEMENTS else None
+        if prod(shape) > MOST_ELEMENTS:
+            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {_LIMIT}"
+        elif tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            self.unknown[name] = f"buffer {target!r} has no value (the model is on the meta device): build it for real"
+        elif tensor.layout == torch.strided:
             self._keep(name, tensor.detach().to("cpu", copy=True))
 
     def value(self, name: str) -> NDArray[np.generic] | None:
@@ -54,9 +74,11 @@ class Constants:
         array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
 
-    def compute(self, node: Node) -> bool:
+    def compute(self, node: Node, layer: str) -> bool:
         """Evaluates a call of constants, if all of them are known and the result is small. Says whether it was."""
         made = self._evaluate(node)
+        if made is None:
+            self.unknown |= dict.fromkeys((v.name for v in node.outputs if v), self._reason(node, layer))
         results = made if isinstance(made, (tuple, list)) else (made,)
         for declared, result in zip(node.outputs, results, strict=False):
             if declared and isinstance(result, torch.Tensor) and tuple(result.shape) == declared.shape:
@@ -75,9 +97,28 @@ class Constants:
                 "all; make them inputs of the model"
             )
 
-    def forget(self, name: str) -> None:
-        """Its value is not known any more."""
+    def forget(self, name: str, node: Node) -> None:
+        """Its value is not known any more: `node` wrote into it."""
         self._tensors.pop(name, None)
+        self.unknown[name] = next(self.unknown[v.name] for v in node.outputs if v)
+
+    def _reason(self, node: Node, layer: str) -> str:
+        """Why a call has no value."""
+        if node.overload is not None and torch.Tag.nondeterministic_seeded in node.overload.tags:
+            return (
+                f"layer {layer!r} draws random numbers ({node.target}), which would differ from rank to rank: use "
+                "nn.Dropout and the like, or feed them as an input"
+            )
+        known = next((self.unknown[r.name] for r in self._read(node) if r.name in self.unknown), None)
+        if known is not None:
+            return known
+        large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
+        if large is not None:
+            return f"layer {layer!r} ({node.target}) makes a constant of shape {large} in the forward pass, and {_LIMIT}"
+        return (
+            f"layer {layer!r} computes {node.target} of nothing but constants, which layerwise does not: compute it "
+            "once and make it a buffer of the model, or feed it as an input"
+        )
 
     def _evaluate(self, node: Node) -> object:
         small = all(v is None or np.prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
@@ -86,12 +127,13 @@ class Constants:
             return None
         if not {name, base_name(node.target)} & FOLDED or torch.Tag.nondeterministic_seeded in node.overload.tags:
             return None
-        if "empty" in name or any(r.name not in self._tensors for r in self._read(node)):
+        if any(r.name not in self._tensors for r in self._read(node)):
             return None
         try:
             if not name.endswith("_"):
                 self._call(node, "meta")  # a file may lie about shapes: what comes out must be small indeed
-            return self._call(node, "cpu")
+            made = self._call(node, "cpu")
+            return made.zero_() if "empty" in name and isinstance(made, torch.Tensor) else made  # the same everywhere
         except Exception:  # not worth knowing: it stays a constant without a value
             return None
 

@@ -33,8 +33,10 @@ SHAPED_ONLY = frozenset({
 
 # What else is worth computing where nothing but constants goes in. A closed list: a .pt2 file names operators, too.
 FOLDED = frozenset(TABLE) | SHAPED_ONLY | frozenset({
-    "add_", "argsort", "bitwise_left_shift", "cumsum", "copy_", "fill", "fill_", "flip", "gather", "masked_fill_",
-    "meshgrid", "outer", "repeat_interleave", "sort", "tril", "triu", "zero", "zero_", "one_hot", "diagonal",
+    "add_", "all", "any", "argsort", "bitwise_left_shift", "bitwise_right_shift", "bucketize", "copy_", "cumprod",
+    "cumsum", "diag_embed", "diagonal", "diff", "fill", "fill_", "fill_diagonal_", "flip", "gather", "index_fill",
+    "index_put", "isin", "masked_fill_", "meshgrid", "one_hot", "outer", "repeat_interleave", "scatter",
+    "searchsorted", "select_scatter", "slice_scatter", "sort", "tril", "triu", "zero", "zero_",
 })  # fmt: skip
 
 # Checks at run time, without a result.

@@ -168,7 +168,7 @@ class State:
 
 
 def _batches(graph: LayerGraph) -> Counter[str]:
-    """How often each batch norm, by its module's name, is called in a step. Instance norms have a counter that stays 0."""
+    """How often a step calls each batch norm, by its module's name. The counter of an instance norm stays 0."""
     found: Counter[str] = Counter()
     for layer in graph.layers:
         kinds = (op.kind for op, specs in layer.op.stages(layer.specs) for _ in space(op, specs).parameters)
@@ -191,4 +191,4 @@ def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen
     if trainable or frozen:
         tree.register_parameter(last, nn.Parameter(value, requires_grad=not frozen))
     else:
-        tree.register_buffer(last, value)
+        tree._buffers[last] = value  # not by register_buffer: a constant may be called `to`, as a method is

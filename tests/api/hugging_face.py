@@ -20,10 +20,17 @@ ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, 
 PATCHES = ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 7}
 TEXT = ENCODER | {"vocab_size": WORDS, "max_position_embeddings": 32}
 STAGES = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 7}
+UNMASKED = ", no mask"  # of a name: the texts are all of one length, and the model makes its masks by itself
 CERTAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WINDOWS = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 DISTILLED = {"vocab_size": WORDS, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 7}
+WHISPER = {
+    "vocab_size": WORDS, "d_model": 32, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "max_source_positions": 10, "max_target_positions": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 
 MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
@@ -58,15 +65,19 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     "gpt2": lambda: (hf.GPT2LMHeadModel, hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **GPT2)),
     "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **TEXT)),
     "gemma": lambda: (hf.GemmaForCausalLM, hf.GemmaConfig(num_key_value_heads=2, head_dim=8, **TEXT)),
+    "qwen2": lambda: (hf.Qwen2ForCausalLM, hf.Qwen2Config(num_key_value_heads=2, **TEXT)),
+    "mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(num_key_value_heads=2, sliding_window=5, **TEXT)),
+    "whisper": lambda: (hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER)),
     "t5": lambda: (hf.T5ForConditionalGeneration, hf.T5Config(decoder_start_token_id=0, **T5)),
 }
-VISION, LANGUAGE = ("vit", "resnet", "convnext", "poolformer", "swin"), ("gpt2", "llama", "gemma", "t5", "roberta")
+VISION = ("vit", "resnet", "convnext", "poolformer", "swin")
+LANGUAGE = ("gpt2", "llama", "gemma", "t5", "roberta", "qwen2", "mistral")
 
 
 def build(name: str, attention: str, seed: int = 0) -> nn.Module:
     """The model in float64, in training, with random values everywhere: zeros and ones would tell little."""
     torch.manual_seed(seed)
-    kind, config = MODELS[name]()
+    kind, config = MODELS[name.removesuffix(UNMASKED)]()
     if name not in ("resnet", "convnext", "poolformer"):
         config._attn_implementation = attention
     model: nn.Module = kind(config)
@@ -79,13 +90,19 @@ def build(name: str, attention: str, seed: int = 0) -> nn.Module:
 def batches(name: str, *, labels: bool) -> list[Batch]:
     """Of every step. Texts differ in length: what is padded is masked, and the loss leaves it out."""
     torch.manual_seed(1)
-    return [_batch(name.partition(",")[0], labels=labels) for _ in range(STEPS)]
+    given = [_batch(name.partition(",")[0], labels=labels) for _ in range(STEPS)]
+    if name.endswith(UNMASKED):
+        return [{key: value for key, value in batch.items() if key != "attention_mask"} for batch in given]
+    return given
 
 
 def _batch(name: str, *, labels: bool) -> Batch:
     classes = torch.randint(0, 7, (BATCH,))
     if name in VISION:
         return {"pixel_values": torch.randn(BATCH, 3, 32, 32).double()} | ({"labels": classes} if labels else {})
+    if name == "whisper":
+        words = torch.randint(0, 7, (BATCH, POSITIONS))
+        return {"input_features": torch.randn(BATCH, 8, 20).double(), "labels": words}
     mask = (torch.arange(POSITIONS) < torch.tensor([12, 7, 10, 4])[:, None]).long()
     given = {"input_ids": torch.randint(2, WORDS, (BATCH, POSITIONS)) * mask + 1 - mask, "attention_mask": mask}
     if name in LANGUAGE:

@@ -31,6 +31,10 @@ CASES = [
     ("llama", "eager", False, "data"),
     ("gemma", "sdpa", True, {"model.layers.0.mlp.down_proj": {"k": 2}}),
     ("t5", "eager", True, "data"),
+    ("gpt2, no mask", "sdpa", True, "data"),
+    ("qwen2, no mask", "eager", True, "model"),
+    ("mistral, no mask", "sdpa", False, {"model.layers.0.mlp.down_proj": {"k": 2}}),
+    ("whisper", "sdpa", True, "data"),
 ]
 
 

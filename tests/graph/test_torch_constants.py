@@ -1,0 +1,77 @@
+"""Constants that a forward pass makes: computed where they can be, and else refused for what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.errors import LayerwiseError
+
+
+class Model(nn.Module):
+    """A linear layer, and what `made` makes of its result without asking for its values."""
+
+    table: Tensor
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(6, 6), made
+        self.register_buffer("table", torch.arange(36.0).view(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + self.made(y, self.table)
+
+
+def drawn_depth(y: Tensor, _: Tensor) -> Tensor:
+    """Stochastic depth as torchvision writes it."""
+    return y * torch.empty(len(y), 1).bernoulli_(0.5).div_(0.5)
+
+
+KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "differences": lambda y, table: table.diff(dim=0, prepend=torch.zeros(1, 6)).sum(0).expand(len(y), -1),
+    "a causal mask": lambda y, table: torch.empty(6, 6).fill_(-9.0).triu_(1).sum(0),
+    "segments": lambda y, table: (torch.arange(6).expand(len(y), -1).diff(dim=-1, append=y.new_zeros(len(y), 1).long())
+                                  != 1).cumsum(-1).to(y.dtype),
+    "positions": lambda y, table: torch.bucketize(table[0], torch.arange(1.0, 5.0, 2.0)).to(y.dtype),
+}  # fmt: skip
+UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "noise": (lambda y, table: 0.1 * torch.randn_like(y), "'randn_like' draws random numbers"),
+    "what is made of noise": (lambda y, table: torch.rand(len(y), 1).round() * y, "'rand' draws random numbers"),
+    "stochastic depth": (drawn_depth, "'bernoulli_?' draws random numbers"),
+    "a large one": (lambda y, table: torch.ones(1025, 1024).cumsum(0)[:6, 0], r"shape \(1025, 1024\) .* up to 1,048,576"),
+    "an operator": (lambda y, table: torch.linalg.inv(table + torch.eye(6))[0], "computes aten::linalg_inv of nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", KNOWN.values(), ids=KNOWN)
+def test_constants_made_in_the_forward_pass_are_computed(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x = Model(made), torch.randn(4, 6)
+    torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
+
+
+@pytest.mark.parametrize(("made", "said"), UNKNOWN.values(), ids=UNKNOWN)
+def test_a_tensor_without_a_value_is_refused_for_what_it_is(made: Callable[[Tensor, Tensor], Tensor], said: str) -> None:
+    with pytest.raises(LayerwiseError, match=said) as error:
+        layerwise.parallelize(Model(made), torch.randn(4, 6), verbose=False)
+    assert "meta" not in str(error.value)
+
+
+def test_a_buffer_on_the_meta_device_is_said_to_be() -> None:
+    with torch.device("meta"):
+        model = Model(lambda y, table: table.cumsum(0)[0])
+    with pytest.raises(LayerwiseError, match="buffer 'table' has no value .*meta device"):
+        layerwise.parallelize(model, torch.randn(4, 6, device="meta"), verbose=False)
+
+
+def test_stochastic_depth_in_evaluation_draws_nothing() -> None:
+    class Deep(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else self.linear(x)
+
+    model, x = Deep(drawn_depth).eval(), torch.randn(4, 6)
+    torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
