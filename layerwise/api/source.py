@@ -46,7 +46,7 @@ def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
 
 
 def dtype_of(network: Network) -> torch.dtype:
-    """Of the parameters (they must have one), else float32."""
+    """Of the parameters (they must have one), else the network's."""
     found: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         own = [name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen]
@@ -60,7 +60,8 @@ def dtype_of(network: Network) -> torch.dtype:
             f"parameter {first!r} is {dtype_name(a)} and {second!r} is {dtype_name(b)}: bring them to one type with "
             "model.to(...)"
         )
-    return next(iter(found), torch.float32)
+    dtype: torch.dtype = next(iter(found), getattr(torch, network.graph.dtype))
+    return dtype
 
 
 def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:

@@ -156,6 +156,16 @@ class LayerGraph:
         return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
     @cached_property
+    def dtype(self) -> str:
+        """The element type of the model: of what its weights are multiplied with, else of its first numbers."""
+        for kinds in (("conv", "conv_transpose", "linear", "embedding", "tied"), None):
+            for layer in self.layers:
+                op, specs = layer.op.stages(layer.specs)[0]
+                if (kinds is None or op.kind in kinds) and "float" in (dtype := space(op, specs).out.dtype):
+                    return dtype
+        return "float32"
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that a plan depends on: names, operators, shapes, edges."""
         rows = [

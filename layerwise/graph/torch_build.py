@@ -12,12 +12,12 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.graph.program import Node, Program, Ref, Value, module_path
-from layerwise.graph.registry import Argument, Built, Call, Operand, Result
+from layerwise.graph.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.graph.torch_constants import Constants, Missing, constant_names, is_constant
 from layerwise.graph.torch_losses import follows
 from layerwise.graph.torch_memory import Memory, in_place
 from layerwise.graph.torch_names import input_spec, layer_names
-from layerwise.graph.torch_ops import CHECKS, ROWWISE, base_name, row
+from layerwise.graph.torch_ops import CHECKS, PROMOTING, ROWWISE, base_name, row
 from layerwise.graph.torch_parameters import shared_parameters, without_ones
 from layerwise.graph.torch_pointwise import ELEMENTWISE
 from layerwise.graph.torch_rows import Rows, before_merging
@@ -25,7 +25,7 @@ from layerwise.graph.torch_views import SHAPED, UNCHANGED, WRITTEN
 from layerwise.graph.torch_writes import separate_writes
 from layerwise.ops.ends import Constant
 from layerwise.ops.loss import Loss
-from layerwise.ops.pointwise import Binary
+from layerwise.ops.pointwise import Binary, Cast, promoted
 from layerwise.ops.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
@@ -85,8 +85,8 @@ class _Importer:
         found: dict[str, Callable[[], torch.Tensor | None]] = {}
         for value in self.values.values():
             if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
-                array = value.value
-                found[value.name] = lambda array=array: torch.tensor(array)  # type: ignore[misc]
+                array, dtype = value.value, getattr(torch, value.spec.dtype)
+                found[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
                 found[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
             elif isinstance(value, Operand) and value.role == "constant":
                 reason = self.constants.unknown.get(value.name.removesuffix(".not"))
@@ -142,7 +142,7 @@ class _Importer:
             bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
-            result = build(Call(node.target, self.names[node.name], bound, outputs, self.batch))
+            result = self.typed(node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch))
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
@@ -157,6 +157,39 @@ class _Importer:
             own = made.op.reduction if isinstance(made, Built) and isinstance(made.op, Loss) else "none"
             if reduction or (own != "none" and not value.shape):
                 self.losses[value.name] = reduction or own.removeprefix("batch")
+
+    def typed(self, node: Node, build: Build, call: Call) -> Result:
+        """What a row makes of a call, of the element types that PyTorch has: first of its operands, where need be."""
+        result = build(call)
+        if (wrong := _wrong(call, result)) is None:
+            return result
+        if in_place(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
+            return Built(Cast(wrong[0].dtype), (result,))
+        if base_name(node.target) in PROMOTING:
+            wanted, asked = wrong[0].dtype, call.get("dtype") is not None
+            arguments = {
+                key: tuple(self.cast(v, wanted, asked, call.layer) for v in value)
+                if isinstance(value, tuple)
+                else self.cast(value, wanted, asked, call.layer)
+                if key not in ("mask", "condition")
+                else value
+                for key, value in call.arguments.items()
+            }
+            result = build(replace(call, arguments=arguments))
+            if _wrong(call, result) is None:
+                return result
+        raise LayerwiseError(
+            f"it gives {wrong[0].dtype} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with "
+            ".to(...) (autocast inside of a model is not supported)"
+        )
+
+    def cast(self, value: Argument, dtype: str, asked: bool, name: str) -> Argument:
+        """An operand as another element type; only to a wider one, where that is not asked for (a number has none)."""
+        if not isinstance(value, Operand) or value.spec.dtype == dtype:
+            return value
+        if not asked and value.shape and promoted(value.spec.dtype, dtype) != dtype:
+            return value
+        return self.place(Built(Cast(dtype), (value,)), f"{name}.cast")
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
@@ -343,6 +376,19 @@ class _Importer:
             f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
             f"layerwise.register_op({node.target!r}, ...)"
         )
+
+
+def _wrong(call: Call, result: Result) -> tuple[TensorSpec, TensorSpec] | None:
+    """The first output that has another element type than PyTorch's, here and there."""
+    results = result if isinstance(result, tuple) else (result,)
+    pairs = ((out, _made(r)) for out, r in zip(call.outputs, results, strict=False) if isinstance(r, Operand | Built))
+    return next(((out, made) for out, made in pairs if out.dtype != made.dtype), None)
+
+
+def _made(result: Operand | Built) -> TensorSpec:
+    if isinstance(result, Operand):
+        return result.spec
+    return result.op.output(*(_made(i) for i in result.inputs))
 
 
 def _spec(value: Value) -> TensorSpec:

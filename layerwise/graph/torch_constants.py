@@ -114,7 +114,9 @@ class Constants:
             return known
         large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
         if large is not None:
-            return f"layer {layer!r} ({node.target}) makes a constant of shape {large} in the forward pass, and {_LIMIT}"
+            return (
+                f"layer {layer!r} ({node.target}) makes a constant of shape {large} in the forward pass, and {_LIMIT}"
+            )
         return (
             f"layer {layer!r} computes {node.target} of nothing but constants, which layerwise does not: compute it "
             "once and make it a buffer of the model, or feed it as an input"

@@ -12,7 +12,7 @@ from layerwise.graph.torch_index import INDEXING
 from layerwise.graph.torch_layers import LAYERS, local_response_norm
 from layerwise.graph.torch_matrix import MATRICES
 from layerwise.graph.torch_patterns import DROP_PATH, LOCAL_RESPONSE_NORM
-from layerwise.graph.torch_pointwise import POINTWISE, drop_path
+from layerwise.graph.torch_pointwise import ELEMENTWISE, POINTWISE, drop_path
 from layerwise.graph.torch_reduce import REDUCTIONS
 from layerwise.graph.torch_views import VIEWS, WRITTEN, written
 
@@ -23,6 +23,14 @@ OWN: Mapping[str, Build] = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH:
 
 # What takes rows of the last dimension one by one, and the argument that holds them.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
+
+# What takes operands of several element types to a common one, or to the one that is asked for, and computes in that.
+PROMOTING = ELEMENTWISE | {
+    "where", "masked_fill", "lerp", "addcmul", "addcdiv", "cat", "concat", "concatenate", "stack", "sum", "mean",
+    "prod", "cumsum", "var", "std", "logsumexp", "linalg_vector_norm", "softmax", "_softmax", "log_softmax",
+    "_log_softmax", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "subtract", "multiply", "arctan2", "divide",
+    "true_divide", "float_power", "fmax", "fmin", "__and__", "__or__", "__xor__", "clip",
+}  # fmt: skip
 
 # Their result has a shape of its own or of its first argument, and values that no argument decides.
 SHAPED_ONLY = frozenset({

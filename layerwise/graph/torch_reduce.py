@@ -56,10 +56,9 @@ def variance(call: Call) -> Result:
 
 
 def cumsum(call: Call) -> Result:
-    x = call.operand("self")
-    made = Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (x,))
-    dtype = call.outputs[0].dtype
-    return made if dtype == (x.spec.dtype if x.spec.differentiable else "int64") else Built(Cast(dtype), (made,))
+    x, dtype = call.operand("self"), call.outputs[0].dtype
+    given = x if x.spec.dtype == dtype else Built(Cast(dtype), (x,))
+    return Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (given,))
 
 
 def argmax(call: Call) -> Result:

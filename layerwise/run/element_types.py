@@ -69,8 +69,9 @@ def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Me
         owned, rank = dict(step.work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
         back = owned[rank].volume * (len(owned) - 1) * _reduces_back(graph, layer)
-        by_plan = (forward + back) * step.work.stages[0].local.space.out.item_bytes
-        yield "transfers", by_plan, (forward * again + back) * _sent(schedule, layer)
+        partial = step.work.stages[0].local.space.out
+        real = schedule.real(partial.dtype, layer.main.kind).itemsize
+        yield "transfers", (forward + back) * partial.item_bytes, (forward * again + back) * real
     yield from _statistics(step.work, graph, layer, schedule, again)
 
 
@@ -83,7 +84,7 @@ def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule,
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
             member = len(group), group.index(schedule.comm.rank)
             by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
-            real = all_reduce_share(elements * max(schedule.dtype.itemsize, SUMS_BYTES), *member)
+            real = all_reduce_share(elements * max(schedule.real(out.dtype).itemsize, SUMS_BYTES), *member)
             yield "statistics", by_plan * (1 + back), real * (again + back)
 
 

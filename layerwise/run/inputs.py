@@ -13,7 +13,7 @@ from layerwise.graph.load import Network
 from layerwise.ops.ends import Constant, Input
 from layerwise.plan import Plan
 from layerwise.run.place import samples
-from layerwise.run.schedule import Schedule
+from layerwise.run.schedule import Schedule, real
 
 
 class Inputs:
@@ -24,7 +24,9 @@ class Inputs:
         layers = network.graph.layers
         self._layers = [layer for layer in layers if type(layer.op) is Input]
         self._constants = {
-            layer.name: _constant(network, layer.name).to(device) for layer in layers if isinstance(layer.op, Constant)
+            layer.name: _constant(network, layer.name).to(device, real(layer.out.dtype, network.graph, dtype))
+            for layer in layers
+            if isinstance(layer.op, Constant)
         }
 
     def share(self, batch: int | None = None) -> slice:
@@ -83,7 +85,7 @@ class Inputs:
             raise LayerwiseError(f"input {name!r} requires a gradient, which is not made: give it detached")
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
-        return x.to(self.dtype) if spec.differentiable else x.to(getattr(torch, spec.dtype))
+        return x.to(schedule.real(spec.dtype))
 
 
 def _constant(network: Network, name: str) -> Tensor:

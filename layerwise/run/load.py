@@ -18,9 +18,12 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import Network, load_planned, network_of
+from layerwise.ops.base import space
+from layerwise.ops.ends import Sink
 from layerwise.plan import Plan, load_plan
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.provenance import searched_with
+from layerwise.run.tensorfile import dtype_name
 from layerwise.run.values import take_rank_0s
 
 
@@ -75,6 +78,7 @@ def load(
     if comm.size == 1 and plan.gpus > 1:
         plan = serial(plan)
     plan.check(graph, comm.size)
+    _check_types(graph, dtype)
     if loss is not None and plan.io == "sample":
         raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:
@@ -98,6 +102,20 @@ def load(
     if weights is not None:
         module.load_state_dict(weights)
     return module
+
+
+def _check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
+    """LayerwiseError where a model of several element types is to be run in another one than its own."""
+    if dtype_name(dtype) == graph.dtype:
+        return
+    for layer in graph.layers:
+        for op, specs in layer.op.stages(layer.specs):
+            out = space(op, specs).out
+            if out.differentiable and out.dtype != graph.dtype and not isinstance(op, Sink):
+                raise LayerwiseError(
+                    f"layer {layer.name!r} computes in {out.dtype} and the model in {graph.dtype}, so it cannot be run "
+                    f"in {dtype_name(dtype)}: load it with dtype=torch.{graph.dtype}, or bring all of it to one type"
+                )
 
 
 def serial(plan: Plan) -> Plan:

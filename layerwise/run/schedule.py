@@ -115,6 +115,18 @@ class Schedule:
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
         """The element type that a layer's output has on the wire."""
-        if not layer.out.differentiable:
-            return None if isinstance(layer.op, Input) else getattr(torch, layer.out.dtype)
-        return self.autocast if self.autocast is not None and layer.main.kind in SHORT else self.dtype
+        if not layer.out.differentiable and isinstance(layer.op, Input):
+            return None
+        return self.real(layer.out.dtype, layer.main.kind)
+
+    def real(self, dtype: str, kind: str = "") -> torch.dtype:
+        """What an element type of the graph is in this run, made by an operator of that kind."""
+        if self.autocast is not None and dtype == self.graph.dtype and kind in SHORT:
+            return self.autocast
+        return real(dtype, self.graph, self.dtype)
+
+
+def real(dtype: str, graph: LayerGraph, wanted: torch.dtype) -> torch.dtype:
+    """What an element type of a graph is where the model is run in `wanted`: others than the model's own stay."""
+    found: torch.dtype = wanted if dtype == graph.dtype else getattr(torch, dtype)
+    return found

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,9 @@ from layerwise.ops.base import Parameter, same, space
 from layerwise.ops.ends import Tied
 from layerwise.run.exchange import transfer
 from layerwise.run.place import Boxes, sharing
+from layerwise.run.schedule import real
 from layerwise.run.shard import Shard
+from layerwise.run.tensorfile import dtype_name
 from layerwise.run.weights import initial
 
 COUNT = "num_batches_tracked"
@@ -62,7 +65,7 @@ class State:
             for name, p in own:
                 box = self.boxes[name][self.comm.rank]
                 if box is not None:
-                    value = initial(network, layer, name, p, box, seed, self.dtype)
+                    value = initial(network, layer, name, p, box, seed, self._type(name))
                     _place(self.tree, name, value.to(self.device), p.trainable, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
@@ -134,8 +137,14 @@ class State:
 
     def _type(self, name: str) -> torch.dtype:
         """The same on every rank, whether it has a box or not."""
-        value = self._read(name)
-        return value.dtype if value is not None and not value.is_floating_point() else self.dtype
+        value = self._network.value(name)
+        if value is None:
+            return self.dtype
+        return real(
+            dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype),
+            self.graph,
+            self.dtype,
+        )
 
     def _read(self, name: str) -> Tensor | None:
         """The network's own value, where it has one."""

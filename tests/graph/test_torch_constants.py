@@ -55,7 +55,9 @@ def test_constants_made_in_the_forward_pass_are_computed(made: Callable[[Tensor,
 
 
 @pytest.mark.parametrize(("made", "said"), UNKNOWN.values(), ids=UNKNOWN)
-def test_a_tensor_without_a_value_is_refused_for_what_it_is(made: Callable[[Tensor, Tensor], Tensor], said: str) -> None:
+def test_a_tensor_without_a_value_is_refused_for_what_it_is(
+    made: Callable[[Tensor, Tensor], Tensor], said: str
+) -> None:
     with pytest.raises(LayerwiseError, match=said) as error:
         layerwise.parallelize(Model(made), torch.randn(4, 6), verbose=False)
     assert "meta" not in str(error.value)
