@@ -11,25 +11,25 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
-from layerwise.graph.program import Node, Program, Ref, Value, module_path
-from layerwise.graph.registry import Argument, Build, Built, Call, Operand, Result
+from layerwise.graph.program import Node, Program, Ref, Value
+from layerwise.graph.registry import Argument, Built, Call, Operand, Result
 from layerwise.graph.torch_constants import Constants, Missing, constant_names, is_constant
 from layerwise.graph.torch_losses import follows
 from layerwise.graph.torch_memory import Memory, in_place
 from layerwise.graph.torch_names import input_spec, layer_names
-from layerwise.graph.torch_ops import CHECKS, PROMOTING, ROWWISE, base_name, row
+from layerwise.graph.torch_ops import CHECKS, ROWWISE, base_name, row
 from layerwise.graph.torch_parameters import shared_parameters, without_ones
 from layerwise.graph.torch_pointwise import ELEMENTWISE
 from layerwise.graph.torch_rows import Rows, before_merging
-from layerwise.graph.torch_views import SHAPED, UNCHANGED, WRITTEN
-from layerwise.graph.torch_writes import separate_writes
+from layerwise.graph.torch_types import typed
+from layerwise.graph.torch_views import SHAPED, UNCHANGED
+from layerwise.graph.torch_writes import check_written, separate_writes
 from layerwise.ops.ends import Constant
 from layerwise.ops.loss import Loss
-from layerwise.ops.pointwise import Binary, Cast, promoted
+from layerwise.ops.pointwise import Binary
 from layerwise.ops.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
-COUNTER = "num_batches_tracked"  # what batch norm counts is not read where layerwise trains it
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
 
 
@@ -109,7 +109,7 @@ class _Importer:
             return
         constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
         written = self.memory.written(node)
-        self.check_written(node)
+        check_written(node, self.memory, self.buffers)
         if constant:
             self.constant(node)
         else:
@@ -142,7 +142,9 @@ class _Importer:
             bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
-            result = self.typed(node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch))
+            result = typed(
+                node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch), self.place
+            )
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
@@ -157,39 +159,6 @@ class _Importer:
             own = made.op.reduction if isinstance(made, Built) and isinstance(made.op, Loss) else "none"
             if reduction or (own != "none" and not value.shape):
                 self.losses[value.name] = reduction or own.removeprefix("batch")
-
-    def typed(self, node: Node, build: Build, call: Call) -> Result:
-        """What a row makes of a call, of the element types that PyTorch has: first of its operands, where need be."""
-        result = build(call)
-        if (wrong := _wrong(call, result)) is None:
-            return result
-        if in_place(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
-            return Built(Cast(wrong[0].dtype), (result,))
-        if base_name(node.target) in PROMOTING:
-            wanted, asked = wrong[0].dtype, call.get("dtype") is not None
-            arguments = {
-                key: tuple(self.cast(v, wanted, asked, call.layer) for v in value)
-                if isinstance(value, tuple)
-                else self.cast(value, wanted, asked, call.layer)
-                if key not in ("mask", "condition")
-                else value
-                for key, value in call.arguments.items()
-            }
-            result = build(replace(call, arguments=arguments))
-            if _wrong(call, result) is None:
-                return result
-        raise LayerwiseError(
-            f"it gives {wrong[0].dtype} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with "
-            ".to(...) (autocast inside of a model is not supported)"
-        )
-
-    def cast(self, value: Argument, dtype: str, asked: bool, name: str) -> Argument:
-        """An operand as another element type; only to a wider one, where that is not asked for (a number has none)."""
-        if not isinstance(value, Operand) or value.spec.dtype == dtype:
-            return value
-        if not asked and value.shape and promoted(value.spec.dtype, dtype) != dtype:
-            return value
-        return self.place(Built(Cast(dtype), (value,)), f"{name}.cast")
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
@@ -206,21 +175,6 @@ class _Importer:
                 self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
             elif value is not None:
                 self.nothing.add(value.name)
-
-    def check_written(self, node: Node) -> None:
-        """LayerwiseError where a call writes into a buffer: of what is remembered so, nothing would remain."""
-        first = next(iter(node.operands), None)
-        if first is None or not (in_place(node) or node.target == WRITTEN):
-            return
-        name = self.memory.base.get(first.name, first.name)
-        buffer = self.buffers.get(self.memory.base.get(name, name), COUNTER)
-        if not buffer.endswith(COUNTER) and not buffer.startswith("lifted_tensor"):
-            path = module_path(node.stack)
-            raise LayerwiseError(
-                f"{f'layer {path!r}' if path else 'the model'} writes into its buffer {buffer!r} in the forward pass "
-                "(averages, counters, ...), which layerwise would lose; only the running statistics of batch and "
-                "instance norm are kept: update it outside of the model"
-            )
 
     def by_sample(self, value: Value) -> bool:
         """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
@@ -376,19 +330,6 @@ class _Importer:
             f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
             f"layerwise.register_op({node.target!r}, ...)"
         )
-
-
-def _wrong(call: Call, result: Result) -> tuple[TensorSpec, TensorSpec] | None:
-    """The first output that has another element type than PyTorch's, here and there."""
-    results = result if isinstance(result, tuple) else (result,)
-    pairs = ((out, _made(r)) for out, r in zip(call.outputs, results, strict=False) if isinstance(r, Operand | Built))
-    return next(((out, made) for out, made in pairs if out.dtype != made.dtype), None)
-
-
-def _made(result: Operand | Built) -> TensorSpec:
-    if isinstance(result, Operand):
-        return result.spec
-    return result.op.output(*(_made(i) for i in result.inputs))
 
 
 def _spec(value: Value) -> TensorSpec:

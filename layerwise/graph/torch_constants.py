@@ -18,8 +18,8 @@ from layerwise.graph.torch_ops import FOLDED, SHAPED_ONLY, base_name
 MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
 MOST_BYTES = 1 << 30  # of all of them: a small file can ask for any number
 _LIMIT = (
-    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a mask) "
-    "as an input"
+    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a "
+    "mask) as an input"
 )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from layerwise.graph.program import Node, Program, Ref, Value, bind
+from layerwise.errors import LayerwiseError
+from layerwise.graph.program import Node, Program, Ref, Value, bind, module_path
 from layerwise.graph.torch_constants import constant_names
-from layerwise.graph.torch_memory import shared
+from layerwise.graph.torch_memory import Memory, in_place, shared
 from layerwise.graph.torch_ops import base_name
 from layerwise.graph.torch_views import WRITTEN
+
+COUNTER = "num_batches_tracked"
 
 
 def separate_writes(program: Program) -> Program:
@@ -53,6 +57,25 @@ def separate_writes(program: Program) -> Program:
         nodes.append(node)
     outputs = tuple(Ref(_last(ref.name, now)) for ref in program.outputs)
     return replace(program, nodes=tuple(nodes), outputs=outputs)
+
+
+def check_written(node: Node, memory: Memory, buffers: Mapping[str, str]) -> None:
+    """LayerwiseError where a call writes into one of `buffers` (with the model's names): what it keeps would be lost.
+
+    But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state`).
+    """
+    first = next(iter(node.operands), None)
+    if first is None or not (in_place(node) or node.target == WRITTEN):
+        return
+    name = memory.base.get(first.name, first.name)
+    buffer = buffers.get(memory.base.get(name, name), COUNTER)
+    if not buffer.endswith(COUNTER) and not buffer.startswith("lifted_tensor"):
+        path = module_path(node.stack)
+        raise LayerwiseError(
+            f"{f'layer {path!r}' if path else 'the model'} writes into its buffer {buffer!r} in the forward pass "
+            "(averages, counters, ...), which layerwise would lose; only the running statistics of batch and instance "
+            "norm are kept: update it outside of the model"
+        )
 
 
 def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[str, int, int, int] | None:

@@ -114,7 +114,7 @@ def test_autocast_inside_a_model_is_refused() -> None:
             return model.second(y)
 
     with pytest.raises(
-        LayerwiseError, match="layer 'second:?2?' .*gives bfloat16 in PyTorch, but float32 here.*autocast"
+        LayerwiseError, match=r"layer 'second:?2?' .*gives bfloat16 in PyTorch, but float32 here.*autocast"
     ):
         layerwise.parallelize(Model(F32, last, F32), torch.randn(4, 6), verbose=False, measure_s=0)
 
