@@ -57,8 +57,9 @@ def variance(call: Call) -> Result:
 
 def cumsum(call: Call) -> Result:
     x, dtype = call.operand("self"), call.outputs[0].dtype
-    given = x if x.spec.dtype == dtype else Built(Cast(dtype), (x,))
-    return Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (given,))
+    given = x if x.spec.dtype == dtype or "int" in dtype else Built(Cast(dtype), (x,))
+    made = Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (given,))
+    return Built(Cast(dtype), (made,)) if dtype not in ("int64", x.spec.dtype) and "int" in dtype else made
 
 
 def argmax(call: Call) -> Result:
