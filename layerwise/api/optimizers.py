@@ -12,11 +12,12 @@ from layerwise.cost.compute import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 from layerwise.run.module import ParallelModule
+from layerwise.run.optimizers import suits
 from layerwise.run.train import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = LRScheduler | Callable[[Optimizer], LRScheduler]
-WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # need more of a parameter than a box of it
+UNFIT = {"LBFGS": "is stepped with a closure", "SparseAdam": "takes sparse gradients only"}  # for `fit`'s loop
 
 
 def check(wanted: object, scheduler: object) -> None:
@@ -27,7 +28,7 @@ def check(wanted: object, scheduler: object) -> None:
                 f"unknown optimizer {wanted!r}{nearest(wanted, OPTIMIZERS)}: there are {', '.join(OPTIMIZERS)}"
             )
     elif isinstance(wanted, Optimizer):
-        _element_wise(type(wanted))
+        _check_kind(type(wanted))
         if wanted.state:
             raise LayerwiseError(
                 "the optimizer has taken steps already: give one that is new, or a function that makes it"
@@ -35,7 +36,7 @@ def check(wanted: object, scheduler: object) -> None:
     elif not callable(wanted):
         raise LayerwiseError(f"optimizer is of type {type(wanted).__name__}: give a name, a function, or an optimizer")
     elif isinstance(wanted, type):
-        _element_wise(wanted)
+        _check_kind(wanted)
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not wanted:
             raise LayerwiseError("the scheduler is of another optimizer: give fit the one that it was built over, too")
@@ -51,13 +52,16 @@ def build(wanted: Wanted, model: object, module: ParallelModule) -> Optimizer:
 
     wanted: a name (its usual learning rate), a function of the parameters, or an optimizer over `model`'s parameters:
     that very one goes on with the module's in their place, so its groups, settings and schedulers stay as they are.
-    LayerwiseError where it is over others, and for optimizers that are not element-wise.
+    LayerwiseError where it is over others, and for optimizers that do not suit the plan.
     """
     if isinstance(wanted, Optimizer):
-        return _moved(wanted, model, module)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
-    _element_wise(type(made))
+        made = _moved(wanted, model, module)
+    else:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
+        _check_kind(type(made))
+    if module.comm.size > 1:
+        suits(type(made), cut=module.cut)
     return made
 
 
@@ -69,12 +73,13 @@ def planned(wanted: Wanted) -> str:
     return name if name in PLANNED else "adam"
 
 
-def _element_wise(kind: type) -> None:
-    if kind.__name__ in WHOLE:
-        raise LayerwiseError(
-            f"{kind.__name__} needs whole parameters, but a rank holds a part of each: take an element-wise optimizer "
-            "such as SGD or AdamW"
-        )
+def _check_kind(kind: type) -> None:
+    """What suits the plan is asked once there is one."""
+    for base in kind.__mro__:
+        if base.__name__ in UNFIT:
+            raise LayerwiseError(
+                f"{base.__name__} {UNFIT[base.__name__]}, which fit cannot: take another optimizer, such as AdamW"
+            )
 
 
 def _moved(given: Optimizer, model: object, module: ParallelModule) -> Optimizer:

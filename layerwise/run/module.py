@@ -18,10 +18,13 @@ from layerwise.ops.ends import Tied
 from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
+from layerwise.run.box_gradient import plain
 from layerwise.run.element_types import predicted_bytes
 from layerwise.run.executor import Executor
 from layerwise.run.function import Call, factors, sum_of_losses
+from layerwise.run.guards import FromOutside, Refusing, check_call, check_parameters
 from layerwise.run.inputs import Inputs
+from layerwise.run.optimizers import watch
 from layerwise.run.place import parameter_boxes, places, sharing
 from layerwise.run.provenance import searched_with
 from layerwise.run.replicas import Gradients, Replicas
@@ -33,7 +36,7 @@ from layerwise.run.trace import Trace
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Refusing):
     """One rank's part of a planned network.
 
     With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
@@ -42,8 +45,9 @@ class ParallelModule(nn.Module):
     and positions, `module(*inputs, target)` is the global mean on every rank, and no output is gathered; without one
     every rank gets the whole outputs, and all must compute the same loss of them.
 
-    Parameters are this rank's boxes, under the model's names. Every rank must call forward and backward alike. Inputs
-    get no gradients; inside another module its state dict is not found: save its own.
+    Parameters are this rank's boxes, under the model's names. Where the plan splits them (`cut`), their gradients are
+    for element-wise use only: their norm is that of `clip_grad_norm_`. Every rank must call forward and backward alike.
+    Inputs get no gradients.
     """
 
     def __init__(
@@ -83,13 +87,20 @@ class ParallelModule(nn.Module):
         trained = {name: p for name, p in held.items() if p.requires_grad}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
         groups = {name: self._state.sharing(name) for name in trained}
-        self._replicas = Replicas(held, [name for name in order if name in trained], groups)
+        self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
+        self._replicas = Replicas(held, [name for name in order if name in trained], groups, cut=self.cut)
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         self._prepare("statistics", first.statistics)
         self._prepare("transfers", first.groups)
         if not trained:  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
+        self._tied = {layer.name for layer in self.graph.layers if isinstance(layer.op, Tied)}
+        if comm.size > 1:
+            watch(self.parameters(), cut=self.cut)
+            for name, p in self.named_parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(FromOutside(self, name))
 
     def _prepare(self, kind: Kind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
@@ -148,6 +159,8 @@ class ParallelModule(nn.Module):
         Without `batch` a rank that feeds another number of samples than the plan says takes it that all ranks feed as
         many.
         """
+        check_call()
+        self._check_hooks()
         target = None
         if self.loss is not None and self.io == "free":
             *given, target = inputs
@@ -175,10 +188,26 @@ class ParallelModule(nn.Module):
             self.steps,
             self.dtype,
             factors(executor.schedule.graph, 1.0 if self.io == "free" else (share.stop - share.start) / whole),
-            lambda: Gradients(self._replicas, self.comm, synchronise=self._synchronise, trace=self._trace),
+            self._gradients,
         )
         outputs = call.outputs(torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled()))
         return self._returned(executor.schedule, list(outputs), target)
+
+    def _gradients(self) -> Gradients:
+        """Those of the backward pass that begins now."""
+        self._check_hooks()
+        return Gradients(self._replicas, self.comm, synchronise=self._synchronise, trace=self._trace)
+
+    def _check_hooks(self) -> None:
+        held = self._replicas.parameters
+        check_parameters(held.items(), partial_sums=self.comm.size > 1)
+        if self._tied and self.comm.size == 1:
+            check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
+
+    @property
+    def summed(self) -> bool:
+        """Whether all gradients that parameters have now are sums over the ranks."""
+        return self._synchronise and not self._replicas.local
 
     def _held(self) -> Mapping[str, Tensor]:
         """The tree's parameters and buffers; collected anew where some were replaced, by `to` for example."""
@@ -254,32 +283,43 @@ class ParallelModule(nn.Module):
         """This rank's boxes of running statistics and the like."""
         yield from self._tree.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's boxes, by the model's names."""
-        return {shard.name: shard.tensor for shard in self.shards()}
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's boxes, by the model's names, with the box where it is not all: `fc.weight[0:8 of 16, :]`."""
+        if args or kwargs.get("destination") is not None:
+            raise LayerwiseError(
+                "the parallel module is inside another module, whose state dict cannot have it: save its own"
+            )
+        return {prefix + shard.key: shard.tensor for shard in self.shards()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this rank's `state_dict` or a whole one."""
+        """Takes this rank's `state_dict` or a whole one; another rank's or plan's boxes are refused, strict or not."""
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was."""
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, p in self._tree.named_parameters():
-            if p.grad is not None and self._state.sharing(name)[0] == self.comm.rank:
-                square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+
+        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
+        LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
+        """
+        if not float(norm_type) > 0:
+            raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
+        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
+        held = [(name, p, plain(p.grad)) for name, p in self._tree.named_parameters() if p.grad is not None]
+        mine = [g for name, _, g in held if self._state.sharing(name)[0] == self.comm.rank]
+        if mine:
+            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
+            norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
         if self.comm.size > 1:
-            total = square.reshape(1)
-            self.comm.all_reduce(total, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
-            square = total[0]
-        norm = square.sqrt()
+            self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
+        norm = torch.linalg.vector_norm(norms, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, p in self._tree.named_parameters():
-            if p.grad is not None:
-                p.grad *= scale.to(p.grad.dtype)
+        for _, _, gradient in held:
+            gradient *= scale.to(gradient.dtype)
         return norm

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.config import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from layerwise.run.box_gradient import BoxGradient, plain
 from layerwise.run.trace import Trace
 
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
@@ -35,12 +36,20 @@ class Bucket:
 
 
 class Replicas:
-    """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each."""
+    """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
+
+    cut: some rank holds not all of some parameter. Gradients are then handed out as such of boxes.
+    """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], order: Sequence[str], groups: Mapping[str, Group]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        order: Sequence[str],
+        groups: Mapping[str, Group],
+        *,
+        cut: bool = False,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.cut = parameters, cut
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -62,6 +71,10 @@ class Replicas:
             bucket.bytes += p.numel() * p.element_size()
             self.of[name] = bucket
 
+    def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
+        """Where the training loop looks for it."""
+        p.grad = gradient.as_subclass(BoxGradient) if self.cut else gradient
+
     def groups(self) -> set[Group]:
         """All groups that gradients are summed over."""
         return {bucket.group for bucket in self.buckets}
@@ -79,7 +92,8 @@ class Gradients:
             for name in bucket.names:
                 p, view = replicas.parameters[name], replicas.views.get(name)
                 if not p.requires_grad and p.grad is not None and view is not None and _same(p.grad, view):
-                    p.grad = p.grad.clone()  # of before it was frozen: to stay as it is while its bucket is summed
+                    # Of before it was frozen: to stay as it is while its bucket is summed.
+                    replicas.hand_out(p, plain(p.grad).clone())
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter; its bucket leaves when this was the last one missing."""
@@ -105,22 +119,22 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
-        local = self.replicas.local
-        if p.grad is None:
+        local, held = self.replicas.local, None if p.grad is None else plain(p.grad)
+        if held is None:
             local.pop(name, None)
             view.copy_(gradient)
         elif name in local:
-            summed, total = local[name], gradient + p.grad
+            summed, total = local[name], gradient + held
             if self.synchronise and summed is not None:
                 total -= summed
                 self.earlier[name] = summed
             view.copy_(total)
         elif self.synchronise:
-            self.earlier[name] = p.grad.clone() if _same(p.grad, view) else p.grad
+            self.earlier[name] = held.clone() if _same(held, view) else held
             view.copy_(gradient)
         else:
-            local[name] = p.grad.clone()
-            view.copy_(gradient + p.grad)
+            local[name] = held.clone()
+            view.copy_(gradient + held)
 
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient."""
@@ -141,14 +155,14 @@ class Gradients:
                 view = replicas.views[name]
                 if name in self.earlier:
                     view += self.earlier[name]
-                p.grad = view
+                replicas.hand_out(p, view)
                 if self.synchronise:
                     replicas.local.pop(name, None)
                 else:
                     replicas.local.setdefault(name, None)
         for name, gradient in self.alone.items():
             p = replicas.parameters[name]
-            p.grad = gradient if p.grad is None else p.grad + gradient
+            replicas.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
 
     def _allocate(self, bucket: Bucket) -> None:
         parameters = [self.replicas.parameters[name] for name in bucket.names]

@@ -25,3 +25,16 @@ class Shard:
     tensor: Tensor
     trainable: bool
     first: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is all of it."""
+        return self.box.shape == self.shape
+
+    @property
+    def key(self) -> str:
+        """Its name in this rank's state dict: with the box, where that is not all, such as `fc.weight[0:8 of 16, :]`."""
+        if self.whole:
+            return self.name
+        ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)
+        return f"{self.name}[{', '.join(':' if b - a == n else f'{a}:{b} of {n}' for a, b, n in ends)}]"

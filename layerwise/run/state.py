@@ -18,6 +18,7 @@ from layerwise.graph.load import Network
 from layerwise.ops.base import Parameter, same, space
 from layerwise.ops.ends import Tied
 from layerwise.run.exchange import transfer
+from layerwise.run.guards import Names
 from layerwise.run.place import Boxes, sharing
 from layerwise.run.schedule import real
 from layerwise.run.shard import Shard
@@ -44,7 +45,7 @@ class State:
         seed: int,
     ) -> None:
         self.graph, self.boxes, self.comm, self.device, self.dtype = network.graph, boxes, comm, device, dtype
-        self.tree = nn.Module()
+        self.tree = Names()
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
         self._batches = _batches(self.graph)
@@ -80,6 +81,18 @@ class State:
             module, _, name = self._keys[key].rpartition(".")
             if name == COUNT:
                 value += self._batches[module]
+
+    def cut(self) -> bool:
+        """Whether some rank holds not all of some parameter that is trained."""
+        shapes = self._shapes()
+        trained = {
+            name
+            for layer in self.graph.layers
+            for name, p in layer.own_parameters()
+            if p.trainable and name not in layer.frozen
+        }
+        trained |= {layer.name for layer in self.graph.layers if isinstance(layer.op, Tied)}
+        return any(box is None or box.shape != shapes[name] for name in trained for box in self.boxes[name])
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
@@ -152,28 +165,43 @@ class State:
         return value if isinstance(value, Tensor) else None
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes boxes of this rank or whole tensors; returns the names that are missing, and those of nothing."""
-        missing = []
-        with torch.no_grad():
-            for shard in self.shards():
-                value = next((state_dict[key] for key in (shard.name, *shard.aliases) if key in state_dict), None)
-                if value is None:
-                    missing.append(shard.name)
-                elif tuple(value.shape) == shard.shape:
-                    shard.tensor.copy_(value[shard.box.slices()] if shard.shape else value)
-                elif tuple(value.shape) == shard.box.shape:
-                    shard.tensor.copy_(value[...])
-                else:
+        """Takes boxes of this rank or whole tensors; returns the names that are missing, and those of nothing.
+
+        LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
+        """
+        missing, found = [], list[tuple[Shard, Tensor]]()
+        named = {name: key for key in state_dict if (name := _without_box(key)) != key}
+        for shard in self.shards():
+            key = next((key for key in (shard.key, shard.name, *shard.aliases) if key in state_dict), None)
+            if key is not None:
+                shape = shard.shape if key != shard.key else shard.box.shape
+                if tuple(state_dict[key].shape) != shape:
                     raise LayerwiseError(
-                        f"{shard.name!r} has shape {tuple(value.shape)} in the state dict; the model has "
-                        f"{shard.shape}, of which this rank holds {shard.box.shape}"
+                        f"{key!r} has shape {tuple(state_dict[key].shape)} in the state dict; the model has {shape}"
                     )
+                found.append((shard, state_dict[key]))
+            elif shard.name in named:
+                raise LayerwiseError(
+                    f"the state dict has {named[shard.name]!r}, but this rank holds {shard.key!r}: it is another "
+                    "rank's, or of another plan. Give each rank its own, or all of them full_state_dict()"
+                )
+            else:
+                missing.append(shard.name)
         known = set(self._keys) | set(self.boxes)
-        odd = [key for key in state_dict if key not in known]
+        odd = [key for key in state_dict if key not in known and _without_box(key) not in known]
         if strict and (missing or odd):
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
             raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
+        with torch.no_grad():
+            for shard, value in found:
+                part = value if tuple(value.shape) == shard.box.shape else value[shard.box.slices()]
+                shard.tensor.copy_(part[...])
         return missing, odd
+
+
+def _without_box(key: str) -> str:
+    """The name of a parameter, of which this is a `Shard.key`."""
+    return key.partition("[")[0]
 
 
 def _batches(graph: LayerGraph) -> Counter[str]:
@@ -193,7 +221,7 @@ def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen
     *path, last = name.split(".")
     for part in path:
         if part not in tree._modules:
-            tree.add_module(part, nn.Module())
+            tree.add_module(part, Names())
         child = tree._modules[part]
         assert child is not None
         tree = child

@@ -184,7 +184,8 @@ def test_wrong_data(given: object, message: str) -> None:
     ("how", "message"),
     [
         ({"optimizer": "sdg"}, "unknown optimizer 'sdg'"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS needs whole parameters"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS is stepped with a closure, which fit cannot"),
+        ({"optimizer": torch.optim.SparseAdam}, "SparseAdam takes sparse gradients only"),
         ({"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])}, "not the model's"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "must be a mean"),
         ({"resume": True}, "needs checkpoint"),

@@ -44,7 +44,9 @@ def on_ranks(
     return run_threads(ranks, lambda comm: act(load(found, network, comm=comm, dtype=torch.float64)), timeout_s=20)
 
 
-def refused(network: Network, act: Callable[[ParallelModule], object], ranks: int = 2) -> list[str]:
+def refused(
+    network: Network, act: Callable[[ParallelModule], object], ranks: int = 2, plan: Plan | None = None
+) -> list[str]:
     """What each rank says."""
 
     def rank(module: ParallelModule) -> str:
@@ -52,7 +54,7 @@ def refused(network: Network, act: Callable[[ParallelModule], object], ranks: in
             act(module)
         return str(raised.value)
 
-    return on_ranks(network, rank, ranks)
+    return on_ranks(network, rank, ranks, plan)
 
 
 def loss(out: Tensor) -> Tensor:

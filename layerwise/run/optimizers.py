@@ -1,0 +1,82 @@
+"""Optimizers: which of them compute rightly with a rank's parts of parameters. A hook asks at their steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layerwise.errors import LayerwiseError
+
+# torch.optim's that treat every element by itself.
+ELEMENT_WISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+# By lower-case names, because such classes come from many packages: why a part of a parameter is not enough.
+MATRICES, NORMS = "takes a parameter as one matrix", "takes norms of whole parameters"
+WHOLE = {
+    "adafactor": MATRICES, "muon": MATRICES, "shampoo": MATRICES, "distributedshampoo": MATRICES, "soap": MATRICES,
+    "galoreadamw": MATRICES, "lamb": NORMS, "fusedlamb": NORMS, "lars": NORMS, "novograd": NORMS, "prodigy": NORMS,
+}  # fmt: skip
+
+
+class _Known:
+    """The parameters of parallel modules: whether the plan cuts some. Optimizers that were asked, and of how many."""
+
+    cut: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+    asked: ClassVar[weakref.WeakKeyDictionary[Optimizer, int]] = weakref.WeakKeyDictionary()
+    watching: ClassVar[bool] = False
+
+
+def watch(parameters: Iterable[nn.Parameter], *, cut: bool) -> None:
+    """From now on an optimizer over these that would compute wrongly raises at its step. cut: `suits` says."""
+    for p in parameters:
+        _Known.cut[p] = cut
+    if not _Known.watching:
+        register_optimizer_step_pre_hook(_look)
+        _Known.watching = True
+
+
+def suits(kind: type[Optimizer], *, cut: bool) -> None:
+    """LayerwiseError unless such an optimizer has one device's numbers on several ranks.
+
+    cut: some rank holds not all of some parameter. Then it must treat every element by itself: torch's own are known,
+    other classes say so by an attribute `element_wise = True`.
+    """
+    names = [base.__name__ for base in kind.__mro__]
+    if "LBFGS" in names:
+        raise LayerwiseError(
+            "LBFGS decides by the loss how many steps it takes, and every rank has the loss of its own samples: take "
+            "another optimizer, such as AdamW"
+        )
+    if not cut:
+        return
+    why = next((WHOLE[name.lower()] for name in names if name.lower() in WHOLE), None)
+    if why is not None:
+        raise LayerwiseError(
+            f"{kind.__name__} {why}, but the plan splits the parameters over the ranks: take an "
+            "element-wise optimizer such as SGD or AdamW, or parallelize with strategy='data'"
+        )
+    step: Any = kind.step
+    known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in ELEMENT_WISE
+    if not known and not getattr(kind, "element_wise", False):
+        raise LayerwiseError(
+            f"the plan splits the parameters over the ranks, and {kind.__name__} is not known to treat every element by itself: if it "
+            f"does, say {kind.__name__}.element_wise = True before its first step; else take one of torch.optim such as "
+            "SGD or AdamW, or parallelize with strategy='data'"
+        )
+
+
+def _look(optimizer: Optimizer, *_: Any) -> None:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _Known.asked.get(optimizer) == count:
+        return
+    found = {_Known.cut.get(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    if found:
+        suits(type(optimizer), cut=True in found)
+    _Known.asked[optimizer] = count
