@@ -35,6 +35,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.run.compare import alone
+from layerwise.run.guards import check_modules
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
 
@@ -128,6 +129,8 @@ def parallelize(
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     check(model, optimizer, sync_every, memory_limit, batch)
+    if isinstance(model, nn.Module):
+        check_modules(model)
     loaders = (example_inputs, *held_out) if isinstance(example_inputs, DataLoader) else ()
     if held_out and not loaders:
         raise LayerwiseError(

@@ -16,11 +16,15 @@ from layerwise.errors import LayerwiseError
 
 # By the names of torch's functions and methods; all of torch.linalg's, too.
 WHOLE = frozenset(
-    "norm _foreach_norm nuclear_norm frobenius_norm renorm _weight_norm normalize cosine_similarity dist cdist "
-    "sum nansum mean nanmean std var std_mean var_mean prod logsumexp softmax log_softmax cumsum cumprod trace "
-    "max min amax amin aminmax _foreach_max argmax argmin median nanmedian mode quantile nanquantile "
-    "all any count_nonzero topk kthvalue sort argsort histc "
-    "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner einsum addmm addmv svd qr".split()
+    name
+    for line in (
+        "norm _foreach_norm nuclear_norm frobenius_norm renorm _weight_norm normalize cosine_similarity dist cdist",
+        "sum nansum mean nanmean std var std_mean var_mean prod logsumexp softmax log_softmax cumsum cumprod trace",
+        "max min amax amin aminmax _foreach_max argmax argmin median nanmedian mode quantile nanquantile",
+        "all any count_nonzero topk kthvalue sort argsort histc",
+        "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner einsum addmm addmv svd qr",
+    )
+    for name in line.split()
 )
 SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -40,14 +44,14 @@ class BoxGradient(Tensor):
         name = getattr(func, "__name__", "")
         if name in WHOLE or name.startswith("linalg_"):
             raise LayerwiseError(
-                f"{name.strip('_').removeprefix('linalg_')} of a gradient: the plan splits the parameters over the ranks, so this one has "
-                "a part of it only. To clip, or to know the norm, call model.clip_grad_norm_(max_norm); p.grad.clone() "
-                "is a plain tensor of this rank's part"
+                f"{name.strip('_').removeprefix('linalg_')} of a gradient: the plan splits the parameters over the "
+                "ranks, so this one has a part of it only. To clip, or to know the norm, call "
+                "model.clip_grad_norm_(max_norm); p.grad.clone() is a plain tensor of this rank's part"
             )
         if name == SCALER:
             raise LayerwiseError(
-                "GradScaler looks for gradients that are not finite on this rank only, but the plan splits the parameters over the ranks: "
-                "leave it out, or parallelize with strategy='data'"
+                "GradScaler looks for gradients that are not finite on this rank only, but the plan splits the "
+                "parameters over the ranks: leave it out, or parallelize with strategy='data'"
             )
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
@@ -63,7 +67,7 @@ class BoxGradient(Tensor):
         return plain(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def plain(gradient: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from torch import nn
 from torch.utils import checkpoint
 
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ class Names(nn.Module):
 class Refusing(nn.Module):
     """What else an nn.Module can, and a parallel one cannot."""
 
+    comm: Comm
+
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """For a module that has this one. LayerwiseError where a loop looks for layers: it would find none."""
         if memo is None:
@@ -147,7 +151,12 @@ class Refusing(nn.Module):
             "ranks' parts of parameters with rank 0's"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refusing:
+        if self.comm.size == 1:
+            made = type(self).__new__(type(self))
+            memo[id(self)] = made
+            made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+            return made
         raise LayerwiseError(
             "the parallel module cannot be copied (copy.deepcopy, AveragedModel): for an average of its weights keep "
             "copy.deepcopy(model.state_dict()), average its tensors, and give it to load_state_dict"

@@ -14,15 +14,31 @@ from layerwise.ops.ends import Constant, Input
 from layerwise.plan import Plan
 from layerwise.run.place import samples
 from layerwise.run.schedule import Schedule, real
+from layerwise.run.tensorfile import dtype_name
 
 
 class Inputs:
     """What a rank of a plan is to be fed with."""
 
-    def __init__(self, network: Network, plan: Plan, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        network: Network,
+        plan: Plan,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         self.plan, self.comm, self.device, self.dtype = plan, comm, device, dtype
-        layers = network.graph.layers
+        layers, uses = network.graph.layers, network.graph.consumers()
         self._layers = [layer for layer in layers if type(layer.op) is Input]
+        self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
+        for layer in self._layers:  # beside the example's
+            if layer.out.differentiable:
+                here = real(layer.out.dtype, network.graph, dtype)
+                self._types[layer.name] += [here] if autocast is None else [here, autocast]
+            elif all(network.graph[use].main.kind == "embedding" for use in uses[layer.name]):
+                self._types[layer.name] += [torch.int64, torch.int32]  # as PyTorch takes ids
         self._constants = {
             layer.name: _constant(network, layer.name).to(device, real(layer.out.dtype, network.graph, dtype))
             for layer in layers
@@ -67,7 +83,7 @@ class Inputs:
             )
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape."""
+        """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         given = {
             layer.name: self._checked(schedule, layer.name, x.to(self.device))
             for layer, x in zip(self._layers, inputs, strict=True)
@@ -85,6 +101,11 @@ class Inputs:
             raise LayerwiseError(f"input {name!r} requires a gradient, which is not made: give it detached")
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
+        if x.dtype not in self._types[name]:
+            raise LayerwiseError(
+                f"input {name!r} is {dtype_name(x.dtype)}, but the model was made parallel for "
+                f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
+            )
         return x.to(schedule.real(spec.dtype))
 
 

@@ -21,6 +21,7 @@ from layerwise.graph.load import Network, load_planned, network_of
 from layerwise.ops.base import space
 from layerwise.ops.ends import Sink
 from layerwise.plan import Plan, load_plan
+from layerwise.run.guards import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.provenance import searched_with
 from layerwise.run.tensorfile import dtype_name
@@ -62,6 +63,7 @@ def load(
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+        check_modules(model)
         network = network_of(model, example_inputs, plan.batch, plan.model)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})

@@ -79,7 +79,7 @@ class ParallelModule(Refusing):
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         self._state = State(network, boxes, comm, device=device, dtype=dtype, seed=seed)
         self._tree = self._state.tree  # registered: its tensors are this module's
-        self._inputs = Inputs(network, plan, comm, device, dtype)
+        self._inputs = Inputs(network, plan, comm, device, dtype, autocast)
         first = self._executor(self.graph.batch).schedule
         order = [name for step in reversed(first.steps) for name in reversed(step.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if isinstance(layer.op, Tied)]
@@ -95,12 +95,14 @@ class ParallelModule(Refusing):
         self._prepare("transfers", first.groups)
         if not trained:  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
+        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
+        self._initial = {name: p._version for name, p in held.items()} if self.cut else {}
         self._tied = {layer.name for layer in self.graph.layers if isinstance(layer.op, Tied)}
         if comm.size > 1:
             watch(self.parameters(), cut=self.cut)
             for name, p in self.named_parameters():
                 if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(FromOutside(self, name))
+                    p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
 
     def _prepare(self, kind: Kind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
@@ -161,6 +163,13 @@ class ParallelModule(Refusing):
         """
         check_call()
         self._check_hooks()
+        held = self._replicas.parameters
+        changed = next((name for name, version in self._initial.items() if held[name]._version != version), None)
+        if changed is not None:
+            raise LayerwiseError(
+                f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
+                "the parameters over the ranks: initialise the model before, or give load_state_dict the values"
+            )
         target = None
         if self.loss is not None and self.io == "free":
             *given, target = inputs
@@ -176,6 +185,7 @@ class ParallelModule(Refusing):
             )
         seed = combine(self.seed, self.steps)
         if self.training:
+            self._initial = {}
             self.steps += 1
             self._state.count()
         share = self.share(whole)
@@ -216,7 +226,7 @@ class ParallelModule(Refusing):
         return self._known
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        self._known = None
+        self._known, self._initial = None, {}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -266,7 +276,8 @@ class ParallelModule(Refusing):
             self._synchronise = before
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer that this rank holds."""
+        """Every parameter and buffer that this rank holds; their tensors may be written to."""
+        self._initial = {}
         return self._state.shards()
 
     def named_parameters(
@@ -289,7 +300,7 @@ class ParallelModule(Refusing):
             raise LayerwiseError(
                 "the parallel module is inside another module, whose state dict cannot have it: save its own"
             )
-        return {prefix + shard.key: shard.tensor for shard in self.shards()}
+        return {prefix + shard.key: shard.tensor for shard in self._state.shards()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
@@ -297,6 +308,7 @@ class ParallelModule(Refusing):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes this rank's `state_dict` or a whole one; another rank's or plan's boxes are refused, strict or not."""
+        self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
 
@@ -316,7 +328,7 @@ class ParallelModule(Refusing):
             norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
         if self.comm.size > 1:
             self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
-        norm = torch.linalg.vector_norm(norms, norm_type)
+        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -66,9 +66,9 @@ def suits(kind: type[Optimizer], *, cut: bool) -> None:
     known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in ELEMENT_WISE
     if not known and not getattr(kind, "element_wise", False):
         raise LayerwiseError(
-            f"the plan splits the parameters over the ranks, and {kind.__name__} is not known to treat every element by itself: if it "
-            f"does, say {kind.__name__}.element_wise = True before its first step; else take one of torch.optim such as "
-            "SGD or AdamW, or parallelize with strategy='data'"
+            f"the plan splits the parameters over the ranks, and {kind.__name__} is not known to treat every element "
+            f"by itself: if it does, say {kind.__name__}.element_wise = True before its first step; else take one of "
+            "torch.optim such as SGD or AdamW, or parallelize with strategy='data'"
         )
 
 
@@ -76,7 +76,7 @@ def _look(optimizer: Optimizer, *_: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _Known.asked.get(optimizer) == count:
         return
-    found = {_Known.cut.get(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    found = {_Known.cut[p] for group in optimizer.param_groups for p in group["params"] if p in _Known.cut}
     if found:
         suits(type(optimizer), cut=True in found)
     _Known.asked[optimizer] = count

@@ -33,7 +33,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Its name in this rank's state dict: with the box, where that is not all, such as `fc.weight[0:8 of 16, :]`."""
+        """Its name in this rank's state dict: with the box where it is not all, as in `fc.weight[0:8 of 16, :]`."""
         if self.whole:
             return self.name
         ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)

@@ -13,6 +13,7 @@ from layerwise.ops.loss import Loss
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -71,11 +72,23 @@ class Task:
         spatial = self.predictions[0].shape[2:]
         return spatial if self.rows == 1 else (self.rows, *spatial)
 
-    def feed(self, inputs: tuple[Tensor, ...], target: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What the module is called with, and the target of the loss that is left to take."""
+    def feed(
+        self, inputs: tuple[Tensor, ...], target: Tensor, floats: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What the module is called with, and the target of the loss that is left to take.
+
+        Data sets have floating-point numbers of any type, and integers: inputs are `floats`, and what the model says.
+        """
+        import torch
+
+        left = None
         if self.target is not None:
-            return (*inputs[: self.slot], target, *inputs[self.slot :]), None
-        return inputs, target if self.rows == 1 else target.flatten(0, 1)
+            inputs = (*inputs[: self.slot], target, *inputs[self.slot :])
+        else:
+            left = target if self.rows == 1 else target.flatten(0, 1)
+        feeds = [*self.inputs[: self.slot], self.target, *self.inputs[self.slot :]] if self.target else self.inputs
+        types = [floats if f.spec.differentiable else getattr(torch, f.spec.dtype) for f in feeds if f is not None]
+        return tuple(x.to(dtype) for x, dtype in zip(inputs, types, strict=True)), left
 
 
 def task(graph: LayerGraph) -> Task:

@@ -160,7 +160,7 @@ class Trainer:
         """This rank's samples of a batch, on its device. A rank makes no others."""
         module, task = self.module, self.data.task
         given, target = self.data.train.batch(numbers[module.share(len(numbers))])
-        inputs, left = task.feed(given, target)
+        inputs, left = task.feed(given, target, module.dtype)
         return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
@@ -216,7 +216,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
             share = module.share(size)
             given, target = held.batch(torch.where(real, numbers, 0)[share])
             target[~real[share]] = -1
-            inputs, left = task.feed(given, target)
+            inputs, left = task.feed(given, target, module.dtype)
             assert left is not None
             with torch.no_grad():
                 right += _right(module, inputs, left)

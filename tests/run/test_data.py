@@ -121,7 +121,7 @@ def test_synthetic_tokens_stay_in_the_vocabulary() -> None:
     assert ids.min() == 0
     assert 30 < int(ids.max()) < 50
     assert target.shape == (60, 5)
-    inputs, flat = data.task.feed((ids,), target)
+    inputs, flat = data.task.feed((ids,), target, torch.float32)
     assert flat is not None
     assert flat.shape == (300,)
     assert int(flat.max()) == 6
@@ -134,7 +134,7 @@ def test_a_model_with_its_own_loss_takes_the_target_where_it_wants_it() -> None:
     assert wanted.target is not None
     assert (wanted.target.name, wanted.slot, wanted.classes, wanted.answer) == ("target", 0, 4, 0)
     given, target = load_data("synthetic", own).train.batch(torch.arange(3))
-    inputs, left = wanted.feed(given, target)
+    inputs, left = wanted.feed(given, target, torch.float32)
     assert left is None
     assert [x.shape for x in inputs] == [(3,), (3, 6)]
 

@@ -1,0 +1,164 @@
+"""Gradients of a split plan: sums over a part of them are refused, what is element-wise is one device's."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.run.module import ParallelModule
+from tests.run.plans import difference
+from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
+
+CUT = {"c": 2}
+Loop = Callable[[nn.Module], object]
+
+
+def backward(made: ParallelModule, i: int = 0) -> list[Tensor]:
+    """The gradients as a loop sees them."""
+    loss(made(SAMPLES[i][made.share()])).backward()
+    return [p.grad for p in made.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda made, _: nn.utils.clip_grad_norm_(made.parameters(), 1.0),
+        lambda made, _: nn.utils.clip_grad_norm_(made.parameters(), 1.0, foreach=True),
+        lambda made, _: nn.utils.clip_grad_norm_(made.parameters(), 1.0, norm_type=float("inf")),
+        lambda _, gs: nn.utils.get_total_norm(gs),
+        lambda _, gs: gs[0].detach().data.norm(2).item(),
+        lambda _, gs: sum((g**2).sum() for g in gs) ** 0.5,
+        lambda _, gs: torch.linalg.norm(torch.cat([g.flatten() for g in gs])),
+        lambda _, gs: torch.stack([g.float().abs().max() for g in gs]),
+        lambda _, gs: all(bool(torch.isfinite(g).all()) for g in gs),
+        lambda _, gs: torch.stack(torch._foreach_mul(gs[:1], 2.0)).mean(),
+    ],
+)
+def test_clipping_by_torch_on_a_split_plan_is_refused(look: Callable[[ParallelModule, list[Tensor]], object]) -> None:
+    """So are norms that a loop takes, to log them for example."""
+    _, network = mlp()
+    for text in refused(network, lambda made: look(made, backward(made)), 2, plan_of(network, 2, CUT)):
+        assert "call model.clip_grad_norm_(max_norm)" in text
+
+
+def test_gradscaler_on_a_split_plan_is_refused() -> None:
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(made.parameters(), 0.1)
+        scaler.scale(loss(made(SAMPLES[0][made.share()]))).backward()
+        scaler.step(optimizer)
+
+    for text in refused(network, act, 2, plan_of(network, 2, CUT)):
+        assert "GradScaler looks for gradients that are not finite on this rank only" in text
+
+
+def by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad *= 0.5
+                p -= 0.1 * p.grad
+                p.data -= 0.1 * p.grad.sign()
+
+
+def by_norm(model: nn.Module) -> None:
+    clip = model.clip_grad_norm_ if isinstance(model, ParallelModule) else None
+    for norm, kind in ((0.1, 2.0), (0.01, float("inf")), (0.05, 1.0), (0.02, 3)):
+        told = clip(norm, kind) if clip else nn.utils.clip_grad_norm_(model.parameters(), norm, norm_type=kind)
+        NORMS[type(model)].append(float(told))
+
+
+NORMS: dict[type, list[float]] = {nn.Sequential: [], ParallelModule: []}
+
+
+@pytest.mark.parametrize(
+    ("act", "degrees"), [(by_value, CUT), (by_hand, CUT), (by_hand, {}), (by_norm, CUT), (by_norm, {})]
+)
+def test_what_is_element_wise_is_one_devices(act: Loop, degrees: dict[str, int]) -> None:
+    """Over accumulation, no_sync and both ways to zero."""
+    module, network = mlp()
+    for told in NORMS.values():
+        told.clear()
+
+    def train(model: nn.Module, share: slice) -> list[dict[str, Tensor | None]]:
+        optimizer, seen = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
+        for i, to_none in enumerate((True, False, True)):
+            optimizer.zero_grad(set_to_none=to_none)
+            if isinstance(model, ParallelModule):
+                with model.no_sync():
+                    loss(model(SAMPLES[i - 1][share])).backward()
+            else:
+                loss(model(SAMPLES[i - 1][share])).backward()
+            loss(model(SAMPLES[i][share])).backward()
+            act(model)
+            seen.append(gradients(model))
+            optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        assert all(type(value) is Tensor for value in kept)
+        return seen
+
+    single = copy.deepcopy(module)
+    train(single, slice(None))
+
+    def rank(made: ParallelModule) -> dict[str, Tensor]:
+        train(made, made.share())
+        return made.full_state_dict()
+
+    for found in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
+        for name, value in single.state_dict().items():
+            assert difference(found[name], value) <= 1e-9, name
+    told = NORMS[nn.Sequential]
+    assert sorted(NORMS[ParallelModule]) == pytest.approx(sorted([*told, *told]), rel=1e-9)
+
+
+def test_torchs_clipping_is_right_where_every_rank_holds_all() -> None:
+    module, network = mlp()
+    single = copy.deepcopy(module)
+    loss(single(SAMPLES[0])).backward()
+    nn.utils.clip_grad_norm_(single.parameters(), 0.1)
+
+    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
+        backward(made)
+        nn.utils.clip_grad_norm_(made.parameters(), 0.1)
+        return gradients(made)
+
+    for found in on_ranks(network, rank, 2):
+        equal(found, gradients(single))
+
+
+def test_a_norm_that_is_not_finite_is_told_on_every_rank() -> None:
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        held = backward(made)
+        if made.comm.rank:
+            held[0].fill_(float("nan"))
+        made.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+    for text in refused(network, act, 2, plan_of(network, 2, CUT)):
+        assert text == "the norm of the gradients is nan: they are not clipped"
+    for text in refused(network, lambda made: made.clip_grad_norm_(1.0, 0)):
+        assert text == "norm_type must be above 0, not 0"
+
+
+def test_a_gradient_can_be_copied_and_saved() -> None:
+    _, network = mlp()
+
+    def rank(made: ParallelModule) -> bool:
+        held, file = backward(made)[0], io.BytesIO()
+        torch.save(held, file)
+        file.seek(0)
+        copies = [held.clone(), copy.deepcopy(held), torch.load(file, weights_only=True), torch.zeros_like(held)]
+        assert "tensor" in repr(held.clone())
+        assert held.shape == copies[0].shape
+        return all(type(c) is Tensor for c in copies) and torch.equal(copies[1], copies[2])
+
+    assert all(on_ranks(network, rank, 2, plan_of(network, 2, CUT)))
