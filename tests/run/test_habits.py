@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
-from layerwise.graph.load import Network
+from layerwise.graph.load import Network, network_of
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
 from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused, traced
@@ -141,6 +141,47 @@ def test_an_input_that_requires_a_gradient_is_refused() -> None:
             return made(x[made.share()])
 
     assert torch.cat(on_ranks(network, without, 2)).shape == (8, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
+    """As PyTorch's linear layer refuses it."""
+    _, network = mlp()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for text in refused(network, lambda made, dtype=dtype: made(SAMPLES[0][made.share()].to(dtype)), ranks):
+            assert text == (
+                f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64: give x.to(torch.float64)"
+            )
+
+
+class Ids(nn.Module):
+    """Ids that are looked up, a mask that is computed with, a loss's own targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(ids) * mask[:, None]), target)
+
+
+def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None:
+    torch.manual_seed(0)
+    module, numbers = Ids().double(), torch.arange(8) % 5
+    network = network_of(module, (numbers, numbers, numbers), 8, "test")
+    single = module(numbers, numbers, numbers)
+    assert torch.equal(single, module(numbers.int(), numbers, numbers))
+
+    def step(made: ParallelModule, *types: torch.dtype) -> Tensor:
+        return made(*(numbers[made.share()].to(dtype) for dtype in types))
+
+    i32, i64 = torch.int32, torch.int64
+    for types in ((i64, i64, i64), (i32, i64, i64)):
+        found = on_ranks(network, lambda made, types=types: step(made, *types), 2)
+        assert abs(float(sum(found) / 2 - single)) <= 1e-12
+    for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
+        for text in refused(network, lambda made, types=types: step(made, *types)):
+            assert "but the model was made parallel for int64: give x.to(torch.int64)" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

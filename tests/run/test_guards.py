@@ -1,0 +1,282 @@
+"""Guards: what a loop does around a parallel module and would not come out as on one device is refused."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.run.guards import check_modules
+from layerwise.run.load import load
+from layerwise.run.module import ParallelModule
+from tests.run.plans import difference
+from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
+
+CUT = {"c": 2}
+Act = Callable[[ParallelModule], object]
+
+
+def step(made: ParallelModule) -> None:
+    loss(made(SAMPLES[0][made.share()])).backward()
+
+
+def alone() -> ParallelModule:
+    _, network = mlp()
+    return load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------- outside of the model
+
+
+def penalised(made: nn.Module, x: Tensor) -> None:
+    (loss(made(x)) + 0.1 * sum(p.square().sum() for p in made.parameters())).backward()
+
+
+def test_a_weight_penalty_in_the_loss_is_refused_on_a_split_plan() -> None:
+    _, network = mlp()
+    for text in refused(network, lambda made: penalised(made, SAMPLES[0][made.share()]), 2, plan_of(network, 2, CUT)):
+        assert "is used outside the model, by a weight penalty in the loss for example" in text
+
+
+def test_a_weight_penalty_is_right_where_every_rank_holds_all() -> None:
+    module, network = mlp()
+    single = copy.deepcopy(module)
+    for x in SAMPLES:
+        penalised(single, x)
+
+    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
+        for x in SAMPLES:
+            penalised(made, x[made.share()])
+        return gradients(made)
+
+    for ranks in (1, 2):
+        for found in on_ranks(network, rank, ranks):
+            equal(found, gradients(single))
+
+
+def test_a_weight_penalty_within_no_sync_is_refused() -> None:
+    """It would be summed over the ranks with the gradients that wait."""
+    _, network = mlp()
+
+    def within(made: ParallelModule) -> None:
+        with made.no_sync():
+            penalised(made, SAMPLES[0][made.share()])
+
+    def after(made: ParallelModule) -> None:
+        with made.no_sync():
+            step(made)
+        penalised(made, SAMPLES[1][made.share()])
+
+    for act in (within, after):
+        for text in refused(network, act):
+            assert "leave no_sync() and sync_every out" in text
+
+
+# ------------------------------------------------------------------------------------------- hooks
+
+
+def hooked(register: str, at: str = "0.weight") -> Act:
+    def act(made: ParallelModule) -> None:
+        getattr(made.get_parameter(f"_tree.{at}"), register)(lambda *_: None)
+        step(made)
+
+    return act
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register: str) -> None:
+    _, network = mlp()
+    for degrees in (CUT, {"n": 2}):
+        for text in refused(network, hooked(register), 2, plan_of(network, 2, degrees)):
+            assert text.startswith("parameter '0.weight' has a hook, which would not be called with its gradient")
+
+
+def test_hooks_of_parameters_on_one_device() -> None:
+    with pytest.raises(LayerwiseError, match=r"parameter '0\.weight' has a hook"):
+        hooked("register_post_accumulate_grad_hook")(alone())
+    made, module, seen = alone(), copy.deepcopy(mlp()[0]), list[Tensor]()
+    made.get_parameter("_tree.0.weight").register_hook(seen.append)  # is called, and with all of the gradient
+    step(made)
+    loss(module(SAMPLES[0])).backward()
+    assert difference(seen[0], module[0].weight.grad) <= 1e-12
+
+
+def test_a_hook_that_comes_between_the_passes_is_refused() -> None:
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        out = loss(made(SAMPLES[0][made.share()]))
+        for p in made.parameters():
+            p.register_post_accumulate_grad_hook(lambda _: None)
+        out.backward()
+
+    for text in refused(network, act):
+        assert "has a hook" in text
+
+
+class Recorder(nn.Module):
+    """Hooks of its own are a part of how it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first.register_forward_hook(self.keep)
+
+    def keep(self, _: nn.Module, __: object, out: Tensor) -> None:
+        self.kept = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first(x)
+        return self.second(self.kept)
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        ("register_forward_hook", "module '0' has a forward hook"),
+        ("register_forward_pre_hook", "module '0' has a forward hook"),
+        ("register_full_backward_hook", "module '0' has a backward hook"),
+        ("register_full_backward_pre_hook", "module '0' has a backward hook"),
+    ],
+)
+def test_hooks_of_the_models_layers_are_refused(register: str, message: str) -> None:
+    module, network = copy.deepcopy(mlp()[0]), mlp()[1]
+    getattr(module[0], register)(lambda *_: None)
+    with pytest.raises(LayerwiseError, match=f"{message}, which would not be called in training"):
+        load(plan_of(network, 1), module, example_inputs=(SAMPLES[0],))
+
+
+def test_hooks_of_the_models_parameters_are_refused() -> None:
+    module = copy.deepcopy(mlp()[0])
+    module[0].weight.register_hook(lambda g: g)
+    with pytest.raises(LayerwiseError, match=r"parameter '0\.weight' has a hook"):
+        check_modules(module)
+
+
+def test_hooks_that_are_a_part_of_the_model_are_not() -> None:
+    module = copy.deepcopy(mlp()[0])
+    prune.l1_unstructured(module[0], "weight", 0.3)
+    check_modules(module)
+    check_modules(Recorder())
+
+
+def test_hooks_of_the_parallel_module_itself_are_called() -> None:
+    _, network = mlp()
+
+    def rank(made: ParallelModule) -> list[str]:
+        seen = list[str]()
+        made.register_forward_pre_hook(lambda *_: seen.append("before"))
+        made.register_forward_hook(lambda *_: seen.append("after"))
+        step(made)
+        return seen
+
+    assert on_ranks(network, rank, 2) == [["before", "after"]] * 2
+    with pytest.raises(LayerwiseError, match="a hook of one, or a call, is not supported"):
+        alone().get_submodule("_tree.0").register_forward_hook(lambda *_: None)
+
+
+# ------------------------------------------------------------------------------------------- around the module
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> None:
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        x = torch.ones(1, requires_grad=True)
+        out = checkpoint(lambda x: made(SAMPLES[0][made.share()]) * x, x, use_reentrant=reentrant)
+        loss(out).backward()
+
+    for degrees in (CUT, {"n": 2}):
+        for text in refused(network, act, 2, plan_of(network, 2, degrees)):
+            assert text.startswith("torch.utils.checkpoint around the parallel module is not supported")
+
+
+WRAPPERS: list[tuple[Act, str]] = [
+    (copy.deepcopy, "cannot be copied (copy.deepcopy, AveragedModel)"),
+    (AveragedModel, "cannot be copied (copy.deepcopy, AveragedModel)"),
+    (pickle.dumps, "cannot be pickled: layerwise.save(model, file)"),
+    (torch.compile, "torch.compile of the parallel module is not supported"),
+    (lambda made: made.compile(), "torch.compile of the parallel module is not supported"),
+    (
+        lambda made: nn.parallel.DistributedDataParallel(made, process_group=object()),
+        "stands in DistributedDataParallel's place",
+    ),
+    (lambda made: made.apply(nn.init.zeros_), "initialise the model before it is made parallel"),
+    (lambda made: [m.eval() for m in made.modules() if isinstance(m, nn.BatchNorm2d)], "has no layers of PyTorch's"),
+]
+
+
+@pytest.mark.parametrize(("act", "message"), WRAPPERS)
+def test_what_an_nn_module_can_and_a_parallel_one_cannot(act: Act, message: str) -> None:
+    _, network = mlp()
+    for text in refused(network, act):
+        assert message in text
+
+
+def test_an_average_of_weights() -> None:
+    """As the refusal of AveragedModel says; on one device, which may be copied, by it."""
+    module, network = mlp()
+
+    def train(model: nn.Module, share: slice, average: Callable[[], None]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in SAMPLES:
+            optimizer.zero_grad()
+            loss(model(x[share])).backward()
+            optimizer.step()
+            average()
+
+    def ema(averaged: Tensor, new: Tensor, _: object) -> Tensor:
+        return averaged.lerp(new, 0.25)
+
+    single = copy.deepcopy(module)
+    by_torch = AveragedModel(single, avg_fn=ema)
+    train(single, slice(None), lambda: by_torch.update_parameters(single))
+    made = alone()
+    copied = AveragedModel(made, avg_fn=ema)
+    train(made, slice(None), lambda: copied.update_parameters(made))
+    wanted = by_torch.module.state_dict()
+    assert all(difference(copied.module.state_dict()[name], value) <= 1e-12 for name, value in wanted.items())
+
+    def rank(made: ParallelModule) -> dict[str, Tensor]:
+        kept = copy.deepcopy(made.state_dict())
+        known = [False]
+
+        def average() -> None:
+            for name, value in made.state_dict().items():
+                kept[name].lerp_(value, 0.25 if known[0] else 1.0)
+            known[0] = True
+
+        train(made, made.share(), average)
+        made.load_state_dict(kept)
+        return made.full_state_dict()
+
+    for found in on_ranks(network, rank, 2, plan_of(network, 2, CUT)):
+        assert all(difference(found[name], value) <= 1e-9 for name, value in wanted.items())
+
+
+def test_new_initial_values_of_parts_are_refused() -> None:
+    """The fan-in of a part is not that of the whole."""
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        for p in made.parameters():
+            if p.dim() > 1:
+                nn.init.kaiming_normal_(p)
+        step(made)
+
+    for text in refused(network, act, 2, plan_of(network, 2, CUT)):
+        assert text.startswith("parameter '0.weight' was given other values after the model was made parallel")
+
+    def given(made: ParallelModule) -> None:
+        made.load_state_dict({name: value * 2 for name, value in made.full_state_dict().items()})
+        step(made)
+
+    on_ranks(network, given, 2, plan_of(network, 2, CUT))

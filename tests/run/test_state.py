@@ -1,0 +1,157 @@
+"""State dicts of a split plan: boxes carry their place in their names, so that none is taken for a whole parameter."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.run.load import load
+from layerwise.run.module import ParallelModule
+from tests.comm.pool import run_ranks
+from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
+
+CUT = {"c": 2}
+
+
+def own(made: ParallelModule) -> dict[str, Tensor]:
+    return copy.deepcopy(made.state_dict())
+
+
+def test_a_ranks_state_dict_does_not_load_into_the_model_unnoticed(tmp_path: Path) -> None:
+    """As torch.save(model.state_dict(), file) on rank 0 would have it."""
+    module, network = mlp()
+    keys = [list(state) for state in on_ranks(network, own, 2, plan_of(network, 2, CUT))]
+    assert keys[0] == ["0.weight[0:3 of 6, :]", "0.bias[0:3 of 6]", "2.weight[0:1 of 3, :]", "2.bias[0:1 of 3]"]
+    assert keys[1] == ["0.weight[3:6 of 6, :]", "0.bias[3:6 of 6]", "2.weight[1:3 of 3, :]", "2.bias[1:3 of 3]"]
+
+    def save(made: ParallelModule) -> None:
+        if made.comm.rank == 0:
+            torch.save(made.state_dict(), tmp_path / "model.pt")
+
+    on_ranks(network, save, 2, plan_of(network, 2, CUT))
+    with pytest.raises(
+        RuntimeError, match=r'Missing key\(s\).*"0\.weight".*\n.*Unexpected.*"0\.weight\[0:3 of 6, :\]"'
+    ):
+        copy.deepcopy(module).load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+def test_where_every_rank_holds_all_the_state_dict_is_the_models() -> None:
+    module, network = mlp()
+    for state in on_ranks(network, own, 2):
+        assert list(state) == list(module.state_dict())
+        copy.deepcopy(module).load_state_dict(state)
+
+
+@pytest.mark.parametrize("degrees", [CUT, {"n": 2}, {}], ids=str)
+def test_a_rank_takes_its_own_and_the_whole_state_dict(degrees: dict[str, int]) -> None:
+    """Also where rank 1 has no layer at all."""
+    _, network = mlp()
+
+    def rank(made: ParallelModule) -> tuple[dict[str, Tensor], ...]:
+        whole, mine = made.full_state_dict(), own(made)
+        with torch.no_grad():
+            for p in made.parameters():
+                p.zero_()
+        made.load_state_dict(mine)
+        first = made.full_state_dict()
+        with torch.no_grad():
+            for p in made.parameters():
+                p.zero_()
+        made.load_state_dict(whole)
+        return whole, first, made.full_state_dict()
+
+    for whole, *others in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
+        assert all(torch.equal(value, other[name]) for other in others for name, value in whole.items())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_ranks_or_plans_boxes_are_refused(strict: bool) -> None:
+    _, network = mlp()
+    boxes = on_ranks(network, own, 2, plan_of(network, 2, CUT))
+    whole = on_ranks(network, own, 2)
+    thirds = on_ranks(network, own, 3, plan_of(network, 3, {"c": 3}))
+
+    def other(made: ParallelModule) -> None:
+        made.load_state_dict(boxes[1 - made.comm.rank], strict=strict)
+
+    for rank, text in enumerate(refused(network, other, 2, plan_of(network, 2, CUT))):
+        theirs, mine = ("3:6", "0:3") if rank == 0 else ("0:3", "3:6")
+        assert (
+            f"the state dict has '0.weight[{theirs} of 6, :]', but this rank holds '0.weight[{mine} of 6, :]'" in text
+        )
+    for text in refused(network, lambda made: made.load_state_dict(boxes[made.comm.rank], strict=strict)):
+        assert "but this rank holds '0.weight': it is another rank's, or of another plan" in text
+    for text in refused(network, lambda made: made.load_state_dict(thirds[0], strict), 2, plan_of(network, 2, CUT)):
+        assert "another rank's, or of another plan" in text
+    for text in refused(  # a box under the plain name, as state dicts of earlier versions had it
+        network,
+        lambda made: made.load_state_dict({**whole[0], "0.weight": torch.zeros(3, 4)}, strict=strict),
+        2,
+        plan_of(network, 2, CUT),
+    ):
+        assert text == "'0.weight' has shape (3, 4) in the state dict; the model has (6, 4)"
+
+
+def test_nothing_is_loaded_where_something_is_refused() -> None:
+    _, network = mlp()
+
+    def rank(made: ParallelModule) -> bool:
+        before = own(made)
+        wrong = {key: value + 1 for key, value in before.items()} | {"nonsense": torch.zeros(1)}
+        with pytest.raises(LayerwiseError, match="'nonsense', which the model does not have"):
+            made.load_state_dict(wrong)
+        return all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+
+    assert all(on_ranks(network, rank, 2, plan_of(network, 2, CUT)))
+
+
+def test_the_state_dict_of_a_module_around_it_is_refused() -> None:
+    _, network = mlp()
+    for text in refused(network, lambda made: nn.Sequential(made, nn.Linear(3, 3)).state_dict()):
+        assert "inside another module, whose state dict cannot have it" in text
+    (state,) = on_ranks(network, lambda made: made.state_dict(prefix="model."), 1)
+    assert next(iter(state)) == "model.0.weight"
+
+
+def through_dcp(comm: Comm, folder: str, degrees: dict[str, int]) -> dict[str, Any]:
+    """Trained, saved by torch.distributed.checkpoint, read into a fresh one; rank 0's keys of what was saved."""
+    _, network = mlp()
+    plan = plan_of(network, comm.size, degrees)
+
+    def new() -> ParallelModule:
+        return load(plan, network, comm=comm, dtype=torch.float64)
+
+    made, again = new(), new()
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    loss(made(SAMPLES[0][made.share()])).backward()
+    optimizer.step()
+    dcp.save(made.state_dict(), checkpoint_id=folder)
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state)
+    whole, read = made.full_state_dict(), again.full_state_dict()
+    assert all(torch.equal(value, read[name]) for name, value in whole.items())
+    return {"keys": sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata), "whole": whole}
+
+
+@pytest.mark.parametrize("degrees", [CUT, {}], ids=str)
+def test_dcp_keeps_every_ranks_boxes(tmp_path: Path, degrees: dict[str, int]) -> None:
+    module, _ = mlp()
+    first, second = run_ranks(2, "tests.run.test_state:through_dcp", str(tmp_path), degrees)
+    assert first["keys"] == second["keys"]
+    if degrees:
+        assert {"0.weight[0:3 of 6, :]", "0.weight[3:6 of 6, :]"} <= set(first["keys"])
+        with pytest.raises(CheckpointException) as raised:
+            dcp.load(copy.deepcopy(module).state_dict(), checkpoint_id=tmp_path, no_dist=True)
+        assert "Missing key in checkpoint state_dict: 0.bias" in str(raised.value.failures)
+    else:
+        state = copy.deepcopy(module).state_dict()
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(value, first["whole"][name]) for name, value in state.items())
