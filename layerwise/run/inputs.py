@@ -37,7 +37,10 @@ class Inputs:
             if layer.out.differentiable:
                 here = real(layer.out.dtype, network.graph, dtype)
                 self._types[layer.name] += [here] if autocast is None else [here, autocast]
-            elif all(network.graph[use].main.kind == "embedding" for use in uses[layer.name]):
+            elif all(
+                use.main.kind == "embedding" and layer.name not in use.inputs[1:]
+                for use in map(network.graph.__getitem__, uses[layer.name])
+            ):
                 self._types[layer.name] += [torch.int64, torch.int32]  # as PyTorch takes ids
         self._constants = {
             layer.name: _constant(network, layer.name).to(device, real(layer.out.dtype, network.graph, dtype))

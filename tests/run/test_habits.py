@@ -149,9 +149,7 @@ def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
     _, network = mlp()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for text in refused(network, lambda made, dtype=dtype: made(SAMPLES[0][made.share()].to(dtype)), ranks):
-            assert text == (
-                f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64: give x.to(torch.float64)"
-            )
+            assert text.startswith(f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64:")
 
 
 class Ids(nn.Module):
@@ -178,7 +176,7 @@ def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None
     i32, i64 = torch.int32, torch.int64
     for types in ((i64, i64, i64), (i32, i64, i64)):
         found = on_ranks(network, lambda made, types=types: step(made, *types), 2)
-        assert abs(float(sum(found) / 2 - single)) <= 1e-12
+        assert abs(sum(out.item() for out in found) / 2 - single.item()) <= 1e-12
     for types in ((i64, i32, i64), (i64, torch.bool, i64), (i64, i64, i32), (torch.float64, i64, i64)):
         for text in refused(network, lambda made, types=types: step(made, *types)):
             assert "but the model was made parallel for int64: give x.to(torch.int64)" in text
