@@ -107,6 +107,16 @@ def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
     return refused(comm, {name: values[comm.rank]})
 
 
+def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
+    """What `fit` says of an optimizer; "" where it trains."""
+    try:
+        fit(network(), data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, comm=comm, progress=False,
+            verbose=False, measure_s=0, **how)  # fmt: skip
+    except LayerwiseError as error:
+        return str(error)
+    return ""
+
+
 def too_few(comm: Comm) -> str:
     """One sample for two ranks."""
     try:

@@ -129,6 +129,13 @@ def test_an_optimizer_that_cannot_be_is_found_before_the_work(monkeypatch: pytes
             layerwise.fit(network(), data(8).tensors, nn.CrossEntropyLoss(), wanted)
 
 
+def test_an_optimizer_of_whole_parameters_is_for_plans_that_split_none() -> None:
+    adafactor = torch.optim.Adafactor
+    for told in run_ranks(2, "tests.api.ranks:fitted_with", adafactor, {"strategy": {"7": {"c": 2}}}):
+        assert "Adafactor takes a parameter as one matrix, but the plan splits" in told
+    assert run_ranks(2, "tests.api.ranks:fitted_with", adafactor, {"strategy": "data"}) == ["", ""]
+
+
 def test_going_on_from_a_checkpoint(tmp_path: Path) -> None:
     how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "batch": 4, **QUIET}
     at_once, in_parts, again = network(), network(), network()
