@@ -67,8 +67,9 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
         whole = {name.removeprefix("whole."): value for name, value in rank.items() if name.startswith("whole.")}
         assert apart(whole, model.state_dict()) <= 1e-9
         model.load_state_dict(whole, strict=True)
-    assert [tuple(rank["own.5.weight"].shape) for rank in ranks] == [(6, 64), (6, 64)]
-    assert [tuple(rank["own.7.weight"].shape) for rank in ranks] == [(10, 6), (10, 6)]
+    for rank, rows, columns in zip(ranks, ("0:6", "6:12"), ("0:6", "6:12"), strict=True):
+        assert tuple(rank[f"own.5.weight[{rows} of 12, :]"].shape) == (6, 64)
+        assert tuple(rank[f"own.7.weight[:, {columns} of 12]"].shape) == (10, 6)
 
 
 @pytest.mark.parametrize(

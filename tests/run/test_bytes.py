@@ -88,7 +88,7 @@ def test_predicted_are_sent(name: str, planned: torch.dtype, types: str, recompu
         def run(comm: Comm, plan: Plan = plan) -> tuple[dict[str, float | None], dict[str, int]]:
             module = load(plan, given, comm=comm, checkpoint_activations=recompute, **TYPES[types])
             before = comm.sent.copy()
-            x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6)
+            x = torch.randint(12, (4, 6)) if name == "words" else torch.randn(4, 4, 6, 6, dtype=planned)
             module(x[module.share()]).float().mean().backward()
             sent = comm.sent - before
             return module.predicted_bytes(), {kind: sent[kind] for kind in KINDS}
