@@ -69,6 +69,11 @@ def check_modules(model: nn.Module) -> None:
     check_parameters(model.named_parameters(), partial_sums=True)
     for name, module in model.named_modules():
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in (module, *forward)):
+            raise LayerwiseError(
+                f"module {name!r} has a spectral norm, whose vectors would not move with every step: remove it "
+                "(torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations)"
+            )
         lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"

@@ -167,6 +167,15 @@ def test_hooks_that_are_a_part_of_the_model_are_not() -> None:
     check_modules(Recorder())
 
 
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_spectral_norm_is_refused(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Its power iteration is a side effect of the forward pass."""
+    module = copy.deepcopy(mlp()[0])
+    norm(module[0])
+    with pytest.raises(LayerwiseError, match="has a spectral norm, whose vectors would not move with every step"):
+        check_modules(module)
+
+
 def test_hooks_of_the_parallel_module_itself_are_called() -> None:
     _, network = mlp()
 
