@@ -1,0 +1,40 @@
+"""What MkDocs takes from the repository instead of a copy: the notebooks, and the help of every command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+HELP = re.compile(r"<!-- help: (\w+) -->")
+
+
+@event_priority(100)  # before mkdocs-jupyter looks for notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Notebooks stay in notebooks/, without outputs; the tutorials are these, executed."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """`<!-- help: search -->` becomes what `layerwise search --help` prints."""
+    return HELP.sub(lambda found: _help(found[1]), markdown)
+
+
+def _help(command: str) -> str:
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    from layerwise.__main__ import COMMANDS
+
+    parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command][0]).parser()
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    texts = [parser.format_help(), *(one.format_help() for action in below for one in action.choices.values())]
+    return "\n".join(f"```text\n{text.rstrip()}\n```\n" for text in texts)
