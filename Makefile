@@ -5,7 +5,7 @@ GPUS ?= 16
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 
-.PHONY: search test lint bench notebooks clean
+.PHONY: search test lint bench notebooks docs clean
 
 search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
 	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
@@ -22,6 +22,9 @@ lint: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev  ## run every notebook
 	$(VENV)/bin/python -m pytest -q --nbmake --nbmake-timeout=120 notebooks
 
+docs: $(VENV)/.installed-docs  ## the documentation, into site/; DOCS_EXECUTE=false leaves the notebooks' outputs out
+	$(VENV)/bin/mkdocs build --strict $(ARGS)
+
 bench: $(VENV)/.installed-dev  ## search and table times, as in the README
 	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)
 
@@ -35,5 +38,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[data,dev,notebooks]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e '.[data,docs]'
+	touch $@
+
 clean: # never VENV: it may be somebody's own
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .cache build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

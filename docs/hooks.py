@@ -9,20 +9,33 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import event_priority
+from mkdocs.plugins import CombinedEvent, event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HELP = re.compile(r"<!-- help: (\w+) -->")
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+def _add(files: Files, config: MkDocsConfig) -> Files:
     """Notebooks stay in notebooks/, without outputs; the tutorials are these, executed."""
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for path in NOTEBOOKS:
         files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
     return files
+
+
+@event_priority(-100)  # after it has put its own files in their place, which forget where a generated one is
+def _place(files: Files, config: MkDocsConfig) -> Files:
+    for path in NOTEBOOKS:
+        file = files.get_file_from_path(f"tutorials/{path.name}")
+        assert file is not None
+        file.abs_src_path = str(path)
+    return files
+
+
+on_files = CombinedEvent(_add, _place)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
