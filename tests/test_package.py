@@ -45,9 +45,9 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """From a copy, so that nothing is left in the repository."""
     source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("dist")
-    for name in (*SOURCES, "tests", "notebooks", ".ci"):
+    for name in (*SOURCES, "tests", "notebooks", "docs", "examples", ".ci"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
-    for name in ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "MANIFEST.in", "Makefile", "pyproject.toml", "mkdocs.yml", "CITATION.cff", *WRITTEN):
         shutil.copy(ROOT / name, source)
     script = f"from setuptools import build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
     said = python("-c", script, cwd=source, errors=True)
@@ -76,8 +76,8 @@ def test_building_gives_no_warning(built: Built) -> None:
 def test_the_sdist_has_all_tests(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert files_of("tests") <= inside
-    assert {"LICENSE", "Makefile", "README.md", "pyproject.toml", ".ci/constraints.txt"} <= inside
+    assert files_of("tests") | files_of("docs") | files_of("examples") <= inside
+    assert {"LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", ".ci/constraints.txt", *WRITTEN} <= inside
 
 
 def test_what_is_installed_comes_from_public_indexes() -> None:

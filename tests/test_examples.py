@@ -1,0 +1,64 @@
+"""The scripts of examples/, as a reader runs them: on one process, and under torchrun with the same numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LOSS = re.compile(r"loss (?:of its own texts )?(\d+\.\d+)")
+
+
+def losses(said: str) -> list[float]:
+    return [float(value) for value in LOSS.findall(said)]
+
+
+def alone(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What an example says on one process; here, for a process of its own would import torch once more."""
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_learns_on_one_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = losses(alone(path.name, monkeypatch, capsys))
+    assert len(found) >= 3
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_hides_no_package(path: Path) -> None:
+    """Python puts a script's folder first: examples/onnx.py would be imported in the place of onnx."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    assert path.stem not in ("onnx", "torch", "transformers", "layerwise")
+
+
+def test_the_weights_of_fit_are_the_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    alone("fit.py", monkeypatch, capsys, "--epochs", "1", "--out", str(tmp_path / "model.pt"))
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert state["0.weight"].shape == (8, 1, 3, 3)
+
+
+def test_the_swapped_line_has_the_losses_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "examples/ddp_swap.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Sequential on 2 × cpu" in done.stdout
+    assert losses(done.stdout) == pytest.approx(losses(alone("ddp_swap.py", monkeypatch, capsys)), abs=2e-4)
