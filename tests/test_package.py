@@ -19,6 +19,7 @@ import pytest
 import layerwise
 
 ROOT = Path(__file__).parents[1]
+WRITTEN = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md")
 SOURCES = {"layerwise": "layerwise", "models": "layerwise/models", "profiles": "layerwise/profiles"}
 
 
