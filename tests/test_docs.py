@@ -1,0 +1,59 @@
+"""The pages of docs/ against the code: `make docs` checks their links, and these what it cannot know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import layerwise
+from layerwise.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+COST_MODEL = (DOCS / "explanation/cost_model.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (DOCS / "reference/api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: layerwise\.(\w+)$", page, re.MULTILINE))
+    assert set(layerwise.__all__) - shown == {"__version__", "load_profile"}
+    assert "::: layerwise.machine.load\n" in page  # load_profile, under its own name
+
+
+def test_the_page_of_commands_has_every_command() -> None:
+    page = (DOCS / "reference/cli.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"<!-- help: (\w+) -->", page)} == {*COMMANDS}
+
+
+def test_equations_are_numbered_in_order() -> None:
+    numbers = [int(number) for number in re.findall(r"^\((\d+)\)", COST_MODEL, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+
+
+def test_modules_that_pages_name_are_there() -> None:
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:layerwise|tests|examples)/[\w/]+(?:\.py|/))`", text):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
+def test_functions_that_the_cost_model_names_are_there() -> None:
+    """Each behind its file: `layerwise/cost/sync.py`: `wire_bytes`."""
+    for name, functions in re.findall(r"`(layerwise/[\w/]+\.py)`:((?:[^`\n]|\n(?!\n)|`[\w.]+`)+)", COST_MODEL):
+        code = (ROOT / name).read_text(encoding="utf-8")
+        for function in re.findall(r"`(\w+(?:\.\w+)?)`", functions):
+            last = function.rpartition(".")[2]
+            assert re.search(rf"(?:def|class) {last}\b", code), (name, function)
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len(README.splitlines()) <= 150
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [p.name for p in DOCS.rglob("*.md") if p.relative_to(DOCS).as_posix() not in navigation] == []
+    assert [p.name for p in (ROOT / "notebooks").glob("*.ipynb") if f"tutorials/{p.name}" not in navigation] == []
