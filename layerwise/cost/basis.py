@@ -11,8 +11,9 @@ from layerwise.cost.tables import CostModel
 from layerwise.machine.layer_times import Conditions
 
 # By how much of their time two plans must differ before the model tells them apart, by what t_C rests on. These are of
-# the model and not of a machine, so no profile holds them. They are judged: single steps are predicted worse (README:
-# 3.5 % off on average where all was measured), but much of that is common to two plans and cancels in their ratio.
+# the model and not of a machine, so no profile holds them. They are judged: single steps are predicted worse
+# (docs/benchmarks/predictions.md: 3.5 % off on average where all was measured), but much of that is common to two plans
+# and cancels in their ratio.
 MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 
 
