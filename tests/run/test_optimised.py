@@ -1,4 +1,4 @@
-"""Laws 6 and 7 for the plans that are run in earnest: the optimised ones, of every network that docs/reference/cli.md names."""
+"""Laws 6 and 7 for the plans that are run in earnest: the optimised ones, of the networks of docs/reference/cli.md."""
 
 from __future__ import annotations
 
