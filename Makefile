@@ -19,13 +19,15 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-notebooks: $(VENV)/.installed-dev  ## run every notebook
-	$(VENV)/bin/python -m pytest -q --nbmake --nbmake-timeout=120 notebooks
+notebooks: $(VENV)/.installed-dev  ## run every notebook; `make docs` shows what they gave
+	mkdir -p build/notebooks
+	cp notebooks/*.ipynb build/notebooks
+	$(VENV)/bin/python -m pytest -q --nbmake --overwrite --nbmake-timeout=120 build/notebooks
 
-docs: $(VENV)/.installed-docs  ## the documentation, into site/; DOCS_EXECUTE=false leaves the notebooks' outputs out
+docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks docs` for the tutorials' pictures
 	$(VENV)/bin/mkdocs build --strict $(ARGS)
 
-bench: $(VENV)/.installed-dev  ## search and table times, as in the README
+bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks
 	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
@@ -39,8 +41,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) -e '.[data,docs]'
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean: # never VENV: it may be somebody's own
-	rm -rf .venv .cache build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

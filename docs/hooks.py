@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -15,12 +17,26 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+log = logging.getLogger("mkdocs.hooks")
 HELP = re.compile(r"<!-- help: (\w+) -->")
+
+
+def _tutorial(notebook: Path) -> Path:
+    """The copy that `make notebooks` executed, with its pictures, where it is still of the same cells."""
+    executed = ROOT / "build/notebooks" / notebook.name
+    if executed.exists() and _sources(executed) == _sources(notebook):
+        return executed
+    log.info("%s is shown without outputs: `make notebooks` makes them", notebook.name)
+    return notebook
+
+
+def _sources(notebook: Path) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]]
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def _add(files: Files, config: MkDocsConfig) -> Files:
-    """Notebooks stay in notebooks/, without outputs; the tutorials are these, executed."""
+    """Notebooks stay in notebooks/, without outputs."""
     for path in NOTEBOOKS:
         files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
     return files
@@ -31,7 +47,7 @@ def _place(files: Files, config: MkDocsConfig) -> Files:
     for path in NOTEBOOKS:
         file = files.get_file_from_path(f"tutorials/{path.name}")
         assert file is not None
-        file.abs_src_path = str(path)
+        file.abs_src_path = str(_tutorial(path))
     return files
 
 

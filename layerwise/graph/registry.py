@@ -137,16 +137,16 @@ def register_op(target: str, build: Build) -> None:
     ONNX operator with its domain, "com.acme::Swoosh" ("ai.onnx::Gelu" for a standard one). It replaces what was
     registered before, and goes before layerwise's own.
 
-    >>> from layerwise.ops.pointwise import Unary
-    >>> def swoosh(call: Call) -> Built:
-    ...     return Built(Unary("swoosh"), (call.operand("x"),))
-    >>> register_op("mylib::swoosh", swoosh)
+        >>> from layerwise.ops.pointwise import Unary
+        >>> def swoosh(call: Call) -> Built:
+        ...     return Built(Unary("swoosh"), (call.operand("x"),))
+        >>> register_op("mylib::swoosh", swoosh)
 
     An operator that is no combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which says what
     a box of its output needs of its inputs and parameters:
 
-    >>> def mix(call: Call) -> Built:
-    ...     return Built(Mix(call["taps"]), (call.operand("x"),), parameters=(call.operand("weight"),))
+        >>> def mix(call: Call) -> Built:
+        ...     return Built(Mix(call["taps"]), (call.operand("x"),), parameters=(call.operand("weight"),))
     """
     if not callable(build):
         raise LayerwiseError(f"register_op({target!r}, ...): build must be a function of a Call, not {build!r}")
