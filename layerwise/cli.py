@@ -35,7 +35,8 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         sys.stdout.flush()
         return code
     except LayerwiseError as error:
-        print(f"layerwise: error: {' '.join(str(error).split())}", file=sys.stderr)
+        line = f"layerwise: error: {' '.join(str(error).split())}\n"
+        sys.stderr.write(line)  # in one piece, for the ranks of a node write to one terminal
         return 2
     except BrokenPipeError:  # `| head`: what is still buffered must not raise once more at exit
         with contextlib.suppress(OSError, ValueError):

@@ -8,7 +8,8 @@ from typing import Final
 MOST: Final = 200  # characters that are repeated of one thing that a user gave
 MOST_IN_ALL: Final = 2000
 
-_ONE_THING: Final = re.compile(rf"'[^']{{{MOST + 1},}}'|\"[^\"]{{{MOST + 1},}}\"|\S{{{MOST + 1},}}")
+# Short quotations, too: else the sentence from the end of one to the beginning of the next would look like a long one.
+_ONE_THING: Final = re.compile(rf"(?<!\w)'[^']*'|(?<!\w)\"[^\"]*\"|\S{{{MOST + 1},}}")
 
 
 class LayerwiseError(ValueError):

@@ -19,6 +19,7 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import COMMANDS, dispatch
 from layerwise.cli import PIPED_WIDTH, run_main
+from layerwise.errors import LayerwiseError
 from layerwise.plan import checksum
 from layerwise.search.report import broken, units
 
@@ -113,6 +114,13 @@ def test_an_error_does_not_repeat_what_is_too_long(line: str, refuse: Run, here:
     assert len(error) < 800
     assert "characters)…a" in error
     assert "a" * 201 not in error
+
+
+def test_a_sentence_between_two_quotations_is_not_cut() -> None:
+    own = " is what PyTorch's loop is told, at some length" * 6
+    for text in (f"parameter 'fc.bias'{own}, strategy='data'", f'layer "fc"{own}, the layers\' "data" and \'fc\''):
+        assert str(LayerwiseError(text)) == text
+    assert len(str(LayerwiseError(f"model ('{'a b ' * 100}'){own}: take 'fc'"))) < len(own) + 260
 
 
 def test_what_is_too_long_has_spaces(refuse: Run) -> None:

@@ -33,6 +33,7 @@ def lines(choice: Choice, world: World, machine: str) -> Iterator[str]:
         yield f"data parallelism, {why}; {units(time, 's')} a step, {units(best.price.bytes_moved, 'B')} sent"
     else:
         ratio = f"{other / time:.2f}× as fast as data parallelism" + " (SLOWER)" * (time > other)
+        ratio += "" if data.fits else ", which does not fit into memory"
         yield (
             f"{best.name}: {units(time, 's')} a step predicted, {ratio}: {units(other, 's')}; "
             f"{units(best.price.bytes_moved, 'B')} sent a step instead of {units(data.price.bytes_moved, 'B')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from layerwise.graph.program import Node, Program, Ref
@@ -17,7 +17,7 @@ _BETWEEN = (
     "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
 )  # fmt: skip
 
-_DROPPING = (("aten::div.Tensor", "self"), ("aten::floor", "other"), ("aten::add.Tensor", ""), ("aten::rand", ""))
+Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be kept, and the nodes that draw
 
 
 def rewrite(program: Program) -> Program:
@@ -26,39 +26,63 @@ def rewrite(program: Program) -> Program:
 
 
 def _drop_paths(program: Program) -> Program:
-    """x / keep * floor(keep + rand(n, 1, ...)), the stochastic depth of Hugging Face: some samples become zeros."""
+    """Stochastic depth: some samples become zeros."""
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
     uses = Counter(_used(program))
     found: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
-        chain = _drawn(node, made) if node.target == "aten::mul.Tensor" else None
-        if chain is None or any(uses[n.name] > 1 for n in chain):
+        drawn = _floored(node, made) or _tossed(node, made) if node.target == "aten::mul.Tensor" else None
+        if drawn is None or any(uses[n.name] > 1 for n in drawn[2]):
             continue
-        scaled = chain[0]
-        keep = scaled.arguments["other"]
+        x, keep, chain = drawn
         assert isinstance(keep, (int, float))
-        bound = {"input": scaled.arguments["self"], "p": 1 - keep}
-        found[node.name] = replace(node, target=DROP_PATH, arguments=bound, overload=None)
+        found[node.name] = replace(node, target=DROP_PATH, arguments={"input": x, "p": 1 - keep}, overload=None)
         gone |= {n.name for n in chain}
     nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
     return replace(program, nodes=nodes)
 
 
-def _drawn(node: Node, made: dict[str, Node]) -> list[Node] | None:
-    """The nodes behind the product: div, floor_, add, rand. None if it is no stochastic depth."""
+def _floored(node: Node, made: dict[str, Node]) -> Drawn | None:
+    """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
+    scaled = _maker(node.arguments["self"], made)
+    chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
+    if scaled is None or scaled.target != "aten::div.Tensor" or chain is None or not _one_a_sample(chain[-1], node):
+        return None
+    keep, added = scaled.arguments["other"], chain[1]
+    alike = added.arguments["other"] == keep and added.arguments.get("alpha", 1) == 1
+    return (scaled.arguments["self"], keep, [scaled, *chain]) if alike else None
+
+
+def _tossed(node: Node, made: dict[str, Node]) -> Drawn | None:
+    """x * (empty(n, 1, ...).bernoulli_(keep) / keep), as torchvision and timm write it."""
+    for empty in ("aten::empty.memory_format", "aten::new_empty"):
+        targets = ("aten::div.Tensor", "aten::bernoulli.float", empty)
+        chain = _behind(node.arguments["other"], targets, made)
+        if chain is not None and _one_a_sample(chain[-1], node):
+            keep = chain[1].arguments["p"]
+            alike = chain[0].arguments["other"] == keep and chain[1].arguments.get("generator") is None
+            return (node.arguments["self"], keep, chain) if alike else None
+    return None
+
+
+def _behind(value: object, targets: Sequence[str], made: dict[str, Node]) -> list[Node] | None:
+    """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
     chain: list[Node] = []
-    for target, start in _DROPPING:
-        at = node.arguments[start] if start else chain[-1].arguments["self"]
-        below = _maker(at, made)
-        if below is None or below.target.replace("floor_", "floor") != target:
+    for target in targets:
+        below = _maker(value, made)
+        if below is None or below.target.replace("_.", ".").removesuffix("_") != target:
             return None
         chain.append(below)
-    scaled, _, added, drawn = chain
+        value = below.arguments.get("self")
+    return chain
+
+
+def _one_a_sample(drawn: Node, product: Node) -> bool:
+    """Whether a draw of shape (n, 1, ...) goes into a product of n samples."""
     shape = drawn.outputs[0].shape if drawn.outputs[0] else ()
-    x = node.outputs[0].shape if node.outputs[0] else ()
-    alike = scaled.arguments["other"] == added.arguments["other"] and added.arguments.get("alpha", 1) == 1
-    return chain if alike and x and shape == (x[0], *(1,) * (len(x) - 1)) else None
+    x = product.outputs[0].shape if product.outputs[0] else ()
+    return bool(x) and shape == (x[0], *(1,) * (len(x) - 1))
 
 
 def _local_response_norms(program: Program) -> Program:

@@ -42,6 +42,11 @@ def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
         result = build(replace(call, arguments={key: cast(key, value) for key, value in call.arguments.items()}))
         if _wrong(call, result) is None:
             return result
+    if "float" in wanted and not wrong[1].differentiable:
+        raise LayerwiseError(
+            f"is given {wrong[1].dtype}, but its weights need floating-point numbers: give example_inputs of the type "
+            "that the model is called with"
+        )
     raise LayerwiseError(
         f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...) "
         "(autocast inside of a model is not supported)"

@@ -20,8 +20,9 @@ WHOLE = frozenset(
     for line in (
         "norm _foreach_norm nuclear_norm frobenius_norm renorm _weight_norm normalize cosine_similarity dist cdist",
         "sum nansum mean nanmean std var std_mean var_mean prod logsumexp softmax log_softmax cumsum cumprod trace",
+        "cov corrcoef mse_loss l1_loss smooth_l1_loss huber_loss equal allclose histogram",
         "max min amax amin aminmax _foreach_max argmax argmin median nanmedian mode quantile nanquantile",
-        "all any count_nonzero topk kthvalue sort argsort histc",
+        "all any count_nonzero topk kthvalue sort argsort histc unique numpy __array__ tolist",
         "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner einsum addmm addmv svd qr",
     )
     for name in line.split()
@@ -44,7 +45,7 @@ class BoxGradient(Tensor):
         name = getattr(func, "__name__", "")
         if name in WHOLE or name.startswith("linalg_"):
             raise LayerwiseError(
-                f"{name.strip('_').removeprefix('linalg_')} of a gradient: the plan splits the parameters over the "
+                f"{name.strip('_').removeprefix('linalg_')}() of a gradient: the plan splits the parameters over the "
                 "ranks, so this one has a part of it only. To clip, or to know the norm, call "
                 "model.clip_grad_norm_(max_norm); p.grad.clone() is a plain tensor of this rank's part"
             )
@@ -62,6 +63,9 @@ class BoxGradient(Tensor):
         if type(made) in (list, tuple) and name != "__reduce_ex__":
             return type(made)(m.as_subclass(cls) if type(m) is Tensor else m for m in made)
         return made
+
+    def __format__(self, spec: str) -> str:
+        return format(plain(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return plain(self).clone()

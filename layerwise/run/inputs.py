@@ -59,6 +59,9 @@ class Inputs:
                 f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)})"
                 f"{' and the target' if target else ''}, not {len(inputs)}"
             )
+        for layer, x in zip(self._layers, inputs, strict=True):
+            if not isinstance(x, Tensor):
+                raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: give a tensor")
         pairs = zip(self._layers, inputs, strict=True)
         fed = next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
         share = self.share()

@@ -124,7 +124,7 @@ def study(
             "samples) and an output for every part: take fewer processes or more samples"
         )
     result = search(model, replace(space, spread=True), memory_bytes=memory_bytes, progress=progress)
-    best = min((result.best, *(p.tables for p in priced)), key=preference)  # ties: to the search's
+    best = min((result.fastest, *(p.tables for p in priced)), key=preference)  # ties: to the search's
     return GridStudy(priced, result, best)
 
 

@@ -210,15 +210,24 @@ def depth_first_line(found: DepthFirst, result: SearchResult) -> str:
 
 
 def why_data(result: SearchResult) -> str:
-    """Why the search took data parallelism: what it was compared with, and by how much that is faster."""
+    """Why data parallelism was taken: what it was compared with, and how much less time that takes."""
     data, fastest = result.baselines["data"], result.fastest
-    if fastest.strategy == data.strategy:
-        return f"{'the best here' if data.fits else 'shown'}: nothing that was simulated is predicted faster"
-    gain = f"{data.timeline.total_s / fastest.timeline.total_s - 1:.1%} faster"
+    if result.configurations["largest"] == 1:
+        return "the only plan there is"
+    if fastest.fits and not data.fits:  # --objective additive, which knows nothing of memory
+        return "the best by step time"
+    less = 1 - fastest.timeline.total_s / data.timeline.total_s
+    if less <= 0:
+        large = data.fits and any(c.timeline.total_s < data.timeline.total_s for c in result.simulated)
+        among = "that was simulated and fits into memory" if large else "that was simulated"
+        return f"{'the best here' if data.fits else 'shown'}: nothing {among} is predicted faster"
     error = model_error(data.price, fastest.price)
-    if fastest.timeline.total_s < data.timeline.total_s * (1 - error):  # --objective additive
-        return f"the best by step time; with overlap a plan that was simulated is predicted {gain}"
-    return f"kept: the fastest plan found is predicted {gain}, within the model's error ({100 * error:.2g}%)"
+    if less > error:  # --objective additive
+        return (
+            f"the best by step time; with overlap a plan that was simulated is predicted to take {less:.1%} less time"
+        )
+    found = f"the fastest plan found is predicted to take {less:.1%} less time"
+    return f"kept: {found}, within the model's error ({100 * error:.2g}%)"
 
 
 def over_memory(result: SearchResult, *others: Candidate) -> str:
@@ -258,9 +267,10 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
     elif best.strategy == data.strategy:
         yield f"Data parallelism is {why_data(result)}."
     elif best.strategy != result.additive.strategy:
+        why = ", but does not fit into memory" if best.fits and not result.additive.fits else ""
         yield (
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
-            f"{units(result.additive.timeline.total_s, 's')}."
+            f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
     yield told(model, basis(model, best.price))
     yield from warnings(model)

@@ -114,23 +114,54 @@ def test_the_logarithm_of_a_sum_of_exponentials_is_a_number(dims: int | tuple[in
     imported(Function(call), (torch.randn(3, 5, 4),))
 
 
-class Depth(nn.Module):
+def floored(y: Tensor) -> Tensor:
     """Stochastic depth as Hugging Face writes it."""
+    return y.div(0.75) * (0.75 + torch.rand((len(y), 1, 1), dtype=y.dtype)).floor_()
 
-    def __init__(self, *, in_place: bool) -> None:
+
+def tossed(y: Tensor) -> Tensor:
+    """As torchvision writes it."""
+    noise = torch.empty([len(y), 1, 1], dtype=y.dtype).bernoulli_(0.75)
+    noise.div_(0.75)
+    return y * noise
+
+
+DEPTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Hugging Face": floored,
+    "Hugging Face, not in place": lambda y: y.div(0.75) * torch.floor(0.75 + torch.rand((len(y), 1, 1))),
+    "torchvision": tossed,
+    "timm": lambda y: y * y.new_empty((len(y), 1, 1)).bernoulli_(0.75).div_(0.75),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of the whole batch": lambda y: y * torch.empty(1, 1, 1).bernoulli_(0.75).div_(0.75),
+    "of a position": lambda y: y * torch.empty(len(y), y.shape[1], 1).bernoulli_(0.75).div_(0.75),
+    "scaled by another number": lambda y: y * torch.empty(len(y), 1, 1).bernoulli_(0.75).div_(0.5),
+    "seen elsewhere": lambda y: y * (noise := torch.empty(len(y), 1, 1).bernoulli_(0.75).div_(0.75)) + noise,
+}
+
+
+class Depth(nn.Module):
+    """A linear layer that is left out at random."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.fc, self.in_place = nn.Linear(4, 4), in_place
+        self.fc, self.drop = nn.Linear(4, 4), drop
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = 0.75 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype)
-        return x + self.fc(x).div(0.75) * (kept.floor_() if self.in_place else torch.floor(kept))
+        return x + self.drop(self.fc(x))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_stochastic_depth_is_a_dropout_of_samples(in_place: bool) -> None:
-    graph = from_torch(Depth(in_place=in_place), (torch.randn(3, 5, 4),))
-    (drop,) = [layer.op for layer in graph.layers if isinstance(layer.op, Dropout)]
-    assert (drop.p, drop.samples) == (0.25, True)
+@pytest.mark.parametrize("drop", DEPTHS.values(), ids=DEPTHS)
+def test_stochastic_depth_is_a_dropout_of_samples(drop: Callable[[Tensor], Tensor]) -> None:
+    graph = from_torch(Depth(drop), (torch.randn(3, 5, 4),))
+    (made,) = [layer.op for layer in graph.layers if isinstance(layer.op, Dropout)]
+    assert (made.p, made.samples) == (0.25, True)
+
+
+@pytest.mark.parametrize("drop", OTHERS.values(), ids=OTHERS)
+def test_what_is_drawn_otherwise_is_not(drop: Callable[[Tensor], Tensor]) -> None:
+    graph = from_torch(Depth(drop), (torch.randn(3, 5, 4),))
+    assert not any(isinstance(layer.op, Dropout) for layer in graph.layers)
 
 
 class Losses(nn.Module):

@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,12 @@ def backward(made: ParallelModule, i: int = 0) -> list[Tensor]:
         lambda _, gs: torch.stack([g.float().abs().max() for g in gs]),
         lambda _, gs: all(bool(torch.isfinite(g).all()) for g in gs),
         lambda _, gs: torch.stack(torch._foreach_mul(gs[:1], 2.0)).mean(),
+        lambda _, gs: torch.histogram(gs[0], 10),
+        lambda _, gs: gs[0].detach().cpu().numpy(),  # as TensorBoard's add_histogram
+        lambda _, gs: np.asarray(gs[0]).max(),
+        lambda _, gs: max(gs[0].flatten().tolist()),
+        lambda _, gs: torch.allclose(gs[0], torch.zeros_like(gs[0])),
+        lambda _, gs: nn.functional.mse_loss(gs[0], torch.zeros_like(gs[0])),
     ],
 )
 def test_clipping_by_torch_on_a_split_plan_is_refused(look: Callable[[ParallelModule, list[Tensor]], object]) -> None:
@@ -158,6 +165,7 @@ def test_a_gradient_can_be_copied_and_saved() -> None:
         file.seek(0)
         copies = [held.clone(), copy.deepcopy(held), torch.load(file, weights_only=True), torch.zeros_like(held)]
         assert "tensor" in repr(held.clone())
+        assert f"{held[0, 0]:.3f}" == f"{held[0, 0].item():.3f}"
         assert held.shape == copies[0].shape
         return all(type(c) is Tensor for c in copies) and torch.equal(copies[1], copies[2])
 

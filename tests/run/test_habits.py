@@ -152,6 +152,12 @@ def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
             assert text.startswith(f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64:")
 
 
+def test_an_input_that_is_no_tensor_is_refused() -> None:
+    _, network = mlp()
+    for text in refused(network, lambda made: made(SAMPLES[0][made.share()].numpy())):
+        assert text == "input 'input' is of type ndarray: give a tensor"
+
+
 class Ids(nn.Module):
     """Ids that are looked up, a mask that is computed with, a loss's own targets."""
 

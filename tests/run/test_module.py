@@ -75,7 +75,7 @@ def test_one_rank_is_plain_pytorch(name: str) -> None:
 
 
 class Small(nn.Module):
-    """Tied weights, dropout, batch norm, and a shape that does not divide."""
+    """Tied weights, dropout, stochastic depth as torchvision has it, batch norm, and a shape that does not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(torch.relu(self.norm(self.conv(x))))
-        x = self.first(x.flatten(1))
+        x = self.first(x.flatten(1)) * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.7).div_(0.7)
         return self.shared(torch.relu(self.shared(x)))
 
 
