@@ -123,6 +123,17 @@ def test_a_sentence_between_two_quotations_is_not_cut() -> None:
     assert len(str(LayerwiseError(f"model ('{'a b ' * 100}'){own}: take 'fc'"))) < len(own) + 260
 
 
+def test_a_path_of_255_characters_is_readable(refuse: Run) -> None:
+    path = "/" + "/".join("folder" for _ in range(35)) + "/plan.json"
+    assert len(path) == 255
+    assert repr(path) in refuse("explain", path, "fc")
+
+
+def test_a_long_sentence_with_apostrophes_is_not_cut() -> None:
+    sentence = "the plan's " + "words that nobody has given, " * 20 + "the model's"
+    assert str(LayerwiseError(sentence)) == sentence
+
+
 def test_what_is_too_long_has_spaces(refuse: Run) -> None:
     error = refuse("search", "a " * 50_000, "--gpus", "2")
     assert len(error) < 800

@@ -205,8 +205,10 @@ class _Archive:
         content = bytearray(self.bytes(member))
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
-        if not content:
+        if not content and _is_meta(item):
             return None
+        if not content:
+            raise LayerwiseError(f"member {member!r} is damaged: it is empty")
         flat = torch.frombuffer(content, dtype=dtype)
         last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         if min((offset, *sizes, *strides)) < 0 or last >= flat.numel():
