@@ -83,6 +83,8 @@ class _Archive:
         self.members = {name.removeprefix(self.root): name for name in names if name.startswith(self.root)}
         if "archive_format" not in self.members or self.bytes("archive_format") != b"pt2":
             raise LayerwiseError(_other_kind(set(names) | set(self.members)))
+        if "byteorder" in self.members and self.bytes("byteorder") != b"little":
+            raise LayerwiseError("refused: it was written on a big-endian machine; export it again on another")
 
     def bytes(self, member: str) -> bytes:
         """Contents of a member; its checksum is verified."""
