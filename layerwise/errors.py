@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import Final
 
-MOST: Final = 200  # characters that are repeated of one thing that a user gave
+MOST: Final = 260  # characters that are repeated of one thing that a user gave: a path may have 255, and quotes
 MOST_IN_ALL: Final = 2000
 
 # Short quotations, too: else the sentence from the end of one to the beginning of the next would look like a long one.
-_ONE_THING: Final = re.compile(rf"(?<!\w)'[^']*'|(?<!\w)\"[^\"]*\"|\S{{{MOST + 1},}}")
+_ONE_THING: Final = re.compile(rf"(?<!\w)'[^']*'(?!\w)|(?<!\w)\"[^\"]*\"|\S{{{MOST + 1},}}")
 
 
 class LayerwiseError(ValueError):
     """Bad input: a model, plan, profile, strategy or flag that cannot be used.
 
     The message is one line that says what is wrong, where (layer, dimension, sizes), and what to do. What it repeats of
-    the input is cut: of a quotation or a word, 200 characters are left.
+    the input is cut: of a quotation or a word, 260 characters are left.
     Command lines print it and exit with code 2; anything else that is raised is a bug in layerwise.
     """
 

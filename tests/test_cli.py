@@ -120,7 +120,18 @@ def test_a_sentence_between_two_quotations_is_not_cut() -> None:
     own = " is what PyTorch's loop is told, at some length" * 6
     for text in (f"parameter 'fc.bias'{own}, strategy='data'", f'layer "fc"{own}, the layers\' "data" and \'fc\''):
         assert str(LayerwiseError(text)) == text
-    assert len(str(LayerwiseError(f"model ('{'a b ' * 100}'){own}: take 'fc'"))) < len(own) + 260
+    assert len(str(LayerwiseError(f"model ('{'a b ' * 100}'){own}: take 'fc'"))) < len(own) + 320
+
+
+def test_a_path_of_255_characters_is_readable(refuse: Run) -> None:
+    path = "/" + "/".join("folder" for _ in range(35)) + "/plan.json"
+    assert len(path) == 255
+    assert repr(path) in refuse("explain", path, "fc")
+
+
+def test_a_long_sentence_with_apostrophes_is_not_cut() -> None:
+    sentence = "the plan's " + "words that nobody has given, " * 20 + "the model's"
+    assert str(LayerwiseError(sentence)) == sentence
 
 
 def test_what_is_too_long_has_spaces(refuse: Run) -> None:

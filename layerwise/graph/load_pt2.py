@@ -83,6 +83,8 @@ class _Archive:
         self.members = {name.removeprefix(self.root): name for name in names if name.startswith(self.root)}
         if "archive_format" not in self.members or self.bytes("archive_format") != b"pt2":
             raise LayerwiseError(_other_kind(set(names) | set(self.members)))
+        if "byteorder" in self.members and self.bytes("byteorder") != b"little":
+            raise LayerwiseError("refused: it was written on a big-endian machine; export it again on another")
 
     def bytes(self, member: str) -> bytes:
         """Contents of a member; its checksum is verified."""
@@ -205,8 +207,10 @@ class _Archive:
         content = bytearray(self.bytes(member))
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
-        if not content:
+        if not content and _is_meta(item):
             return None
+        if not content:
+            raise LayerwiseError(f"member {member!r} is damaged: it is empty")
         flat = torch.frombuffer(content, dtype=dtype)
         last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         if min((offset, *sizes, *strides)) < 0 or last >= flat.numel():

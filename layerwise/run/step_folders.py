@@ -52,7 +52,8 @@ def begin(directory: Path, steps: int) -> Path:
     _complete(directory)  # a link among them is told before anything is written
     for path in directory.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+            folder = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path, ignore_errors=True) if folder else path.unlink(missing_ok=True)
     temporary = _temporary(directory, steps)
     temporary.mkdir()
     return temporary
@@ -84,10 +85,11 @@ def _complete(directory: Path) -> dict[int, Path]:
     try:
         for path in sorted(directory.iterdir()):  # .step comes before step
             match = _COMPLETE.fullmatch(path.name)
-            if match and path.is_symlink():
+            if match and (path.is_symlink() or (path.exists() and not path.is_dir())):  # a pipe would block
+                what = "a link" if path.is_symlink() else "no folder"
                 raise LayerwiseError(
-                    f"checkpoints {os.fspath(directory)!r}: {path.name} is a link: put the folder itself in its "
-                    "place, or remove the link"
+                    f"checkpoints {os.fspath(directory)!r}: {path.name} is {what}: put the folder itself in its "
+                    "place, or remove it"
                 )
             if match and (path / METADATA).is_file():
                 found[int(match[1] or match[2])] = path

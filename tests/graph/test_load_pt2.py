@@ -362,3 +362,9 @@ def test_an_operator_that_is_not_registered_here(good: Path) -> None:
         LayerwiseError, match=r"operator acme::swoosh is unknown; register it with layerwise.register_op"
     ):
         from_torch(program)
+
+
+def test_numbers_of_another_byte_order_are_not_read_as_ours(good: Path) -> None:
+    file = altered(good, lambda name, content: b"big" if name.endswith("byteorder") else content)
+    with pytest.raises(LayerwiseError, match="written on a big-endian machine"):
+        load_pt2(file)

@@ -126,3 +126,15 @@ def test_numbers_that_are_none_in_a_member_are_refused(good: Path, tmp_path: Pat
         (tmp_path / "m.pt2").write_bytes(buffer.getvalue())
         with pytest.raises(LayerwiseError, match=r"member 'models/model.json' is not JSON"):
             load_network(str(tmp_path / "m.pt2"), 6)
+
+
+def test_a_member_that_is_empty_is_named(good: Path, tmp_path: Path) -> None:
+    """Of a constant, too: it was told that the model is on the meta device, and only when it was run."""
+    with zipfile.ZipFile(good) as source:
+        contents = {name: source.read(name) for name in source.namelist()}
+    for emptied in ("constants/tensor_0", "weights/weight_0"):
+        with zipfile.ZipFile(tmp_path / "m.pt2", "w") as target:
+            for name, content in contents.items():
+                target.writestr(name, b"" if name.endswith(emptied) else content)
+        with pytest.raises(LayerwiseError, match=rf"member 'data/{emptied}' is damaged: it is empty"):
+            load_network(str(tmp_path / "m.pt2"), 6).value("conv.weight")

@@ -689,3 +689,15 @@ def test_layouts_other_than_contiguous(tmp_path: Path) -> None:
     load(tmp_path, module)
     assert module.held["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert module.held["mask"].all()
+
+
+def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_path: Path) -> None:
+    whole = tensors(0)
+    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
+    os.mkfifo(tmp_path / ".step-00000003.tmp-12ab34cd")
+    save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    os.mkfifo(tmp_path / "step-00000003")
+    with pytest.raises(LayerwiseError, match="step-00000003 is no folder: put the folder itself in its place, or remo"):
+        save(tmp_path, module, None, {})
+    assert (tmp_path / "step-00000003").is_fifo()
