@@ -15,8 +15,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Dim, Space
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
-BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
-FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
 REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
 
 Placement = Literal["contiguous", "strided"]

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and after which layer's backward pass: the rules of the runtime's replicas."""
+"""Which gradients travel together, by `partition.buckets`, and after which layer's backward pass."""
 
 from __future__ import annotations
 
@@ -7,51 +7,41 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.cost.sync import Group, replicas
 from layerwise.cost.tables import CostModel, Strategy
 from layerwise.graph.layer import Layer
 from layerwise.ops.ends import Tied
+from layerwise.partition.buckets import fill
 
 Ints = NDArray[np.int64]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """Gradients that are all-reduced at once, among devices with the same number in `row` (N,); -1: has no part.
 
-    name: of the layer whose gradients were first in it; last: of the one that completes it.
+    name: of the layer whose gradients were first in it.
     """
 
     name: str
     row: Ints
     group: Group
-    first: bool  # of its groups
-    bytes: float = 0.0
-    last: str = ""
+    bytes: float
 
 
 def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     """By the layer after whose backward pass they leave. A strategy with the inputs' and the sink's configurations.
 
-    A bucket takes gradients, from the last layer to the first, until it is full; it leaves with its last one. The
-    first bucket of a group is small, so that communication begins early. Parameters that several layers use come last.
+    Gradients come from the last layer to the first; those of parameters that several layers use come last.
     """
     inner = [layer for layer in reversed(model.graph.layers) if not isinstance(layer.op, Tied)]
     tied = [layer for layer in reversed(model.graph.layers) if isinstance(layer.op, Tied)]
-    filling: dict[bytes, Bucket] = {}
-    found: list[Bucket] = []
-    for layer in (*inner, *tied):
-        for row, group, size in _gradients(model, layer, strategy):
-            bucket = filling.get(row.tobytes())
-            if bucket is None or bucket.bytes >= (FIRST_BUCKET_BYTES if bucket.first else BUCKET_BYTES):
-                bucket = filling[row.tobytes()] = Bucket(layer.name, row, group, first=bucket is None)
-                found.append(bucket)
-            bucket.bytes += size
-            bucket.last = layer.name
+    gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
     leaving: dict[str, list[Bucket]] = {}
-    for bucket in found:
-        leaving.setdefault(bucket.last, []).append(bucket)
+    for places in fill((row.tobytes(), size) for _, row, _, size in gradients):
+        name, row, group, _ = gradients[places[0]]
+        size_bytes = sum(gradients[i][3] for i in places)
+        leaving.setdefault(gradients[places[-1]][0], []).append(Bucket(name, row, group, size_bytes))
     return leaving
 
 

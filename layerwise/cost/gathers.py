@@ -1,6 +1,8 @@
-"""All-gathers: transfers that the runtime runs as one collective where the network has them (NCCL), as `run.exchange`
-decides it: all members of a group need the same box, and each owns an equal part of it. The way back is a
-reduce-scatter. All other transfers are messages."""
+"""All-gathers: the twin of `partition.transfer` for all pairs of configurations at once (tests hold them equal).
+
+Transfers that the runtime runs as one collective where the network has them (NCCL): all members of a group need the
+same box, and each owns an equal part of it. The way back is a reduce-scatter. All other transfers are messages.
+"""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.holdings import Holdings
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Kept, space
 from layerwise.ops.fused import gradients_wanted
+from layerwise.partition.place import Place
 
 Floats = NDArray[np.float64]
 
@@ -35,17 +35,17 @@ class Stage:
     view: bool
 
 
-def stages_of(layer: Layer, at: Holdings, flows: Sequence[bool], split: bool) -> list[Stage]:
+def stages_of(layer: Layer, at: Place, flows: Sequence[bool], split: bool) -> list[Stage]:
     """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
     found: list[Stage] = []
     trained = [p.trainable for p in layer.space.parameters]
     wanted = gradients_wanted(layer.op, layer.specs, flows, trained)
     taken, used, running = 0, 0, False
     for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
-        where, boxes = space(op, specs), at.own if number else at.cell
+        where, boxes = space(op, specs), at.at(late=number > 0)
         dims, rank = len(where.dims), len(where.out.shape)
         kept = op.kept(specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
-        made = at.own.volume * where.out.item_bytes
+        made = at.owned.volume * where.out.item_bytes
         extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.there, kept.back))
         if split and not number:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.cost.compute import OPTIMIZERS, held
-from layerwise.cost.holdings import Holdings, Moved, holdings, moved, of_parameter, outputs
 from layerwise.cost.kernels import Stage, stages_of
 from layerwise.cost.ledger import NOBODY, Ledger, Ref, part
-from layerwise.cost.tables import CostModel, Strategy, input_maps
+from layerwise.cost.moved import Moved, moved, outputs
+from layerwise.cost.tables import CostModel, Strategy
 from layerwise.graph.layer import Layer
 from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.ops.loss import Loss
+from layerwise.partition.place import Place, input_maps, parameter_boxes, place
 
 Floats = NDArray[np.float64]
 TARGET_BYTES = 8  # a class is an int64
@@ -58,7 +59,7 @@ class _Step:
 
     model: CostModel
     strategy: Strategy
-    at: dict[str, Holdings] = field(default_factory=dict)
+    at: dict[str, Place] = field(default_factory=dict)
     edges: dict[tuple[str, int], Moved] = field(default_factory=dict)
     values: dict[str, Ref] = field(default_factory=dict)
     saved: dict[str, _Saved] = field(default_factory=dict)
@@ -74,10 +75,10 @@ class _Step:
         self.ledger, self.flows = Ledger(devices), self.model.has_gradient
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
-            at = self.at[layer.name] = holdings(layer, self.strategy[layer.name], devices, options.io)
+            at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
             rows = self.trained[layer.name] = []
             for p, item_bytes in held(layer):
-                boxes = of_parameter(layer, p.maps, at, p.late)
+                boxes = parameter_boxes(layer, p.maps, at, p.late)
                 size = boxes.volume * item_bytes
                 self.ledger.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
@@ -101,7 +102,7 @@ class _Step:
         if isinstance(layer.op, Sink) and self.model.options.io == "free":
             return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
         maps, late = input_maps(layer, slot)
-        return moved(source, maps, at.own if late else at.cell)
+        return moved(source, maps, at.at(late))
 
     # ---- forward ----
 
@@ -111,7 +112,7 @@ class _Step:
         if isinstance(layer.op, Tied):  # the parameter itself
             self.values[layer.name] = NOBODY
         elif isinstance(layer.op, Input):
-            fed = ledger.new(self.at[layer.name].own.volume * layer.out.item_bytes)
+            fed = ledger.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = ledger.hold(fed)  # whoever feeds it keeps it
         else:
             received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
@@ -257,7 +258,7 @@ class _Step:
         return total
 
     def _own_bytes(self, name: str) -> Floats:
-        return self.at[name].own.volume * self.model.graph[name].out.item_bytes
+        return self.at[name].owned.volume * self.model.graph[name].out.item_bytes
 
     # ---- update ----
 

@@ -11,11 +11,12 @@ from layerwise.config import Config, check
 from layerwise.cost.compute import OPTIMIZERS, held, largest_box, largest_extents
 from layerwise.cost.memory import peak_bytes
 from layerwise.cost.sync import wire_bytes
-from layerwise.cost.tables import CostModel, Strategy, input_maps
+from layerwise.cost.tables import CostModel, Strategy
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import space
 from layerwise.ops.ends import Tied
+from layerwise.partition.place import input_maps
 
 
 @dataclass(frozen=True, slots=True)

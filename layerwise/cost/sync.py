@@ -15,9 +15,10 @@ from math import ceil, log2, prod, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import BUCKET_BYTES, Layout
+from layerwise.config import Layout
 from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
+from layerwise.partition.buckets import BUCKET_BYTES
 
 Floats = NDArray[np.float64]
 

@@ -22,6 +22,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Dim, Maps, space
 from layerwise.ops.ends import Constant, Sink, Tied
 from layerwise.ops.fused import gradients_wanted
+from layerwise.partition.place import fed_config, input_maps
 from layerwise.tensor import TensorSpec
 
 Floats = NDArray[np.float64]
@@ -115,8 +116,7 @@ class CostModel:
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
-        dim = next((d for d in layer.space.dims if d.label == "n"), None)
-        return Config.of({"n": min(self.devices.count, dim.room)}) if dim else Config()
+        return fed_config(layer, self.devices.count)
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
@@ -316,12 +316,3 @@ class CostModel:
             if progress:
                 progress(done + 1, len(edges))
         return CostTables(dict(configs), node, transfer)
-
-
-def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
-    """Which box of its input `slot` a layer needs, and whether that follows what it owns (late) or computes."""
-    where = layer.space
-    if slot < len(layer.specs):
-        return where.needs[slot], where.late_inputs[slot]
-    parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
-    return parameter.maps, parameter.late

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
-from layerwise.config import BUCKET_BYTES
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
 from layerwise.measure.links_fit import Point, knots
 from layerwise.measure.links_shapes import Shape, Topology, pairs, shapes
 from layerwise.measure.links_time import ROUNDS, Time, timed
+from layerwise.partition.buckets import BUCKET_BYTES
 
 SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

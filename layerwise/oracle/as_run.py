@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from layerwise.config import BUCKET_BYTES, Config
+from layerwise.config import Config
 from layerwise.cost.tables import CostModel
 from layerwise.oracle.collectives import Hop, all_gather_s, all_reduce_s, flows_per_port, hop
 from layerwise.oracle.facts import Facts, LayerFacts
@@ -19,6 +19,7 @@ from layerwise.oracle.phases import Phases
 from layerwise.oracle.published import split_at
 from layerwise.oracle.stages import pipeline_phases, stages
 from layerwise.oracle.strategies import CUT, SPATIAL, Shape, strategy
+from layerwise.partition.buckets import BUCKET_BYTES
 
 
 def as_run(facts: Facts, name: str, shape: Shape, model: CostModel, *, segments: int = 1, gamma: float = 1.0) -> Phases:

@@ -9,10 +9,11 @@ from layerwise.config import Config
 from layerwise.cost.compute import all_boxes
 from layerwise.cost.memory import peak_bytes
 from layerwise.cost.price import Price, complete, price
-from layerwise.cost.tables import CostModel, Edge, Strategy, input_maps
+from layerwise.cost.tables import CostModel, Edge, Strategy
 from layerwise.cost.timeline import timeline
 from layerwise.oracle.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
+from layerwise.partition.place import input_maps
 
 
 @dataclass(frozen=True, slots=True)

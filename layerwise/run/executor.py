@@ -18,6 +18,7 @@ from layerwise.chrome import Category
 from layerwise.comm.base import Comm, Kind
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.run.exchange import adjoint, forward
 from layerwise.run.replicas import Gradients
 from layerwise.run.schedule import Edge, Schedule, Step
 from layerwise.run.trace import Trace
@@ -73,7 +74,7 @@ class Executor:
                 like = done.shapes[edge.source]
                 kind: Kind = "io" if sink and self.schedule.free else "transfers"
                 with self._span(edge.what, "transfers", edge.transfer.pattern != "local"):
-                    received.append(edge.transfer.forward(self.comm, values[edge.source], like, edge.what, kind))
+                    received.append(forward(edge.transfer, self.comm, values[edge.source], like, edge.what, kind))
             if sink:
                 outputs = received
             elif isinstance(step.layer.op, Tied):
@@ -146,14 +147,14 @@ class Executor:
                     back = self._own_share(edge, gradient, like)
                 else:
                     with self._span(f"{edge.what} (backward)", "transfers", edge.transfer.pattern != "local"):
-                        back = edge.transfer.adjoint(self.comm, gradient, like, f"{edge.what}, backward")
+                        back = adjoint(edge.transfer, self.comm, gradient, like, f"{edge.what}, backward")
                 if back is not None:
                     grads[edge.source] = grads[edge.source] + back if edge.source in grads else back
 
     def _own_share(self, edge: Edge, gradient: Tensor | None, like: Tensor) -> Tensor | None:
         """With io free every rank has the whole output and computes the same loss of it: nothing is added up."""
         if self.schedule.whole_classes:
-            return edge.transfer.adjoint(self.comm, gradient, like, f"{edge.what}, backward", "io")
+            return adjoint(edge.transfer, self.comm, gradient, like, f"{edge.what}, backward", "io")
         if edge.transfer.own is None or gradient is None:
             return None
         return gradient[edge.transfer.own.slices()]

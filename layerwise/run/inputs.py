@@ -101,7 +101,7 @@ class Inputs:
 
     def _checked(self, schedule: Schedule, name: str, x: Tensor) -> Tensor:
         spec = schedule.graph[name].out
-        own = schedule.places[name].owned[self.comm.rank]
+        own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
         if x.requires_grad and torch.is_grad_enabled():
             raise LayerwiseError(f"input {name!r} requires a gradient, which is not made: give it detached")

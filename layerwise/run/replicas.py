@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
-from layerwise.config import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from layerwise.partition.buckets import fill
 from layerwise.run.box_gradient import BoxGradient, plain
 from layerwise.run.trace import Trace
 
@@ -27,9 +27,7 @@ class Bucket:
     """Parameters whose gradients travel together among the ranks of `group`."""
 
     group: Group
-    first: bool  # of its group
-    names: list[str] = field(default_factory=list)
-    bytes: int = 0
+    names: list[str]
     flat: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     handle: Handle | None = None
@@ -55,21 +53,13 @@ class Replicas:
         self.views: dict[str, Tensor] = {}
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
-        open_buckets: dict[tuple[Group, torch.dtype], Bucket] = {}
-        for name in order:
-            if len(groups[name]) < 2:
-                continue
-            p = parameters[name]
-            key = (groups[name], p.dtype)
-            bucket = open_buckets.get(key)
-            # The first of its group: all members must cut alike, and a rank's own first may be of another group.
-            limit = FIRST_BUCKET_BYTES if bucket is not None and bucket.first else BUCKET_BYTES
-            if bucket is None or bucket.bytes >= limit:
-                bucket = open_buckets[key] = Bucket(groups[name], first=bucket is None)
-                self.buckets.append(bucket)
-            bucket.names.append(name)
-            bucket.bytes += p.numel() * p.element_size()
-            self.of[name] = bucket
+        shared = [name for name in order if len(groups[name]) > 1]
+        tensors = [parameters[name] for name in shared]
+        keys = [(groups[name], p.dtype) for name, p in zip(shared, tensors, strict=True)]
+        for places in fill((key, p.nbytes) for key, p in zip(keys, tensors, strict=True)):
+            names = [shared[i] for i in places]
+            self.buckets.append(Bucket(groups[names[0]], names))
+            self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
         """Where the training loop looks for it."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from layerwise.comm.base import Comm, Group
-from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.ends import Input, Sink
+from layerwise.partition.boxes import Each
+from layerwise.partition.groups import statistics
+from layerwise.partition.place import input_maps, of_all_classes
+from layerwise.partition.transfer import Transfer, groups_of, transfer
 from layerwise.plan import Plan
-from layerwise.run.exchange import Transfer, groups_of, transfer
-from layerwise.run.place import Boxes, Place, needed, places
-from layerwise.run.work import Work, statistics_groups, work
+from layerwise.run.place import places
+from layerwise.run.work import Work, work
 
 # Operators whose output autocast makes, or leaves, in 16 bits.
 SHORT = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat")
@@ -65,7 +67,7 @@ class Schedule:
         self.free, self.whole_classes = plan.io == "free", whole_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
-        self.sinks: list[Boxes] = []
+        self.sinks: list[Each] = []
         self.steps = tuple(self._step(i, layer, local_batch_norm) for i, layer in enumerate(graph.layers))
         self.last_use = {edge.source: i for i, step in enumerate(self.steps) for edge in step.edges}
 
@@ -76,10 +78,14 @@ class Schedule:
         back = self.graph.flows_back(layer)
         for slot, source in enumerate(layer.inputs):
             at = self.places[source]
-            need = self._sink_need(layer, slot) if isinstance(layer.op, Sink) else self._need(layer, slot, place)
-            part = transfer(at.owned, need, rank, everywhere=at.everywhere)
+            if isinstance(layer.op, Sink):
+                need = self._sink_need(layer, slot)
+            else:
+                maps, late = input_maps(layer, slot)
+                need = place.at(late).needs(maps).each
+            part = transfer(at.owned.each, need, rank, everywhere=at.everywhere)
             if self.comm.collectives and not at.everywhere:
-                self.groups |= groups_of(at.owned, need)
+                self.groups |= groups_of(at.owned.each, need)
             edges.append(Edge(source, part, back[slot], f"{source} -> {layer.name}"))
         own: tuple[str | None, ...] = tuple(
             None if i in layer.tied else name for i, name in enumerate(layer.parameters)
@@ -87,29 +93,18 @@ class Schedule:
         if isinstance(layer.op, Input | Sink):
             return Step(layer, tuple(edges), None, own, self.type_of(layer), flows, returned)
         for r in range(self.comm.size):
-            groups = statistics_groups(layer, place, r, local_batch_norm=local_batch_norm)
+            groups = statistics(layer, place, r, local_batch_norm=local_batch_norm)
             self.statistics.update(group for group in groups if group)
         mine = work(layer, number, place, rank, local_batch_norm=local_batch_norm)
         return Step(layer, tuple(edges), mine, own, self.type_of(layer), flows, returned)
 
-    def _need(self, layer: Layer, slot: int, place: Place) -> Boxes:
-        where = layer.space
-        if slot < len(layer.specs):
-            maps, late = where.needs[slot], where.late_inputs[slot]
-        else:
-            parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
-            maps, late = parameter.maps, parameter.late
-        return needed(maps, place.owned if late else place.cells)
-
-    def _sink_need(self, sink: Layer, slot: int) -> Boxes:
+    def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""
-        place, source = self.places[sink.name], self.places[sink.inputs[slot]]
         spec = sink.specs[slot]
         if self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
-            wide = [b and Box((b.lo[0], 0, *b.lo[2:]), (b.hi[0], spec.shape[1], *b.hi[2:])) for b in source.owned]
-            found: Boxes = tuple(b if b not in wide[:i] else None for i, b in enumerate(wide))
+            found = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
         else:
-            found = needed(sink.space.needs[slot], place.cells)
+            found = self.places[sink.name].cells.needs(sink.space.needs[slot]).each
         self.sinks.append(found)
         return found
 

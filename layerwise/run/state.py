@@ -17,9 +17,11 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.load import Network
 from layerwise.ops.base import Parameter, same, space
 from layerwise.ops.ends import Tied
-from layerwise.run.exchange import transfer
+from layerwise.partition.boxes import Each
+from layerwise.partition.groups import sharing
+from layerwise.partition.transfer import transfer
+from layerwise.run.exchange import forward
 from layerwise.run.guards import Names
-from layerwise.run.place import Boxes, sharing
 from layerwise.run.schedule import real
 from layerwise.run.shard import Shard
 from layerwise.run.tensorfile import dtype_name
@@ -37,7 +39,7 @@ class State:
     def __init__(
         self,
         network: Network,
-        boxes: Mapping[str, Boxes],
+        boxes: Mapping[str, Each],
         comm: Comm,
         *,
         device: torch.device,
@@ -138,12 +140,12 @@ class State:
         shapes = self._shapes()
         whole = {key: value.clone() for key, value in self.extra.items()}
         for name, boxes in self.boxes.items():
-            lowest: Boxes = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
+            lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
             mine = held.get(name) if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.device)
-            full = part.forward(self.comm, mine, like, f"state of {name}", "io")
+            full = forward(part, self.comm, mine, like, f"state of {name}", "io")
             assert full is not None
             whole[name] = full.detach().cpu().clone()
         return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}

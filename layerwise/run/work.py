@@ -10,20 +10,11 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm, Group
-from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import space
 from layerwise.ops.random import combine
 from layerwise.ops.stages import Stage, run_stages, stages_of
-from layerwise.run.place import Place, sharing
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """The reduce-scatter of partial sums over k: all members have sums of `cell`; each (rank, box) keeps its box."""
-
-    cell: Box
-    owned: tuple[tuple[int, Box], ...]
+from layerwise.partition.groups import Reduction, reduction, statistics
+from layerwise.partition.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +45,12 @@ class Work:
 
 def work(layer: Layer, number: int, place: Place, rank: int, *, local_batch_norm: bool) -> Work | None:
     """A rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
-    cell, owned = place.cells[rank], place.owned[rank]
+    cell, owned = place.cells.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
         return None
     stages = stages_of(layer.op, layer.specs, layer.space, cell, owned)
-    statistics = statistics_groups(layer, place, rank, local_batch_norm=local_batch_norm)
-    return Work(layer.name, number, stages, statistics, _reduction(layer, place, rank))
-
-
-def statistics_groups(layer: Layer, place: Place, rank: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
-    """For each stage of a layer the ranks that share its statistics with this one, () where it has all it needs."""
-    found = []
-    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
-        statistics = op.statistics(specs, space(op, specs).out)
-        local = local_batch_norm and op.kind == "batch_norm"
-        boxes = place.owned if number else place.cells
-        group = () if statistics is None or local else sharing(boxes, rank, statistics.over)
-        found.append(group if len(group) > 1 else ())
-    return tuple(found)
-
-
-def _reduction(layer: Layer, place: Place, rank: int) -> Reduction | None:
-    cell, outputs = place.cells[rank], len(layer.out.shape)
-    assert cell is not None
-    ks = range(outputs, len(layer.space.dims))
-    if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
-        return None
-    members = sharing(place.cells, rank, ks)
-    owned = tuple((r, box) for r in members if (box := place.owned[r]) is not None)
-    return Reduction(Box(cell.lo[:outputs], cell.hi[:outputs]), owned)
+    summed = statistics(layer, place, rank, local_batch_norm=local_batch_norm)
+    return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
 
 
 def _summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:

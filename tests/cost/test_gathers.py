@@ -19,7 +19,7 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.conv import Conv
-from layerwise.run.exchange import transfer
+from layerwise.partition.transfer import transfer
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 

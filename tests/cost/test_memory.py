@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.compute import OPTIMIZERS, held
-from layerwise.cost.holdings import holdings, moved, of_parameter
 from layerwise.cost.ledger import Ledger
 from layerwise.cost.memory import peak_bytes
+from layerwise.cost.moved import moved
 from layerwise.cost.price import complete, price
 from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -25,6 +25,7 @@ from layerwise.ops.ends import Tied
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Unary
+from layerwise.partition.place import parameter_boxes, place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.cost.test_price import NETWORKS, random_strategy
@@ -62,8 +63,8 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
                 continue
             maps, late = brute.input_of(layer, slot)
             table = brute.exchanged(source.space, config, layer.space, maps, late, strategy[layer.name], 6)
-            at = holdings(layer, strategy[layer.name], 6, "sample")
-            found = moved(holdings(source, config, 6, "sample"), maps, at.own if late else at.cell)
+            at = place(layer, strategy[layer.name], 6, "sample")
+            found = moved(place(source, config, 6, "sample"), maps, at.at(late))
             kept = np.diag(table)
             assert found.need.tolist() == table.sum(1).tolist()
             assert found.kept.tolist() == kept.tolist()
@@ -177,7 +178,7 @@ def test_an_optimizers_state_comes_on_top(network: LayerGraph, data: st.DataObje
     strategy = random_strategy(sgd, data)
     state = np.zeros(6)
     for layer in network.layers:
-        at = holdings(layer, strategy[layer.name], 6, "sample")
+        at = place(layer, strategy[layer.name], 6, "sample")
         for p, item_bytes in held(layer):
-            state += of_parameter(layer, p.maps, at, p.late).volume * item_bytes * p.trainable
+            state += parameter_boxes(layer, p.maps, at, p.late).volume * item_bytes * p.trainable
     assert peak_bytes(momentum, strategy) - peak_bytes(sgd, strategy) == pytest.approx(state)

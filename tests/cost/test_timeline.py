@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import BUCKET_BYTES, FIRST_BUCKET_BYTES, Config
+from layerwise.config import Config
 from layerwise.cost.price import complete, price
 from layerwise.cost.sync import group_of, sync_rate, sync_s
 from layerwise.cost.tables import CostModel, CostOptions
@@ -19,6 +19,7 @@ from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
+from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from layerwise.comm.thread import run_threads
 from layerwise.geometry import Box, Grid
-from layerwise.run.exchange import Transfer, groups_of, transfer
+from layerwise.partition.transfer import Transfer, groups_of, transfer
+from layerwise.run.exchange import adjoint, forward
 
 RANKS = 4
 
@@ -63,9 +64,9 @@ def test_a_transfer_and_its_adjoint(case, collectives: bool) -> None:
         if comm.collectives:
             comm.prepare(sorted(groups_of(owned, need)), "transfers")
         mine = owned[comm.rank] and whole[owned[comm.rank].slices()].clone()
-        got = part.forward(comm, mine, like, "forward")
+        got = forward(part, comm, mine, like, "forward")
         sent = comm.sent["transfers"]
-        back = part.adjoint(comm, weights[comm.rank], like, "backward")
+        back = adjoint(part, comm, weights[comm.rank], like, "backward")
         return got, back, sent, comm.sent["transfers"] - sent
 
     results = run_threads(RANKS, run, collectives=collectives)
@@ -89,7 +90,7 @@ def test_nothing_travels_where_all_have_what_they_need() -> None:
     part = transfer(cells, cells, 2)
     assert part == Transfer(cells[2], cells[2], cells[2], (), (), "local")
     x = torch.arange(2.0)
-    assert part.forward(None, x, x, "") is x
+    assert forward(part, None, x, x, "") is x
 
 
 def test_equal_parts_for_all_are_gathered_and_equal_blocks_go_all_to_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerwise.config import FIRST_BUCKET_BYTES
+from layerwise.partition.buckets import FIRST_BUCKET_BYTES
 from layerwise.run.replicas import Replicas
 
 

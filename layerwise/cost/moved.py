@@ -1,0 +1,82 @@
+"""Moved: of every edge the elements that a device needs, has, receives and sends, and what that takes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.geometry import interval_overlap
+from layerwise.ops.base import Maps
+from layerwise.partition.boxes import Boxes, Floats, Ints, Mask
+from layerwise.partition.place import Place, of_all_classes
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moved:
+    """One edge, (N,) elements each: of the box that a device needs, what it has of that, receives, and sends.
+
+    local: nothing travels. forth, back: of what it sends forward and of what it sends back, what must be made
+    contiguous first.
+    """
+
+    need: Floats
+    kept: Floats
+    received: Floats
+    sent: Floats
+    local: bool
+    forth: Floats
+    back: Floats
+
+
+def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
+    """What travels from those who own a tensor to those who need `maps` of it for their box `target`."""
+    own, need = source.owned, target.needs(maps)
+    volume = need.volume
+    kept = own.overlap(need)
+    local = source.everywhere or bool((~need.there | (volume == kept)).all())
+    zero = np.zeros_like(kept)
+    if local:
+        return Moved(volume, kept, zero, zero, True, zero, zero)
+    sent = np.where(own.there, 1.0, 0.0)
+    forth, back = np.zeros(len(kept), np.bool_), np.zeros(len(kept), np.bool_)
+    for j, axis in enumerate(maps):
+        lo, hi = np.zeros(1, np.int64), np.ones(1, np.int64)
+        if axis.source is not None and target.cuts:
+            lo, hi = target.cuts[axis.source][:-1], target.cuts[axis.source][1:]
+        length, contiguous = _parts(own, j, *axis(lo, hi))
+        sent = sent * length
+        forth |= ~contiguous
+        back |= ~_parts(need, j, own.cuts[j][:-1], own.cuts[j][1:])[1]
+    driven = {axis.source for axis in maps}
+    sent = sent * np.prod([len(cuts) - 1 for i, cuts in enumerate(target.cuts) if i not in driven])
+    received, sent = volume - kept, np.maximum(sent - kept, 0.0)
+    return Moved(volume, kept, received, sent, False, np.where(forth, sent, 0.0), np.where(back, received, 0.0))
+
+
+def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
+    """Of the parts [lo, hi) of one dimension what each box has in total, and whether all that it has are contiguous.
+
+    As they are where nothing lies outside that dimension, or they are all of the box.
+    """
+    lengths = interval_overlap(boxes.lo[:, dim, None], boxes.hi[:, dim, None], lo, hi)
+    whole = ((lengths == 0) | (lengths == (boxes.hi - boxes.lo)[:, dim, None])).all(1)
+    outermost = (boxes.hi - boxes.lo)[:, :dim].prod(1) <= 1
+    return lengths.sum(1).astype(np.float64), whole | outermost
+
+
+def outputs(source: Place, spec: TensorSpec, *, alone: bool) -> Moved:
+    """Where every device feeds the whole batch (io free): a box of all classes for each different one, and its loss.
+
+    With several outputs all devices get all of each, and go back with their own part of what they computed alike.
+    """
+    own, devices = source.owned, len(source.owned.lo)
+    if not alone or len(spec.shape) < 2:
+        whole, zero = np.full(devices, float(spec.volume)), np.zeros(devices)
+        received = whole - own.volume
+        return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
+    need = of_all_classes(own, spec)
+    kept = own.overlap(need)
+    received, sent = need.volume - kept, np.where(need.there, 0.0, own.volume)
+    return Moved(need.volume, kept, received, sent, not received.any(), sent, received)

@@ -1,0 +1,28 @@
+"""Buckets: which gradients travel together. The rule of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
+FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
+
+
+def fill(gradients: Iterable[tuple[Hashable, float]]) -> list[list[int]]:
+    """The places in `gradients` of those in each bucket; buckets in the order in which they are begun.
+
+    gradients: the group that shares each, whose alone travel together, and its bytes, as the backward pass makes them.
+    A bucket takes gradients until it is full, and leaves with its last one. The first one of a group is small: of its
+    group, not of the device, for all members must fill alike, and a device's own first may be of another group.
+    """
+    found: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], float]] = {}  # by group: the bucket, and what room it has
+    for number, (group, size_bytes) in enumerate(gradients):
+        bucket, room = filling.get(group, (None, 0.0))
+        if bucket is None or room <= 0:
+            room = FIRST_BUCKET_BYTES if bucket is None else BUCKET_BYTES
+            bucket = []
+            found.append(bucket)
+        bucket.append(number)
+        filling[group] = bucket, room - size_bytes
+    return found

@@ -1,0 +1,64 @@
+"""Groups: which devices sum gradients, statistics and parts of a reduction with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import space
+from layerwise.partition.boxes import Each
+from layerwise.partition.place import Place
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The reduce-scatter of partial sums over k: all members have sums of `cell`; each (device, box) keeps its box."""
+
+    cell: Box
+    owned: tuple[tuple[int, Box], ...]
+
+
+def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
+    """The devices whose boxes differ from this one's along `over` only; () where it has none."""
+    mine = boxes[device]
+    if mine is None:
+        return ()
+    if not over:
+        return tuple(r for r, box in enumerate(boxes) if box == mine)
+
+    def rest(box: Box) -> list[tuple[int, int]]:
+        return [ends for i, ends in enumerate(zip(box.lo, box.hi, strict=True)) if i not in over]
+
+    same = rest(mine)
+    return tuple(r for r, box in enumerate(boxes) if box is not None and rest(box) == same)
+
+
+def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
+    """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs.
+
+    `cost.fullest.shared_statistics` says the same of all configurations at once.
+    """
+    found = []
+    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
+        of_stage = op.statistics(specs, space(op, specs).out)
+        local = local_batch_norm and op.kind == "batch_norm"
+        boxes = at.at(late=number > 0).each
+        group = () if of_stage is None or local else sharing(boxes, device, of_stage.over)
+        found.append(group if len(group) > 1 else ())
+    return tuple(found)
+
+
+def reduction(layer: Layer, at: Place, device: int) -> Reduction | None:
+    """What a device reduces over k, and with whom; None where k is not split."""
+    cell, outputs = at.cells.each[device], len(layer.out.shape)
+    assert cell is not None
+    ks = range(outputs, len(layer.space.dims))
+    if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
+        return None
+    members = sharing(at.cells.each, device, ks)
+    owned = tuple((r, box) for r in members if (box := at.owned.each[r]) is not None)
+    return Reduction(Box(cell.lo[:outputs], cell.hi[:outputs]), owned)

@@ -1,0 +1,84 @@
+"""Place: which boxes of a layer every device computes and owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.config import Config, layout
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Maps, same
+from layerwise.ops.ends import Constant, Input, Sink, Tied
+from layerwise.partition.boxes import Boxes, Ints
+from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """cells: of the iteration space, which a device computes. owned: of the output, which it holds afterwards.
+
+    They differ where k is split. everywhere: every device holds the whole (an uncut tied parameter, a constant, what is
+    fed with io "free"): nothing of it travels forward.
+    """
+
+    cells: Boxes
+    owned: Boxes
+    everywhere: bool = False
+
+    def at(self, late: bool) -> Boxes:
+        """What the needs of an input or a parameter follow from: what is late comes after the reduction over k."""
+        return self.owned if late else self.cells
+
+    def on(self, devices: Ints) -> Place:
+        """On these devices, in this order."""
+        return Place(self.cells.on(devices), self.owned.on(devices), self.everywhere)
+
+
+def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
+    """What `devices` devices have of a layer under a configuration; io: as a plan has it."""
+    replicated = isinstance(layer.op, Tied) and config.total == 1
+    if replicated or isinstance(layer.op, Constant) or (is_fed(layer) and io == "free"):
+        whole = Boxes.whole(layer.out.shape, devices)
+        return Place(whole, whole, everywhere=True)
+    lay, rank, dims = layout((config,), layer.space, devices), len(layer.out.shape), layer.space.dims
+    scalar = not rank  # counted as one dimension by layouts
+    cells = Boxes.grid(dims, lay.degrees[0, scalar:], lay.index[0, :, scalar:], lay.active[0])
+    own_degrees, own_index = lay.own_degrees[0, scalar:], lay.own_index[0, :, scalar:]
+    return Place(cells, Boxes.grid(dims[:rank], own_degrees, own_index, lay.active[0]))
+
+
+def is_fed(layer: Layer) -> bool:
+    """Whether a layer is an input or the sink, which no plan configures: `fed_config` does."""
+    return isinstance(layer.op, Input | Sink) and not isinstance(layer.op, Tied)
+
+
+def fed_config(layer: Layer, devices: int) -> Config:
+    """The only configuration of an input or of the sink: samples over all devices that can have one."""
+    dim = next((d for d in layer.space.dims if d.label == "n"), None)
+    return Config.of({"n": min(devices, dim.room)}) if dim else Config()
+
+
+def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
+    """Which box of its input `slot` a layer needs, and whether that follows what it owns (late) or computes."""
+    where = layer.space
+    if slot < len(layer.specs):
+        return where.needs[slot], where.late_inputs[slot]
+    parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
+    return parameter.maps, parameter.late
+
+
+def parameter_boxes(layer: Layer, maps: Maps, at: Place, late: bool) -> Boxes:
+    """The box of a parameter that each device holds."""
+    if isinstance(layer.op, Tied):
+        return at.owned.needs(same(layer.out))
+    return at.at(late).needs(maps)
+
+
+def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
+    """What the devices get of the only output where each feeds the whole batch (io free): a box of all classes
+    (dimension 1) for each different one, on the first device that has a part of it; the loss is computed there."""
+    lo, hi = owned.lo.copy(), owned.hi.copy()
+    lo[:, 1], hi[:, 1] = 0, np.where(owned.there, spec.shape[1], 0)
+    wide = Boxes(lo, hi, owned.there)
+    return Boxes(lo, hi, wide.first_of_each())
