@@ -1,0 +1,39 @@
+"""Buckets: the rule by which gradients travel together, on every member of a group alike."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, fill
+
+MB = 2**20
+GRADIENTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30 * MB)), max_size=20)
+
+
+@given(GRADIENTS)
+def test_each_gradient_travels_once_with_its_own_group(gradients: list[tuple[str, int]]) -> None:
+    found = fill(gradients)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(gradients)))
+    assert all(len({gradients[i][0] for i in bucket}) == 1 for bucket in found)
+    assert [bucket[0] for bucket in found] == sorted(bucket[0] for bucket in found)
+
+
+@given(GRADIENTS)
+def test_a_bucket_ends_with_the_gradient_that_fills_it(gradients: list[tuple[str, int]]) -> None:
+    """The first of its group at 1 MiB, the others at 25."""
+    for group in "ab":
+        mine = [bucket for bucket in fill(gradients) if gradients[bucket[0]][0] == group]
+        for number, bucket in enumerate(mine):
+            limit = BUCKET_BYTES if number else FIRST_BUCKET_BYTES
+            size = [gradients[i][1] for i in bucket]
+            assert sum(size[:-1]) < limit
+            assert sum(size) >= limit or number == len(mine) - 1
+
+
+@given(GRADIENTS)
+def test_what_else_a_device_has_does_not_matter(gradients: list[tuple[str, int]]) -> None:
+    """Two members of group a fill its buckets alike, though one is in group b, too."""
+    own = [number for number, (group, _) in enumerate(gradients) if group == "a"]
+    alone = [[own[i] for i in bucket] for bucket in fill(gradients[i] for i in own)]
+    assert [bucket for bucket in fill(gradients) if gradients[bucket[0]][0] == "a"] == alone
