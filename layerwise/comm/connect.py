@@ -12,15 +12,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from layerwise.comm.base import CommError, reason
-
-if TYPE_CHECKING:
-    from layerwise.comm.start import Seat
+from layerwise.comm.seat import Seat
 
 T = TypeVar("T")
 POLL_S: Final = 0.05  # between two looks at who has arrived

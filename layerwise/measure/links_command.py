@@ -11,7 +11,8 @@ from rich.table import Table
 
 from layerwise.cli import console, positive, progress_bar, run_main, seconds
 from layerwise.comm.base import Comm
-from layerwise.comm.start import leave, read_environment, start
+from layerwise.comm.seat import read_environment
+from layerwise.comm.start import leave, start
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.machine import DEFAULT, Profile, save

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from layerwise.comm.seat import read_environment
 from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text, unpack
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.start import read_environment, start
+from layerwise.comm.start import start
 from layerwise.errors import LayerwiseError
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
