@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -111,7 +112,7 @@ class Comm(ABC):
 
         A fact that a rank does not state counts as empty.
         """
-        told = [_unpack(text) for text in self.tell_all(_pack(facts))]
+        told = [json.loads(text) for text in self.tell_all(json.dumps(dict(facts)))]
         for name in dict.fromkeys(name for one in told for name in one):
             holders: dict[str, list[int]] = {}
             for rank, one in enumerate(told):
@@ -170,12 +171,3 @@ def reason(error: BaseException) -> str:
     """The words of one of torch's errors, without the places in its source and the stack trace."""
     first = str(error).partition("\n")[0]
     return re.sub(r"^\[/[^\]]*\] ", "", first) or type(error).__name__
-
-
-def _pack(facts: Mapping[str, str]) -> str:
-    return "\0".join(part for item in facts.items() for part in item)
-
-
-def _unpack(text: str) -> dict[str, str]:
-    parts = text.split("\0") if text else []
-    return dict(zip(parts[::2], parts[1::2], strict=True))

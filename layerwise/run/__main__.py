@@ -246,6 +246,8 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         raise LayerwiseError("--global-batch and --profile go with --grid; a plan has been searched with its own")
     if args.checkpoint is None and (args.resume or args.checkpoint_every is not None):
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
+    if args.checkpoint == "":
+        raise LayerwiseError("--checkpoint is empty: name a folder")
     local = searched_with(plan, "local_batch_norm") if args.local_batch_norm is None else args.local_batch_norm
     if args.compare_single and local:
         raise LayerwiseError(

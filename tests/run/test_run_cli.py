@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -184,6 +185,8 @@ BAD = [
     ("one.json --optimizer lion", "invalid choice: 'lion'"),
     ("one.json --resume", "need --checkpoint DIR"),
     ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
+    ("one.json --checkpoint ''", "--checkpoint is empty: name a folder"),
+    ("one.json --checkpoint a\0b", "--checkpoint a\0b: embedded null byte"),
     ("one.json --checkpoint two.json", "--checkpoint two.json: File exists"),
     ("one.json --checkpoint two.json/ck", "--checkpoint two.json/ck: Not a directory"),
     ("one.json --checkpoint ck --data cifar", "unknown data 'cifar'"),
@@ -200,7 +203,7 @@ BAD = [
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=[line for line, _ in BAD])
 def test_mistakes(line: str, reason: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(here.iterdir())
-    assert run_main(dispatch, ["run", *line.split()]) == 2
+    assert run_main(dispatch, ["run", *shlex.split(line)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("layerwise: error: ")
