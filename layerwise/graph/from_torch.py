@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from threading import Lock
 
 import torch
 from torch import fx, nn
@@ -22,6 +23,7 @@ from layerwise.graph.torch_cache import without_cache
 from layerwise.graph.torch_patterns import rewrite
 
 Dims = Sequence[Sequence[str | None]]
+_EXPORTING = Lock()  # torch.export keeps its modes, and `_quiet` the log and stderr, for the process, not for a thread
 
 
 def from_torch(
@@ -121,7 +123,7 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
                 "give it a momentum, such as 0.1"
             )
     try:
-        with _quiet(), without_cache(model):
+        with _EXPORTING, _quiet(), without_cache(model):
             return torch.export.export(model, examples, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error

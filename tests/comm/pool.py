@@ -136,6 +136,7 @@ def _serve(end: Connection, variables: dict[str, str]) -> None:
             module, _, attribute = name.partition(":")
             function: Callable[..., object] = getattr(importlib.import_module(module), attribute)
             comm = comm or start(COMM_TIMEOUT_S)
+            torch.manual_seed(0)  # whatever ran here before: the ranks' models start alike, in any order of the tests
             answer = pickle.dumps((True, function(comm, *args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))

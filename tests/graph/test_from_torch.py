@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from layerwise import models
+from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.from_torch import from_torch
 from layerwise.graph.layer import LayerGraph
@@ -334,3 +335,9 @@ def test_a_module_may_be_called_outputs() -> None:
     graph = from_torch(model, (torch.randn(4, 3),))
     assert names(graph) == ["outputs:2", "tanh"]
     assert graph["tanh"].op == Unary("tanh")
+
+
+def test_threads_may_import_at_once() -> None:
+    """torch.export is not made for threads: they take turns."""
+    graphs = run_threads(4, lambda comm: from_torch(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(2, 8)))
+    assert {g.digest for g in graphs} == {graphs[0].digest}
