@@ -28,7 +28,7 @@ docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks
 	$(VENV)/bin/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks
-	$(VENV)/bin/python -m tests.benchmarks.search $(ARGS)
+	$(VENV)/bin/python -m benchmarks.search $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV): where it has no PyTorch, pip fetches it, which may take minutes" >&2

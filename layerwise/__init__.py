@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Box": "layerwise.geometry",
     "Config": "layerwise.config",
-    "CostModel": "layerwise.cost.tables",
-    "CostOptions": "layerwise.cost.tables",
+    "CostModel": "layerwise.cost.model",
+    "CostOptions": "layerwise.cost.model",
     "DeviceGraph": "layerwise.machine",
     "Grid": "layerwise.geometry",
     "Layer": "layerwise.graph.layer",
@@ -25,18 +25,18 @@ _HOME = {
     "SearchSpace": "layerwise.config",
     "TensorSpec": "layerwise.tensor",
     "fit": "layerwise.api.fit",
-    "from_onnx": "layerwise.graph.from_onnx",
-    "from_torch": "layerwise.graph.from_torch",
+    "from_onnx": "layerwise.importers.onnx.from_onnx",
+    "from_torch": "layerwise.importers.torch.from_torch",
     "fuse": "layerwise.graph.fuse",
-    "load_model": "layerwise.graph.load",
+    "load_model": "layerwise.importers.load",
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
     "parallelize": "layerwise.api.parallelize",
     "price": "layerwise.cost.price",
-    "register_op": "layerwise.graph.registry",
+    "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
     "split": "layerwise.api.split",
-    "timeline": "layerwise.cost.timeline",
+    "timeline": "layerwise.cost.timeline.simulate",
 }
 
 __all__ = [
@@ -75,17 +75,17 @@ if TYPE_CHECKING:
     from layerwise.api.save import save
     from layerwise.api.split import split
     from layerwise.config import Config, SearchSpace
+    from layerwise.cost.model import CostModel, CostOptions
     from layerwise.cost.price import price
-    from layerwise.cost.tables import CostModel, CostOptions
-    from layerwise.cost.timeline import timeline
+    from layerwise.cost.timeline.simulate import timeline
     from layerwise.errors import LayerwiseError
     from layerwise.geometry import Box, Grid
-    from layerwise.graph.from_onnx import from_onnx
-    from layerwise.graph.from_torch import from_torch
     from layerwise.graph.fuse import fuse
     from layerwise.graph.layer import Layer, LayerGraph
-    from layerwise.graph.load import load_model
-    from layerwise.graph.registry import register_op
+    from layerwise.importers.load import load_model
+    from layerwise.importers.onnx.from_onnx import from_onnx
+    from layerwise.importers.registry import register_op
+    from layerwise.importers.torch.from_torch import from_torch
     from layerwise.machine import DeviceGraph
     from layerwise.machine import load as load_profile
     from layerwise.ops.base import Op

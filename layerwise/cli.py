@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from layerwise.config import SearchSpace
-from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DEFAULT, DTYPES, names
 from layerwise.plan import MAX_BATCH

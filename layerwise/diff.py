@@ -13,7 +13,7 @@ from layerwise.cli import Parser, console, run_main
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
-from layerwise.search.report import short, units
+from layerwise.search.report.text import short, units
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,17 +13,17 @@ from rich.text import Text
 
 from layerwise.cli import MODEL_HELP, Parser, console, positive, run_main
 from layerwise.config import SearchSpace
-from layerwise.cost.compute import OPTIMIZERS
-from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_planned
+from layerwise.importers.load import load_planned
 from layerwise.machine import DTYPES, load
 from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.report import Fitting, short, units, written
+from layerwise.search.report.text import Fitting, short, units, written
 
 LINK_MODELS, SYNCS = (get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync"))
 

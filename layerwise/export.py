@@ -60,12 +60,12 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     import torch  # here, so that --help is quick
     from torch import Tensor
 
-    from layerwise.run.boxes import read_into
-    from layerwise.run.contribution import About
-    from layerwise.run.optimizer_state import PREFIX
-    from layerwise.run.step_folders import find
-    from layerwise.run.storage import Reader
-    from layerwise.run.tensorfile import write_tensors
+    from layerwise.checkpoint.boxes import read_into
+    from layerwise.checkpoint.contribution import About
+    from layerwise.checkpoint.optimizer_state import PREFIX
+    from layerwise.checkpoint.step_folders import find
+    from layerwise.checkpoint.storage import Reader
+    from layerwise.tensorfile import write_tensors
 
     check_writable(out)
     reader = Reader(find(checkpoint))

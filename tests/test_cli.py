@@ -21,7 +21,7 @@ from layerwise.__main__ import COMMANDS, dispatch
 from layerwise.cli import PIPED_WIDTH, run_main
 from layerwise.errors import LayerwiseError
 from layerwise.plan import checksum
-from layerwise.search.report import broken, units
+from layerwise.search.report.text import broken, units
 
 LENET, MLP = ("search", "lenet5", "--gpus", "4"), ("search", "mlp:64x32x8", "--gpus", "4")
 Run = Callable[..., str]

@@ -40,7 +40,7 @@ def test_modules_that_pages_name_are_there() -> None:
 
 
 def test_functions_that_the_cost_model_names_are_there() -> None:
-    """Each behind its file: `layerwise/cost/sync.py`: `wire_bytes`."""
+    """Each behind its file: `layerwise/cost/collectives.py`: `wire_bytes`."""
     named = re.findall(r"`(layerwise/[\w/]+\.py)`:((?: `[\w.]+`(?: \([^)]*\))?,?)+)", " ".join(COST_MODEL.split()))
     assert len(named) > 10
     for name, functions in named:

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.picture import runs, svg
 from layerwise.search.find import search

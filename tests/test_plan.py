@@ -12,18 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, read_json, write_text
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import Plan, checksum, load_plan, parse_strategy
-from layerwise.search import report_json
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.report import as_json as report_json
 
 SAME_FILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.run.module import ParallelModule
-from layerwise.run.tensorfile import dtype_name
+from layerwise.tensorfile import dtype_name
 
 
 def check(model: object, optimizer: str, sync_every: object, memory_limit: object, batch: object) -> None:

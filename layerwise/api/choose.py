@@ -9,18 +9,18 @@ import torch
 
 from layerwise.api.world import World
 from layerwise.config import Config, SearchSpace, parse
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, nearest
-from layerwise.run.tensorfile import dtype_name
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import Candidate, SearchResult, candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report import over_memory, units
+from layerwise.search.report.text import over_memory, units
+from layerwise.tensorfile import dtype_name
 
 Strategy = str | Mapping[str, Mapping[str, object]]
 

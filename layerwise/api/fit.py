@@ -25,13 +25,13 @@ from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
+from layerwise.checkpoint import checkpoint as checkpoints
 from layerwise.cli import console, progress_bar
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
-from layerwise.run import checkpoint as checkpoints
-from layerwise.run.data import order
 from layerwise.run.module import ParallelModule
-from layerwise.run.train import least
+from layerwise.train.data import order
+from layerwise.train.loop import least
 
 BATCH = 32  # samples of all ranks together, where nobody says
 

@@ -20,23 +20,23 @@ from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.machine import save
 from layerwise.machine.profile import Profile
-from layerwise.measure import links_profile
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import TYPES, conditions, cpu_name, mode_of, modes
-from layerwise.measure.layers_job import Job, base_profile
-from layerwise.measure.links import measure_links
-from layerwise.measure.links_shapes import find_topology
+from layerwise.measure.layers.job import Job, base_profile
+from layerwise.measure.links import profile as links_profile
+from layerwise.measure.links.measure import measure_links
+from layerwise.measure.links.shapes import find_topology
 from layerwise.plan import Plan
-from layerwise.run.compare import alone
 from layerwise.run.load import load
 from layerwise.search.find import search
+from layerwise.train.compare import alone
 
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
 LINKS = 0.3  # of the budget is for links, where these are not known yet

@@ -8,12 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from layerwise.cost.compute import OPTIMIZERS as PLANNED
+from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 from layerwise.run.module import ParallelModule
 from layerwise.run.optimizers import suits
-from layerwise.run.train import OPTIMIZERS, Settings
+from layerwise.train.loop import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = LRScheduler | Callable[[Optimizer], LRScheduler]

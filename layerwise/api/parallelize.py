@@ -34,10 +34,10 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
-from layerwise.run.compare import alone
 from layerwise.run.guards import check_modules
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from layerwise.train.compare import alone
 
 Examples = Inputs | Mapping[str, Tensor]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.load import Network, load_network, network_of
+from layerwise.importers.load import Network, load_network, network_of
 from layerwise.ops.ends import Tied
-from layerwise.run.tensorfile import dtype_name
+from layerwise.tensorfile import dtype_name
 
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -98,7 +98,7 @@ def _check_types(made: Network) -> None:
 
 
 def _exported(program: ExportedProgram, name: str, batch: int) -> Network:
-    from layerwise.graph.from_torch import import_torch
+    from layerwise.importers.torch.from_torch import import_torch
 
     graph, stored = import_torch(program, name=name)
     held: Mapping[str, Tensor] = program.state_dict

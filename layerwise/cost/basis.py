@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
+from layerwise.cost.model import CostModel
 from layerwise.cost.price import Price
-from layerwise.cost.tables import CostModel
 from layerwise.machine.layer_times import Conditions
 
 # By how much of their time two plans must differ before the model tells them apart, by what t_C rests on. These are of

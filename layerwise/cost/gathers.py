@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Layout
-from layerwise.cost.compute import largest_box
-from layerwise.cost.sync import all_gather_s, group_of, reduce_scatter_s
+from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
+from layerwise.cost.compute.roofline import largest_box
 from layerwise.geometry import boundaries, identity, whole
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Dim, Maps

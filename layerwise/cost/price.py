@@ -8,10 +8,10 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config, check
-from layerwise.cost.compute import OPTIMIZERS, held, largest_box, largest_extents
-from layerwise.cost.memory import peak_bytes
-from layerwise.cost.sync import wire_bytes
-from layerwise.cost.tables import CostModel, Strategy
+from layerwise.cost.collectives import wire_bytes
+from layerwise.cost.compute.roofline import OPTIMIZERS, held, largest_box, largest_extents
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel, Strategy
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import space

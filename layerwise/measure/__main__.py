@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from layerwise.cli import Parser, run_main
-from layerwise.measure import layers_command, links_command
+from layerwise.measure.layers import command as layers_command
+from layerwise.measure.links import command as links_command
 
 EPILOG = """examples:
   python -m layerwise.measure layers vgg16 --gpus 4 --out mine.json

@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from layerwise.cli import Parser, console, positive, progress_bar, run_main, shape
-from layerwise.cost.compute import OPTIMIZERS
-from layerwise.cost.tables import CostOptions
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import HELP, load_model
+from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, DTYPES, load, names
-from layerwise.oracle import report, report_json
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
 from layerwise.oracle.framework import Framework, framework
-from layerwise.oracle.measured import read_runs
-from layerwise.oracle.plot import check_plot, draw, save_plot
+from layerwise.oracle.measured.runs import read_runs
 from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
+from layerwise.oracle.report import as_json as report_json
+from layerwise.oracle.report import text as report
+from layerwise.oracle.report.plot import check_plot, draw, save_plot
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of

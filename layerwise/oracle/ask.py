@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from layerwise.cost.tables import Progress
+from layerwise.cost.model import Progress
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.measured import Compared, Run, compare
-from layerwise.oracle.phases import Limit
+from layerwise.oracle.formulas.phases import Limit
+from layerwise.oracle.measured.runs import Compared, Run, compare
 from layerwise.oracle.question import Answer, Oracle, applicable
 from layerwise.oracle.strategies import UnreachableError
 

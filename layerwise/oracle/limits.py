@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Literal
 
 from layerwise.machine import DeviceGraph
-from layerwise.oracle.collectives import flows_per_port
-from layerwise.oracle.facts import Facts
-from layerwise.oracle.phases import Projection
-from layerwise.oracle.stages import Stage, balanced, imbalance
+from layerwise.oracle.formulas.collectives import flows_per_port
+from layerwise.oracle.formulas.facts import Facts
+from layerwise.oracle.formulas.phases import Projection
+from layerwise.oracle.formulas.stages import Stage, balanced, imbalance
 
 GRADIENTS = ("data", "spatial", "df", "ds")
 LAYERWISE = ("filter", "channel", "df")

@@ -8,18 +8,18 @@ from functools import cached_property
 from typing import Literal
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.tables import CostModel, CostOptions, Progress
+from layerwise.cost.model import CostModel, CostOptions, Progress
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Profile
-from layerwise.oracle.chainermnx import NOT_RUN, not_run
-from layerwise.oracle.facts import Facts, facts_of
+from layerwise.oracle.formulas.chainermnx import NOT_RUN, not_run
+from layerwise.oracle.formulas.facts import Facts, facts_of
+from layerwise.oracle.formulas.memory import reuse_factor
+from layerwise.oracle.formulas.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
+from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.stages import Stage, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
-from layerwise.oracle.memory import reuse_factor
-from layerwise.oracle.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
-from layerwise.oracle.project import project
-from layerwise.oracle.stages import Stage, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.strategies import Shape, Wishes, limit, shapes, weighted
 from layerwise.oracle.tables import Priced, price_plan, priced
 from layerwise.plan import nearest

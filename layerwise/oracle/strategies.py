@@ -16,7 +16,7 @@ from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import space
-from layerwise.oracle.phases import Limit
+from layerwise.oracle.formulas.phases import Limit
 from layerwise.plan import nearest
 
 SPATIAL = ("d", "h", "w", "l")

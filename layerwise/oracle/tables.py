@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerwise.config import Config
-from layerwise.cost.compute import all_boxes
-from layerwise.cost.memory import peak_bytes
+from layerwise.cost.compute.roofline import all_boxes
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel, Edge, Strategy
 from layerwise.cost.price import Price, complete, price
-from layerwise.cost.tables import CostModel, Edge, Strategy
-from layerwise.cost.timeline import timeline
-from layerwise.oracle.phases import Phases
+from layerwise.cost.timeline.simulate import timeline
+from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 from layerwise.partition.place import input_maps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.question import Answer
 from layerwise.plan import Plan

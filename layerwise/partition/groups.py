@@ -40,7 +40,7 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
 def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
     """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs.
 
-    `cost.fullest.shared_statistics` says the same of all configurations at once.
+    `cost.compute.fullest.shared_statistics` says the same of all configurations at once.
     """
     found = []
     for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):

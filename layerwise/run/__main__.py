@@ -12,28 +12,28 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from layerwise.checkpoint.agree import agree
+from layerwise.checkpoint.sole_writer import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, console, global_batch, positive, run_main
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import DEFAULT, load
+from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
-from layerwise.run import compare_times, data
-from layerwise.run.agree import agree
-from layerwise.run.compare import ALLOWED
-from layerwise.run.out_of_memory import enough_memory
 from layerwise.run.provenance import searched_with
-from layerwise.run.report import beginning, ending, steps_shown
-from layerwise.run.session import Session
-from layerwise.run.sole_writer import sole_writer
 from layerwise.run.trace import Trace
-from layerwise.run.train import OPTIMIZERS, Settings
-from layerwise.search.grid import parse_grid, price_grid
 from layerwise.search.make_plan import plan_for
+from layerwise.train import compare_times, data
+from layerwise.train.compare import ALLOWED
+from layerwise.train.loop import OPTIMIZERS, Settings
+from layerwise.train.out_of_memory import enough_memory
+from layerwise.train.report import beginning, ending, steps_shown
+from layerwise.train.session import Session
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
 

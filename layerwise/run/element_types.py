@@ -19,7 +19,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import space
 from layerwise.ops.ends import Sink, Tied
 from layerwise.ops.fused import gradients_wanted
-from layerwise.run.replicas import Replicas
+from layerwise.run.reducer import Replicas
 from layerwise.run.schedule import Schedule, Step
 from layerwise.run.work import Work
 

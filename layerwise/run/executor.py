@@ -18,8 +18,8 @@ from layerwise.chrome import Category
 from layerwise.comm.base import Comm, Kind
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input, Sink, Tied
-from layerwise.run.exchange import adjoint, forward
-from layerwise.run.replicas import Gradients
+from layerwise.run.redistribute import adjoint, forward
+from layerwise.run.reducer import Gradients
 from layerwise.run.schedule import Edge, Schedule, Step
 from layerwise.run.trace import Trace
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.graph.load import Network
+from layerwise.importers.load import Network
 from layerwise.ops.ends import Constant, Input
 from layerwise.plan import Plan
 from layerwise.run.place import samples
 from layerwise.run.schedule import Schedule, real
-from layerwise.run.tensorfile import dtype_name
+from layerwise.tensorfile import dtype_name
 
 
 class Inputs:

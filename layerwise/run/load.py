@@ -17,15 +17,15 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network, load_planned, network_of
+from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.ops.base import space
 from layerwise.ops.ends import Sink
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.provenance import searched_with
-from layerwise.run.tensorfile import dtype_name
 from layerwise.run.values import take_rank_0s
+from layerwise.tensorfile import dtype_name
 
 
 def load(

@@ -13,22 +13,22 @@ from layerwise.comm.base import Comm, Group, Kind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network
+from layerwise.importers.load import Network
 from layerwise.ops.ends import Tied
 from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run.autograd import Call, factors, sum_of_losses
 from layerwise.run.box_gradient import plain
 from layerwise.run.element_types import predicted_bytes
 from layerwise.run.executor import Executor
-from layerwise.run.function import Call, factors, sum_of_losses
 from layerwise.run.guards import FromOutside, Refusing, check_call, check_parameters
 from layerwise.run.inputs import Inputs
 from layerwise.run.optimizers import watch
 from layerwise.run.place import parameter_boxes, places
 from layerwise.run.provenance import searched_with
-from layerwise.run.replicas import Gradients, Replicas
+from layerwise.run.reducer import Gradients, Replicas
 from layerwise.run.schedule import Schedule
 from layerwise.run.shard import Shard
 from layerwise.run.state import State

@@ -14,18 +14,18 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network
+from layerwise.importers.load import Network
 from layerwise.ops.base import Parameter, same, space
 from layerwise.ops.ends import Tied
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
-from layerwise.run.exchange import forward
 from layerwise.run.guards import Names
+from layerwise.run.redistribute import forward
 from layerwise.run.schedule import real
 from layerwise.run.shard import Shard
-from layerwise.run.tensorfile import dtype_name
 from layerwise.run.weights import initial
+from layerwise.tensorfile import dtype_name
 
 COUNT = "num_batches_tracked"
 

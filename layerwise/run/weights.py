@@ -16,7 +16,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
-from layerwise.graph.load import Network
+from layerwise.importers.load import Network
 from layerwise.ops.base import Parameter
 from layerwise.ops.random import combine, normal, uniform
 

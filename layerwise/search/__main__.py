@@ -25,20 +25,22 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import HELP, load_model, names_code
+from layerwise.importers.load import HELP, load_model, names_code
 from layerwise.machine import load
+from layerwise.mlp_grid import report as grid_report
+from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
-from layerwise.search import grid_report, report, report_json
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
-from layerwise.search.grid import grid_plan, grids, parse_grid, study
 from layerwise.search.make_plan import make_plan
-from layerwise.search.timeline_file import write_timeline
+from layerwise.search.report import as_json as report_json
+from layerwise.search.report import text as report
+from layerwise.search.report.timeline import write_timeline
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.search.variables import Factor, join, min_fill_order
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel, CostTables
+from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
 from layerwise.ops.linear import Linear
 from layerwise.ops.softmax import Softmax

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.tables import Edge
+from layerwise.cost.model import Edge
 
 Floats = NDArray[np.float64]
 Pair = tuple[str, str]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.search.variables import Factor, eliminate_variables, min_fill_order
 
 Floats = NDArray[np.float64]

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.search.eliminate import Optimum
 

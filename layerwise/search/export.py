@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import model_error
+from layerwise.cost.model import CostModel, Progress
 from layerwise.cost.price import Price, complete, price
-from layerwise.cost.tables import CostModel, Progress
-from layerwise.cost.timeline import Timeline, timeline
+from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.errors import LayerwiseError
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import Optimum, eliminate
@@ -36,7 +36,7 @@ class Candidate:
     fits: bool
 
     def _repr_html_(self) -> str:
-        from layerwise.search.html import candidate_html  # which needs this module
+        from layerwise.search.report.html import candidate_html  # which needs this module
 
         return candidate_html(self, max(config.total for config in self.strategy.values()))
 
@@ -64,7 +64,7 @@ class SearchResult:
         return min(self.simulated, key=preference)
 
     def _repr_html_(self) -> str:
-        from layerwise.search.html import result_html
+        from layerwise.search.report.html import result_html
 
         return result_html(self)
 

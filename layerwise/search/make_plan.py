@@ -9,7 +9,7 @@ from importlib.metadata import version
 from layerwise import __version__
 from layerwise.config import SearchSpace
 from layerwise.cost.basis import basis
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.plan import Plan
 from layerwise.search.find import Candidate, SearchResult
 from layerwise.search.predicted import layer_times

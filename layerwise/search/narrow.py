@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel, CostTables, Progress
+from layerwise.cost.model import CostModel, CostTables, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.search.bound import Messages

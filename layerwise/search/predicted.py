@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel
-from layerwise.cost.timeline import UPDATE, Span, timeline
+from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
 
 
 def layer_times(model: CostModel, strategy: dict[str, Config]) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 
 Floats = NDArray[np.float64]
 Keep = dict[str, NDArray[np.bool_]]

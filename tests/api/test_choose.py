@@ -13,10 +13,10 @@ from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.comm.thread import run_threads
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.plan import as_json
 from layerwise.search.alternatives import alternatives

@@ -11,7 +11,7 @@ import layerwise
 from layerwise.api.fit import Fitted
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from layerwise.run.data import order
+from layerwise.train.data import order
 from tests.api.ranks import fitted
 from tests.api.script import data, network
 from tests.api.test_parallelize import apart

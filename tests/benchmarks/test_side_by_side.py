@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from layerwise.cost.tables import CostModel, CostOptions
+from benchmarks.side_by_side import BACKWARD, FORWARD, Part, segments_of, slowest
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.bench import Task, Update
-from layerwise.measure.cells import wanted_cells
+from layerwise.measure.layers.cells import wanted_cells
 from layerwise.search.baselines import baseline
-from tests.benchmarks.side_by_side import BACKWARD, FORWARD, Part, segments_of, slowest
 
 A, B = ("a", (1,)), ("b", (2,))
 

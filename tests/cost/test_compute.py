@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, layout
-from layerwise.cost.compute import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
+from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph, Processor, Tile

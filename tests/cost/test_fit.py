@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.cost.fit import fitted, groups, held_out_error
+from layerwise.cost.compute.fit import fitted, groups, held_out_error
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
 
 CONV = '{"op":{"kind":"conv","out_channels":4},"followers":[[{"kind":"unary","fn":"relu"},0,0]]}'

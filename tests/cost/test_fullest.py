@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, layout
-from layerwise.cost.fullest import extents, fullest, gradient_uses, shared_statistics, signature, sizes
-from layerwise.cost.tables import CostModel
+from layerwise.cost.compute.fullest import extents, fullest, gradient_uses, shared_statistics, signature, sizes
+from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
+from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
 from layerwise.cost.gathers import are_gathers
-from layerwise.cost.sync import all_gather_s, group_of, reduce_scatter_s
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box
 from layerwise.graph.layer import GraphBuilder, LayerGraph

@@ -9,14 +9,14 @@ import pytest
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis, model_error, told, warnings
-from layerwise.cost.measured import LAYER, chosen, step_name, update_name
+from layerwise.cost.compute.measured import LAYER, chosen, step_name, update_name
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.machine import DeviceGraph
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
-from layerwise.measure.cells import Wanted, wanted_cells
+from layerwise.measure.layers.cells import Wanted, wanted_cells
 from tests.cost import brute
-from tests.cost.test_tables import residual
+from tests.cost.test_model import residual
 
 WHERE = Conditions(brute.PROCESSOR.name, "2.13.0", "float32", threads=1)
 SPACE = SearchSpace(6, ("n", "c", "l", "k"), spread=True)

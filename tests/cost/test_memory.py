@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.compute import OPTIMIZERS, held
-from layerwise.cost.ledger import Ledger
-from layerwise.cost.memory import peak_bytes
-from layerwise.cost.moved import moved
+from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.memory.allocations import Ledger
+from layerwise.cost.memory.moved import moved
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import load as load_profile

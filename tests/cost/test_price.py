@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.compute import OPTIMIZERS
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph

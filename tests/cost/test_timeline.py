@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
+from layerwise.cost.collectives import group_of, sync_rate, sync_s
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
-from layerwise.cost.sync import group_of, sync_rate, sync_s
-from layerwise.cost.tables import CostModel, CostOptions
-from layerwise.cost.timeline import timeline
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config, layout
 from layerwise.cost import transfer
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
 from layerwise.graph.layer import GraphBuilder, LayerGraph

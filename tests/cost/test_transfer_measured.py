@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.sync import all_reduce_s, group_of, overlap, reduce_scatter_s
-from layerwise.cost.tables import CostModel
-from layerwise.cost.timeline import timeline
+from layerwise.cost.collectives import all_reduce_s, group_of, overlap, reduce_scatter_s
+from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import seconds, telling_devices
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -25,8 +25,8 @@ from layerwise.ops.pointwise import Binary, Dropout, Unary
 from layerwise.ops.view import Expand, Permute, Reshape
 from layerwise.search.eliminate import eliminate
 from layerwise.tensor import TensorSpec
-from tests.graph.evaluate import evaluate
-from tests.graph.networks import Net, chain, crossing, dense, inception, networks, residual
+from tests.importers.evaluate import evaluate
+from tests.importers.networks import Net, chain, crossing, dense, inception, networks, residual
 
 
 def stored(graph: LayerGraph) -> dict[str, torch.Tensor]:

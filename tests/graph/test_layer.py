@@ -23,7 +23,7 @@ from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Dropout, Unary
 from layerwise.ops.view import Expand, Reshape
 from layerwise.tensor import TensorSpec
-from tests.graph.networks import Net, chain, inception, networks
+from tests.importers.networks import Net, chain, inception, networks
 
 
 def test_a_name_that_is_taken_gets_a_number() -> None:
@@ -192,7 +192,8 @@ def test_the_digest_tells_apart_the_order_of_the_outputs() -> None:
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    code = "from tests.graph.networks import *; from layerwise.graph.fuse import fuse; print(fuse(inception(4)).digest)"
+    code = "from layerwise.graph.fuse import fuse; from tests.importers import networks as n; "
+    code += "print(fuse(n.inception(4)).digest)"
     for seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
-from layerwise.measure.cells import wanted_cells
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
-from layerwise.measure.layers import bench_of
-from layerwise.measure.step import LossBench, UpdateBench
+from layerwise.measure.layers.cells import wanted_cells
+from layerwise.measure.layers.measure import bench_of
+from layerwise.measure.layers.step import LossBench, UpdateBench
 from tests.cost import brute, networks
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel
+from layerwise.cost.model import CostModel
 from layerwise.graph.layer import GraphBuilder
-from layerwise.measure import cold, layers
 from layerwise.measure.bench import Bench, Mode
-from layerwise.measure.cells import wanted_cells
+from layerwise.measure.layers import cold
+from layerwise.measure.layers import measure as layers
+from layerwise.measure.layers.cells import wanted_cells
 from layerwise.measure.watch import Watch
 from layerwise.ops.linear import Linear
 from layerwise.tensor import TensorSpec

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.measure import layers
 from layerwise.measure.bench import Mode, Update
-from layerwise.measure.cells import Wanted
-from layerwise.measure.layers import Measuring
+from layerwise.measure.layers import measure as layers
+from layerwise.measure.layers.cells import Wanted
+from layerwise.measure.layers.measure import Measuring
 from layerwise.measure.watch import Watch
 
 MODE = Mode(torch.device("cpu"), torch.float32)

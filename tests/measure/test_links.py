@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.config import Config
-from layerwise.cost.sync import all_reduce_s
-from layerwise.cost.tables import CostModel
+from layerwise.cost.collectives import all_reduce_s
+from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load, save
 from layerwise.machine.curves import Curve
-from layerwise.measure import links
-from layerwise.measure.links import Measured, Series, measure_links, rates
-from layerwise.measure.links_fit import knots
-from layerwise.measure.links_profile import conditions, contention, with_links
-from layerwise.measure.links_shapes import Topology, pairs, shapes
+from layerwise.measure.links import measure as links
+from layerwise.measure.links.fit import knots
+from layerwise.measure.links.measure import Measured, Series, measure_links, rates
+from layerwise.measure.links.profile import conditions, contention, with_links
+from layerwise.measure.links.shapes import Topology, pairs, shapes
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages and products, few of them."""
     monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
     monkeypatch.setattr(links, "KERNEL", {"cpu": (1, 4, 4, 4)})
-    monkeypatch.setattr("layerwise.measure.links_time.ROUND_S", 1e-4)
-    monkeypatch.setattr("layerwise.measure.links_time.ROUNDS", 2)
+    monkeypatch.setattr("layerwise.measure.links.timing.ROUND_S", 1e-4)
+    monkeypatch.setattr("layerwise.measure.links.timing.ROUNDS", 2)
 
 
 def run(where: Topology) -> list[tuple[Measured, dict[str, object]]]:

@@ -16,9 +16,9 @@ from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load, save
-from layerwise.measure import links_command
 from layerwise.measure.__main__ import main, parser
-from layerwise.measure.links_shapes import Topology
+from layerwise.measure.links import command as links_command
+from layerwise.measure.links.shapes import Topology
 
 ROOT = str(Path(__file__).parents[2])
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from layerwise.comm.base import Comm
-from layerwise.measure import links_time, stolen
-from layerwise.measure.links_time import MOST, ROUNDS, TRIES, timed
+from layerwise.measure import stolen
+from layerwise.measure.links import timing as links_time
+from layerwise.measure.links.timing import MOST, ROUNDS, TRIES, timed
 
 WARM = 2  # calls that do not count
 

@@ -7,17 +7,17 @@ from typing import Literal
 
 import pytest
 
+from benchmarks.oracle import RECORDS, facts, forecast
 from layerwise.errors import LayerwiseError
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.ask import compare_with
-from layerwise.oracle.calibrate import calibrate
 from layerwise.oracle.framework import framework
-from layerwise.oracle.measured import FOR, Run
+from layerwise.oracle.measured.calibrate import calibrate
+from layerwise.oracle.measured.records import Record, factor, log_errors, order, read_records
+from layerwise.oracle.measured.runs import FOR, Run
 from layerwise.oracle.question import Oracle, Question
-from layerwise.oracle.records import Record, factor, log_errors, order, read_records
 from layerwise.oracle.suggest import Budget, suggest
-from tests.benchmarks.oracle import RECORDS, facts, forecast
 
 GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
 

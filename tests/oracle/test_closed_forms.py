@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import LinkLevel, Profile, load
-from layerwise.oracle.facts import Facts, facts_of
-from layerwise.oracle.phases import STRATEGIES, Formulas, Phases, Projection
-from layerwise.oracle.project import project
+from layerwise.oracle.formulas.facts import Facts, facts_of
+from layerwise.oracle.formulas.phases import STRATEGIES, Formulas, Phases, Projection
+from layerwise.oracle.formulas.project import project
 from layerwise.oracle.strategies import Wishes, gather_layer
 
 TIMES = [f.name for f in fields(Phases) if f.name.endswith("_s")]

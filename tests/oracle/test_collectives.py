@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.machine import load
-from layerwise.oracle.collectives import (
+from layerwise.oracle.formulas.collectives import (
     Hop,
     all_gather_s,
     all_reduce_s,

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.facts import Facts, LayerFacts, facts_of
-from layerwise.oracle.halos import halo_messages, published_halo
+from layerwise.oracle.formulas.facts import Facts, LayerFacts, facts_of
+from layerwise.oracle.formulas.halos import halo_messages, published_halo
 
 
 @cache

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from layerwise.cost.tables import CostOptions
-from layerwise.graph.from_torch import from_torch
+from layerwise.cost.model import CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
+from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import LinkLevel, Profile, load
-from layerwise.oracle.phases import Phases
+from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import Wishes
 

@@ -6,16 +6,16 @@ from functools import cache
 
 import pytest
 
-from layerwise.cost.timeline import timeline
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.facts import Facts, facts_of
+from layerwise.oracle.formulas.facts import Facts, facts_of
+from layerwise.oracle.formulas.phases import Formulas
+from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.stages import imbalance
 from layerwise.oracle.limits import Finding, findings
-from layerwise.oracle.phases import Formulas
-from layerwise.oracle.project import project
 from layerwise.oracle.question import Oracle, Question
-from layerwise.oracle.stages import imbalance
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.measured import Run, accuracy, compare, mean_accuracy, read_runs
+from layerwise.oracle.measured.runs import Run, accuracy, compare, mean_accuracy, read_runs
 from layerwise.oracle.question import Answer
 
 GOOD = {"strategy": "data", "gpus": 16, "batch": 512, "iteration_s": 0.2}

@@ -12,12 +12,12 @@ from rich.cells import cell_len
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.errors import LayerwiseError
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.facts import facts_of
+from layerwise.oracle.formulas.facts import facts_of
+from layerwise.oracle.formulas.project import project
 from layerwise.oracle.framework import framework
-from layerwise.oracle.project import project
-from layerwise.oracle.report_json import text as json_text
+from layerwise.oracle.report.as_json import text as json_text
 from layerwise.plan import load_plan
 
 Run = Callable[..., str]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from layerwise.oracle.measured import Compared, Run
-from layerwise.oracle.phases import Limit, Phases, Projection
-from layerwise.oracle.plot import draw
+from layerwise.oracle.formulas.phases import Limit, Phases, Projection
+from layerwise.oracle.measured.runs import Compared, Run
 from layerwise.oracle.question import Answer
+from layerwise.oracle.report.plot import draw
 
 pytest.importorskip("matplotlib")
 

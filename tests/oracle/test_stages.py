@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Links
-from layerwise.oracle.stages import (
+from layerwise.oracle.formulas.stages import (
     Stage,
     balanced,
     crossing_bytes,

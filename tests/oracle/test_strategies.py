@@ -11,12 +11,12 @@ from torch import nn
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from layerwise.config import Config
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.oracle.strategies import Shape, UnreachableError, Wishes, gather_layer, limit, shapes, strategy
 from layerwise.plan import Plan

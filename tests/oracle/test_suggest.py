@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from layerwise.oracle.phases import Limit, Phases, Projection
+from layerwise.oracle.formulas.phases import Limit, Phases, Projection
 from layerwise.oracle.question import Answer
 from layerwise.oracle.suggest import Budget, suggest
 

@@ -7,7 +7,7 @@ import pytest
 from layerwise.config import SearchSpace
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.question import Oracle, Question
 from layerwise.oracle.write import plan_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.run.shard import Shard
 
 GRAPH = load_model("mlp:4x3x2", 8)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network, network_of
+from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.run.element_types import PREDICTED

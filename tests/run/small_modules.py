@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import Network, network_of
+from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule

@@ -7,7 +7,7 @@ from functools import cache
 
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.load import Network, load_network
+from layerwise.importers.load import Network, load_network
 from layerwise.plan import Plan, parse_strategy
 
 

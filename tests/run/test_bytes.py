@@ -14,7 +14,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.thread import run_threads
 from layerwise.config import Config
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import Network, network_of
+from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan
 from layerwise.run.element_types import PREDICTED
 from layerwise.run.load import load

@@ -14,7 +14,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import network_of
+from layerwise.importers.load import network_of
 from layerwise.run.element_types import PREDICTED
 from layerwise.run.load import load
 from tests.run.plans import random_plan

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerwise.checkpoint import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
+from layerwise.cost.model import CostModel
 from layerwise.cost.price import price
-from layerwise.cost.tables import CostModel
-from layerwise.cost.timeline import timeline
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.machine import load as load_profile
-from layerwise.run import checkpoint
 from layerwise.run.load import load
 from layerwise.search.baselines import baseline
 from tests.run.plans import Case, case, check_equal, difference, random_plan, train

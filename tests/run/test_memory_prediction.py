@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.benchmarks.memory_prediction import compared
+from benchmarks.memory_prediction import compared
 
 CPU = torch.device("cpu")
 CASES = [

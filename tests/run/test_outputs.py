@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from layerwise.comm.base import Comm
 from layerwise.comm.thread import run_threads
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import network_of
+from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from tests.run.plans import random_plan
 

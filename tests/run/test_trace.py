@@ -21,7 +21,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.run import trace as room
-from layerwise.run.replicas import Gradients, Replicas
+from layerwise.run.reducer import Gradients, Replicas
 from layerwise.run.trace import Trace, clock_offset
 from tests.comm.pool import run_ranks
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostTables, Edge
+from layerwise.cost.model import CostTables, Edge
 
 CONFIGS = tuple(Config.of({"n": degree}) for degree in range(1, 9))
 

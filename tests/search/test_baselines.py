@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel, CostTables
+from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -17,7 +17,7 @@ from layerwise.ops.softmax import Softmax
 from layerwise.search.baselines import baseline, depth_first
 from layerwise.search.exhaustive import exhaustive
 from layerwise.tensor import TensorSpec
-from tests.graph.networks import Net, chain
+from tests.importers.networks import Net, chain
 from tests.search.tables import complete_tables, random_tables
 
 

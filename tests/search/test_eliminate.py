@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete, price
-from layerwise.cost.tables import CostModel, CostTables
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -21,7 +21,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate, min_plus
 from layerwise.search.exhaustive import exhaustive
 from layerwise.search.find import configurations
-from tests.graph.networks import chain, crossing, inception, residual
+from tests.importers.networks import chain, crossing, inception, residual
 from tests.search.tables import complete_tables, random_tables, tables
 
 

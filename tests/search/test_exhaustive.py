@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.search.exhaustive import exhaustive
 from tests.search.tables import every_strategy, random_tables, tables

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.search.export import above_s, export_costs, value_name, variable_names
 from tests.search.tables import every_strategy, random_tables, tables

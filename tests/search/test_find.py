@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import Configs, CostModel, CostOptions, CostTables
 from layerwise.cost.price import LayerPrice, Price
-from layerwise.cost.tables import Configs, CostModel, CostOptions, CostTables
-from layerwise.cost.timeline import Timeline
+from layerwise.cost.timeline.simulate import Timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -20,7 +20,7 @@ from layerwise.search import find
 from layerwise.search.eliminate import Optimum
 from layerwise.search.find import Candidate, choose, search
 from layerwise.search.narrow import Narrowed
-from tests.graph.networks import chain, crossing, dense, inception, residual
+from tests.importers.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]
 ANALYTIC = 0.03  # gains below it are within the model's error where nothing was measured; where all was: 0.01

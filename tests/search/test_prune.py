@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.cost.price import complete
-from layerwise.cost.tables import CostModel, CostOptions, CostTables
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -22,7 +22,7 @@ from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations
 from layerwise.search.narrow import narrow, weighted
 from layerwise.search.prune import Keep, by_edge_cost, restrict
-from tests.graph.networks import chain, crossing, dense, inception, residual
+from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
 
 

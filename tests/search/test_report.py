@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from layerwise.config import SearchSpace
-from layerwise.cost.tables import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search import grid
+from layerwise.mlp_grid import grid
+from layerwise.mlp_grid.grid import grids, study
+from layerwise.mlp_grid.report import show
 from layerwise.search.find import SearchResult, search
-from layerwise.search.grid import grids, study
-from layerwise.search.grid_report import show
-from layerwise.search.html import result_html
-from layerwise.search.report import units, verdict, why_data
-from layerwise.search.report_json import as_dict
-from tests.graph.networks import chain
+from layerwise.search.report.as_json import as_dict
+from layerwise.search.report.html import result_html
+from layerwise.search.report.text import units, verdict, why_data
+from tests.importers.networks import chain
 
 
 def with_memory(model: CostModel, memory_bytes: float) -> CostModel:

@@ -10,14 +10,14 @@ import pytest
 
 from layerwise.chrome import CATEGORIES
 from layerwise.config import Config
-from layerwise.cost.tables import CostModel
-from layerwise.cost.timeline import timeline
+from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import baseline
 from layerwise.search.predicted import layer_times
-from layerwise.search.timeline_file import write_timeline
+from layerwise.search.report.timeline import write_timeline
 
 
 def model(gpus: int) -> CostModel:

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 
 from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete
-from layerwise.cost.tables import CostModel, CostTables
 from layerwise.graph.fuse import fuse
-from layerwise.graph.load import load_model
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
 from layerwise.search.exhaustive import exhaustive
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations, search
-from tests.graph.networks import chain, crossing, residual
+from tests.importers.networks import chain, crossing, residual
 from tests.search.tables import random_tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")

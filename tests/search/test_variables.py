@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.cost.tables import CostTables
+from layerwise.cost.model import CostTables
 from layerwise.search.eliminate import eliminate
 from layerwise.search.exhaustive import exhaustive
 from layerwise.search.variables import Factor, eliminate_variables, join, min_fill_order

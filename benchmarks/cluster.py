@@ -1,0 +1,189 @@
+"""python -m benchmarks.cluster: plans against DDP and FSDP2 on an emulated cluster (needs root and iproute2).
+
+Network namespaces on this machine are the nodes, of one rank each (benchmarks.emulate). In a run every variant
+takes its turn on the same links; a step's time is the median. The compute : communication ratio beside each network is
+of data parallelism: a step of one rank's share without communication, and the gradients' time on the wire alone. A
+speed-up means nothing without it. Ratios are what counts: a rank here is a core or less.
+
+    python -m benchmarks.cluster                                    # everything: about 15 minutes
+    python -m benchmarks.cluster --only alexnet --nodes 4 --rates 1gbit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cluster_rank import Job
+from benchmarks.emulate import parse_rate
+from layerwise.search.report.text import units
+
+Cell = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A part of the benchmark. against: the variant that all others are compared with. aims: least speed-ups."""
+
+    variants: tuple[str, ...]
+    against: str
+    cpu_quota: float | None = None
+    nodes: int | None = None  # only this number of them
+    rate: str | None = None
+
+
+KINDS = {
+    "alexnet": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
+    "vgg": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
+    "unet": Kind(("one rank", "together", "searched"), "one rank", 0.5, 4),
+    "unet2": Kind(("one rank", "DDP", "searched"), "one rank", 0.5, 4, "1gbit"),
+}
+MEANING = {
+    "alone": "no communication: a rank's share alone",
+    "DDP": "DistributedDataParallel",
+    "data": "data-parallel plan",
+    "DDP fp16": "DDP, gradients sent in fp16",
+    "FSDP2": "FSDP2 (fully_shard)",
+    "searched": "searched plan",
+    "one rank": "one rank, the others idle",
+    "together": "every rank all of it, at once",
+}
+
+
+def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
+    """One run on the emulated cluster."""
+    asked = args.variants or KINDS[kind].variants
+    budget = args.seconds or 40.0
+    job = Job(kind, [v for v in KINDS[kind].variants if v in asked], budget, args.rounds, args.cprofile)
+    quota = args.cpu_quota or KINDS[kind].cpu_quota
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cell.json"
+        harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", rate, "--quiet"]
+        harness += ["--cpu-quota", str(quota)] if quota else []
+        harness += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
+        rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.cluster_rank", json.dumps(asdict(job)), out]
+        environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
+        if done.returncode:
+            raise SystemExit(f"{kind} at {nodes} nodes of {rate}: a rank failed ({done.returncode})")
+        cell: Cell = json.loads(out.read_text())
+    return cell | {"kind": kind, "nodes": nodes, "link": rate, "cpu_quota": quota}
+
+
+def speed(cell: Cell, variant: str, against: str) -> float | None:
+    """How many times as fast as another variant of the same run; None where one of them is missing."""
+    rows = cell["variants"]
+    return rows[against]["step_s"] / rows[variant]["step_s"] if {variant, against} <= set(rows) else None
+
+
+def ratio(cell: Cell) -> str:
+    """compute : communication of data parallelism; of the searched plan where there is none."""
+    rows, ranks, rate = cell["variants"], cell["ranks"], cell["rate"]
+    if not rate:
+        return ""
+    if "alone" in rows:
+        compute = rows["alone"]["step_s"]
+        wire = 2 * (ranks - 1) / ranks * cell["parameter_bytes"] * 8 / rate
+        return f", compute : communication 1 : {wire / compute:.2g}"
+    if "searched" in rows and "one rank" in rows:
+        wire = rows["searched"]["busiest_link_bytes"] * 8 / rate
+        return f", compute : communication of the plan 1 : {wire * ranks / rows['one rank']['step_s']:.2g}"
+    return ""
+
+
+def table(cell: Cell) -> Table:
+    """The variants of one run."""
+    against = KINDS[cell["kind"]].against
+    quota = f", {cell['cpu_quota']} core a rank" if cell["cpu_quota"] else ""
+    title = (
+        f"{cell['network']}: {cell['nodes']} nodes at {cell['link']}{quota}, batch {cell['batch']}, "
+        f"{units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
+    )
+    head = ("step", "range", "steps", f"× {against}", "CPU a rank", "sent", "busiest link", "in use", "predicted")
+    result = Table("", *head, title=title, title_justify="left", box=None)
+    for name, row in cell["variants"].items():
+        times, faster = row["times_s"], speed(cell, name, against)
+        use = row["link_use"]
+        result.add_row(
+            MEANING[name],
+            units(row["step_s"], "s"),
+            f"{units(min(times), 's')} – {units(max(times), 's')}",
+            str(len(times)),
+            "" if faster is None else f"{faster:.2f}×",
+            units(row["cpu_s"], "s"),
+            units(row["sent_bytes"], "B") + ("" if row.get("as_predicted", True) else " ≠ predicted"),
+            units(row["busiest_link_bytes"], "B"),
+            "" if use is None else f"{use:.0%}",
+            units(row["predicted_s"], "s") if "predicted_s" in row else "",
+        )
+    return result
+
+
+def aims(cells: list[Cell]) -> Table:
+    """What was aimed at, and what came out."""
+    wanted = [
+        ("data-parallel plan / DDP", "data", "DDP", ("alexnet", "vgg"), 0.98, lambda cell: True),
+        ("searched plan / DDP", "searched", "DDP", ("alexnet",), 2.2, lambda cell: cell["link"] == "100mbit"),
+        ("searched plan / one rank", "searched", "one rank", ("unet",), 3.0, lambda cell: cell["nodes"] == 4),
+    ]
+    result = Table("", "", "aim", "", title="aims", title_justify="left", box=None)
+    for title, variant, against, kinds, least, applies in wanted:
+        for cell in cells:
+            faster = speed(cell, variant, against)
+            if cell["kind"] in kinds and applies(cell) and faster is not None:
+                where = f"{cell['network']}, {cell['nodes']} nodes at {cell['link']}"
+                result.add_row(f"{title}: {where}", f"{faster:.2f}", f"≥ {least}", "" if faster >= least else "missed")
+    return result
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> None:
+    """Run and print."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", type=words, default=list(KINDS), metavar=",".join(KINDS))
+    p.add_argument("--rates", type=words, default=["100mbit", "1gbit"], metavar="100mbit,1gbit")
+    p.add_argument("--nodes", type=words, default=["2", "4"], metavar="2,4")
+    p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
+    p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
+    p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
+    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: 0.5 for U-Net, else no limit)")
+    p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
+    p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")
+    p.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    args = p.parse_args()
+    if unknown := [kind for kind in args.only if kind not in KINDS]:
+        p.error(f"--only: no {unknown[0]!r}, there are {', '.join(KINDS)}")
+    for rate in args.rates:
+        parse_rate(rate)
+    console, cells = Console(width=150), []
+    for kind in args.only:
+        limits = KINDS[kind]
+        for nodes in map(int, args.nodes):
+            for rate in args.rates:
+                if limits.nodes not in (None, nodes) or limits.rate not in (None, rate):
+                    continue
+                cells.append(run(kind, nodes, rate, args))
+                console.print(table(cells[-1]))
+                for name, row in cells[-1]["variants"].items():
+                    if "plan" in row:
+                        console.print(f"[dim]{MEANING[name]}: {row['plan']}[/dim]", highlight=False)
+                console.print()
+    console.print(aims(cells))
+    if args.json:
+        Path(args.json).write_text(json.dumps(cells, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What each rank of benchmarks.cluster runs: every variant of one network, in turns, on the same links.
+
+Steps are timed from the end of one to the end of the next, every rank passing a barrier in between: with more ranks
+than cores, a timer that starts when rank 0 does misses part of what the others do.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster_plan import Measured, in_short, plans
+from benchmarks.cluster_variants import Ours, Variant, build, parameter_bytes
+from benchmarks.networks import NETWORKS
+from layerwise.comm.start import join_default_group
+
+PATIENCE_S = 300
+SLOW_S = 4.0  # a first step longer than this is no different from the next
+PREDICTED = {"transfers": "transfer_bytes", "sync": "sync_bytes", "statistics": "statistics_bytes"}
+BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it is the next one's turn
+
+
+@dataclass
+class Job:
+    """One cell of the benchmark. budget_s: about how long its timed rounds may take together."""
+
+    network: str
+    variants: list[str]
+    budget_s: float
+    rounds: int | None = None  # None: as many as the budget allows, at least 2
+    profile: str | None = None  # the variant whose time on rank 0 is told by function
+
+
+def wire() -> tuple[int, int]:
+    """Bytes that this node has received and sent so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    fields = next((line.split(":")[1].split() for line in lines if "eth0:" in line), ["0"] * 9)
+    return int(fields[0]), int(fields[8])
+
+
+@dataclass
+class Record:
+    """What was measured of a variant: seconds a step, and bytes a step through this node's link and handed over."""
+
+    times: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # seconds a step of all threads of this rank
+    losses: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    payload: Counter[str] = field(default_factory=Counter)
+
+
+def block(variant: Variant, steps: int, record: Record) -> float:
+    """`steps` steps; returns the seconds of the longest."""
+    takes_part = dist.get_rank() in variant.ranks
+    counted = getattr(getattr(variant.module, "comm", None), "sent", None)
+    dist.barrier()
+    payload = Counter(counted or {})
+    (received, sent), cpu, end, longest = wire(), time.process_time(), time.perf_counter(), 0.0
+    for _ in range(steps):
+        if takes_part:
+            record.losses.append(variant.step())
+        dist.barrier()
+        end, last = time.perf_counter(), end
+        record.times.append(end - last)
+        longest = max(longest, end - last)
+    now = wire()
+    record.cpu.append((time.process_time() - cpu) / steps)
+    record.received.append((now[0] - received) / steps)
+    record.sent.append((now[1] - sent) / steps)
+    if counted is not None:
+        record.payload = Counter({kind: (counted[kind] - payload[kind]) // steps for kind in counted})
+    return longest
+
+
+def by_function(variant: Variant) -> None:
+    """Five more steps under cProfile: the functions that take rank 0 longest."""
+    profile = cProfile.Profile()
+    if dist.get_rank() == 0:
+        profile.enable()
+    block(variant, 5, Record())
+    if dist.get_rank() == 0:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+def agreed(value: float) -> float:
+    """Rank 0's value."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return float(box[0])
+
+
+def latency_s() -> float:
+    """Of a message, out of an all-reduce of a few bytes: it takes one there and one back for each doubling."""
+    small, times = torch.zeros(1), []
+    for _ in range(30):
+        start = time.perf_counter()
+        dist.all_reduce(small)
+        times.append(time.perf_counter() - start)
+    return agreed(statistics.median(times) / 2 / max(1, (dist.get_world_size() - 1).bit_length()))
+
+
+def take_turns(job: Job, variants: dict[str, Variant], first: str, records: dict[str, Record]) -> None:
+    """Every variant's blocks of steps, one after the other, again and again. `first` has had its warm-up."""
+    seconds: dict[str, float] = {}
+    for name, variant in variants.items():  # the first two steps: buffers, connections, DDP's second set of buckets
+        if name == first or (name == "FSDP2" and seconds.get("DDP", 0) > SLOW_S):
+            continue  # FSDP2 takes half a minute then: no warm-up, and one step
+        seconds[name] = agreed(block(variant, 1, Record()))
+        if seconds[name] < SLOW_S:
+            seconds[name] = agreed(block(variant, 1, Record()))
+    if first == "alone" and first in variants:
+        seconds[first] = agreed(records[first].times[0])
+    steps = {name: max(1, min(5, int(BLOCK_S / s))) for name, s in seconds.items()}
+    a_round = sum(s * steps[name] for name, s in seconds.items())
+    rounds = job.rounds or max(2, min(10, round(job.budget_s / a_round)))
+    for number in range(rounds):
+        for name, variant in variants.items():
+            if name in seconds or (number == 0 and name != first):
+                block(variant, steps.get(name, 1), records[name])
+
+
+def measure(job: Job) -> dict[str, object]:
+    """The cell's figures; those of rank 0 are whole."""
+    network, world = NETWORKS[job.network], dist.get_world_size()
+    rate = float(os.environ["EMU_RATE_BPS"]) or None
+    batch = network.global_batch(world)
+    first = "alone" if batch >= world else "together"
+    comm = join_default_group(torch.device("cpu"), PATIENCE_S)
+    alone, record = build(job.network, {}, first, comm), Record()
+    block(alone, 1, Record())
+    measured = Measured(agreed(block(alone, 1, record)), len(alone.x), rate, latency_s())
+    made = plans(job.network, world, measured)  # every rank finds the same: it starts from the same numbers
+    variants = {name: alone if name == first else build(job.network, made, name, comm) for name in job.variants}
+    del alone
+    records = {name: record if name == first else Record() for name in variants}
+    take_turns(job, variants, first, records)
+    if job.profile in variants:
+        by_function(variants[job.profile])
+    told: list[dict[str, Record]] = [{}] * world
+    dist.all_gather_object(told, records)
+    return {
+        "network": network.title,
+        "ranks": world,
+        "batch": batch,
+        "rate": rate,
+        "parameter_bytes": parameter_bytes(network.build()),
+        "measured": asdict(measured),
+        "variants": {name: row(v, [each[name] for each in told], rate) for name, v in variants.items()},
+    }
+
+
+def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str, object]:
+    """What is told of a variant, from every rank's record."""
+    step_s = statistics.median(records[0].times)
+    payload = sum((r.payload for r in records), Counter())
+    busiest = max(max(statistics.median(r.received), statistics.median(r.sent)) for r in records)
+    result: dict[str, object] = {
+        "step_s": step_s,
+        "times_s": records[0].times,
+        "cpu_s": statistics.mean(statistics.median(r.cpu) for r in records),
+        "losses": records[0].losses,
+        "sent_bytes": float(sum(payload.values()) or variant.sent),
+        "busiest_link_bytes": busiest,
+        "link_use": busiest * 8 / step_s / rate if rate else None,
+    }
+    if isinstance(variant, Ours):
+        predicted = {kind: variant.plan.predicted[key] for kind, key in PREDICTED.items()}
+        result |= {
+            "plan": in_short(variant.plan),
+            "predicted_s": variant.plan.predicted["timeline_s"],
+            "as_predicted": all(payload[kind] == size for kind, size in predicted.items()),
+            "payload_bytes": dict(payload),
+            "predicted_bytes": predicted,
+        }
+    return result
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    result = measure(job)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The paper's own measurements: whether the grid that was the best on Cori is the one that is predicted.
+
+Four constants are fitted, not below 0, to the six records that may be used for that: seconds an iteration, seconds an
+activation of a process (its Python handles lists), alpha, and beta an item. All others are only compared with, among
+grids of equal width and number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.mlp_grid.cost import FullLayer, Link, grid_s
+from layerwise.mlp_grid.grid import ProcessGrid, parse_grid
+
+FILE = Path(__file__).with_name("cori_mlp_grids.json")
+BATCH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measurement; seconds an iteration."""
+
+    data: str
+    widths: tuple[int, ...]
+    processes: int
+    grid: ProcessGrid
+    seconds: float
+    use: str
+
+
+def records() -> list[Record]:
+    """All that was published."""
+    found = json.loads(FILE.read_text())
+    assert found["global_batch"] == BATCH
+    return [
+        Record(
+            r["data"], tuple(r["widths"]), r["processes"], parse_grid(r["grid"]), r["seconds_per_iteration"], r["use"]
+        )
+        for r in found["records"]
+    ]
+
+
+def layers(widths: Sequence[int]) -> list[FullLayer]:
+    """In items, not bytes: what they send are Python numbers."""
+    return [FullLayer(str(i), a, b, a * b + b, 1) for i, (a, b) in enumerate(pairwise(widths))]
+
+
+def terms(widths: Sequence[int], grid: ProcessGrid, processes: int) -> NDArray[np.float64]:
+    """(4,): what the constants are multiplied with. A 1x1 grid had two processes in its collectives."""
+    groups = grid.batch_groups * max(1, processes // grid.processes)
+    parts, samples = grid.model_parts, BATCH / grid.batch_groups
+    work = samples * sum(widths[1:]) / parts
+
+    def communication(link: Link) -> float:
+        return grid_s(layers(widths), round(BATCH * groups / grid.batch_groups), groups, parts, link, link)
+
+    return np.array([1.0, work, communication(Link(1.0, 0.0)), communication(Link(0.0, 1.0))])
+
+
+def fit(found: Sequence[Record]) -> NDArray[np.float64]:
+    """(4,): the constants, by relative least squares over the calibration records, by trying every set of zeros."""
+    used = [r for r in found if r.use == "calibration"]
+    matrix = np.array([terms(r.widths, r.grid, r.processes) / r.seconds for r in used])
+    best, least = np.zeros(4), np.inf
+    for mask in range(1, 16):
+        chosen = [i for i in range(4) if mask >> i & 1]
+        solved = np.linalg.lstsq(matrix[:, chosen], np.ones(len(used)), rcond=None)[0]
+        error = float(((matrix[:, chosen] @ solved - 1) ** 2).sum())
+        if (solved >= 0).all() and error < least:
+            best, least = np.zeros(4), error
+            best[chosen] = solved
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Grids of one number of processes and one width: seconds, measured and predicted."""
+
+    processes: int
+    widths: tuple[int, ...]
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.measured, key=lambda g: self.measured[g])
+
+    @property
+    def chosen(self) -> str:
+        return min(self.predicted, key=lambda g: self.predicted[g])
+
+    @property
+    def most_batch(self) -> str:
+        """The trivial rule: as many batch groups as there are."""
+        return max(self.measured, key=lambda g: parse_grid(g).batch_groups)
+
+    def loss(self, grid: str) -> float:
+        """How much longer than the best a grid took."""
+        return self.measured[grid] / self.measured[self.best] - 1
+
+
+def cases(found: Sequence[Record], constants: NDArray[np.float64]) -> list[Case]:
+    """Where there is a choice: two grids at least that are not for calibration."""
+    groups: dict[tuple[str, int, tuple[int, ...]], list[Record]] = {}
+    for r in found:
+        if r.use == "check" and r.grid.processes == r.processes:
+            groups.setdefault((r.data, r.processes, r.widths), []).append(r)
+    result = []
+    for (_, processes, widths), rows in sorted(groups.items(), key=lambda item: item[0]):
+        if len({str(r.grid) for r in rows}) < 2:
+            continue
+        measured = {str(r.grid): r.seconds for r in rows}
+        assert len(measured) == len(rows), "one record a grid"
+        predicted = {g: float(terms(widths, parse_grid(g), processes) @ constants) for g in measured}
+        result.append(Case(processes, widths, measured, predicted))
+    return result

@@ -1,0 +1,88 @@
+"""The memory of a real training step: on a CPU the most bytes of storages that are alive at once, else CUDA's peak.
+
+Storages are seen by every operator that PyTorch dispatches; what a kernel allocates for itself alone is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layerwise.comm.base import Comm
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network
+from layerwise.importers.torch.structure import tensors
+from layerwise.measure.layers.step import optimizer_of
+from layerwise.plan import Plan
+from layerwise.run.load import load
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that are alive; `peak` is the most there were."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.see(known)
+
+    def see(self, new: Iterable[Tensor]) -> None:
+        """Takes storages in, and lets those go that are gone."""
+        for t in new:
+            storage = t.untyped_storage()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self.known[ref.cdata] = (ref, storage.nbytes())
+        self.known = {key: (ref, size) for key, (ref, size) in self.known.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.known.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(t for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
+
+
+def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str) -> float:
+    """The peak of this rank in the second step, when the optimizer has its state, of `layerwise train`'s kind."""
+    free = plan.io == "free"
+    module = load(plan, network, comm=comm, loss=nn.functional.cross_entropy if free else None)
+    update = optimizer_of(optimizer, list(module.parameters()))
+    graph = fuse(network.graph)
+    (entry,) = (layer for layer in graph.layers if layer.end and layer.name in {s for s, _, _ in graph.edges()})
+    share = module.share()
+    rows = share.stop - share.start
+    x = torch.randn(rows, *entry.out.shape[1:], device=comm.device)
+    targets = [
+        torch.randint(spec.shape[1], (rows, *spec.shape[2:]), device=comm.device) for spec in graph.layers[-1].specs
+    ]
+
+    def loss() -> Tensor:
+        if free:
+            given: Tensor = module(x, targets[0])
+            return given
+        pairs = zip(tensors(module(x)), targets, strict=True)
+        return torch.stack([nn.functional.cross_entropy(out, target) for out, target in pairs]).sum()
+
+    def step() -> None:
+        update.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
+        update.step()
+
+    step()
+    if comm.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(comm.device)
+        step()
+        return float(torch.cuda.max_memory_allocated(comm.device))
+    held = [*module.parameters(), *module.buffers(), x, *targets]
+    held += [p.grad for p in module.parameters() if p.grad is not None]
+    held += [t for values in update.state.values() for t in values.values() if isinstance(t, Tensor)]
+    live = Live(held)
+    del held
+    with live:
+        step()
+    return float(live.peak)

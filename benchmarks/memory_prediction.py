@@ -1,0 +1,126 @@
+"""python -m benchmarks.memory_prediction: the memory of a training step, predicted and measured.
+
+Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one;
+each rank's peak is measured (benchmarks.live) and the fullest counts. Bytes are counted, so the table is the same
+on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from layerwise.models import find
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.live import step_bytes
+from benchmarks.networks import NETWORKS as LIKE
+from benchmarks.networks import SMALL
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import price
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, network_of
+from layerwise.machine import load as load_profile
+from layerwise.measure.conditions import device_of
+from layerwise.plan import Plan, parse_plan
+from layerwise.search.baselines import baseline
+from layerwise.search.find import search
+from layerwise.search.report.text import units
+from tests.comm.pool import run_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network and its global batch. A built-in one: its samples' shape and options."""
+
+    batch: int
+    shape: tuple[int, ...] = ()
+    options: dict[str, float] = field(default_factory=dict)
+
+
+CASES = {
+    "lenet5": Case(32, (1, 32, 32)),
+    "alexnet-like": Case(64),
+    "vgg-like": Case(64),
+    "inception-like": Case(32),
+    "vgg16": Case(8, (3, 64, 64), {"width": 0.25, "num_classes": 10}),
+    "resnet18": Case(8, (3, 96, 96), {"width": 0.5, "num_classes": 10}),
+    "resnet50": Case(8, (3, 96, 96), {"width": 0.5, "num_classes": 10}),
+    "unet3d": Case(2, (1, 32, 32, 32), {"width": 0.25}),
+    "unet3d, one sample": Case(1, (1, 32, 32, 64), {"width": 0.25}),  # io free
+}
+PLANS = ("data", "model", "searched")
+
+
+@cache
+def network(name: str) -> Network:
+    """One of the cases."""
+    case, known = CASES[name], {f"{key}-like": made for key, made in (SMALL | LIKE).items()}
+    torch.manual_seed(0)
+    if name in known:
+        return network_of(known[name].build(), (torch.empty(2, *known[name].input_shape),), case.batch, name)
+    return network_of(
+        find(name.partition(",")[0]).build(**case.options), (torch.empty(2, *case.shape),), case.batch, name
+    )
+
+
+def planned(name: str, kind: str, optimizer: str, ranks: int) -> tuple[Plan, float]:
+    """A plan, and the bytes that it is predicted to take."""
+    graph = fuse(network(name).graph)
+    options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer)
+    model = CostModel(graph, load_profile("cpu").device_graph(ranks), options)
+    if ranks == 1:
+        strategy = {layer.name: Config() for layer in graph.inner}
+    else:
+        found = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
+        strategy = {layer.name: found[layer.name] for layer in graph.inner}
+    plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
+    return plan, price(model, strategy).memory_bytes
+
+
+def on_rank(comm: Comm, name: str, plan: str, optimizer: str) -> float:
+    """What one of several ranks measures."""
+    return step_bytes(network(name), parse_plan(plan, "the plan of this benchmark"), comm, optimizer)
+
+
+def compared(name: str, kind: str, optimizer: str, ranks: int, device: torch.device) -> tuple[float, float]:
+    """Bytes: predicted and measured."""
+    plan, predicted = planned(name, kind, optimizer, ranks)
+    if ranks == 1:
+        return predicted, step_bytes(network(name), plan, SoloComm(device), optimizer)
+    peaks = run_ranks(ranks, "benchmarks.memory_prediction:on_rank", name, plan.dumps(), optimizer)
+    return predicted, max(float(str(peak)) for peak in peaks)
+
+
+def main() -> None:
+    """Print a row a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "momentum", "adam"])
+    args = parser.parse_args()
+    device = device_of(args.device)
+    table = Table("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured", box=None)
+    worst = 0.0
+    for name in args.networks:
+        rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else ["serial"])]
+        for ranks, kind in rows:
+            for optimizer in args.optimizers:
+                predicted, real = compared(name, kind, optimizer, ranks, device)
+                worst = max(worst, abs(predicted / real - 1))
+                sizes = units(real, "B"), units(predicted, "B")
+                table.add_row(name, str(ranks), kind, optimizer, *sizes, f"{predicted / real:.3f}")
+    Console(width=110).print(table)
+    print(f"at most {worst:.1%} off")
+
+
+if __name__ == "__main__":
+    main()

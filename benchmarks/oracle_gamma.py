@@ -1,0 +1,60 @@
+"""python -m benchmarks.oracle_gamma: the memory reuse factor gamma, from our own runtime's peak on one device.
+
+gamma is the peak of a training step over what a closed form counts (layers' inputs, outputs and their gradients, all at
+once); `layerwise oracle --formulas published --gamma G` and `--formulas as-run --gamma G` take it. The peak is counted
+as benchmarks.memory_prediction counts it: CUDA's allocator, or on a CPU the storages that are alive at once.
+
+    python -m benchmarks.oracle_gamma --networks vgg16 resnet50 --batch 8
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.layers import network
+from benchmarks.memory_prediction import measured
+from layerwise.cost.model import CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.machine import load
+from layerwise.measure.conditions import device_of
+from layerwise.oracle.formulas.facts import facts_of
+from layerwise.oracle.formulas.memory import reuse_factor
+from layerwise.oracle.formulas.phases import Formulas
+from layerwise.oracle.formulas.project import project
+from layerwise.search.report.text import units
+
+FORMS: tuple[Formulas, ...] = ("published", "as-run")
+
+
+def gammas(name: str, batch: int, optimizer: str, device: torch.device) -> tuple[float, float, list[float]]:
+    """Bytes that the cost tables predict, and of the peak; gamma of each closed form."""
+    predicted, peak = measured(name, batch, optimizer, device)
+    facts = facts_of(fuse(network(name, batch).graph), load("cpu"), options=CostOptions(io="free", optimizer=optimizer))
+    counted = [project("serial", facts, 1, batch, form).phases.memory_bytes for form in FORMS]
+    return predicted, peak, [reuse_factor(peak, each) for each in counted]
+
+
+def main() -> None:
+    """Print a row a network and optimizer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["lenet5", "alexnet", "resnet18", "vgg16"])
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adam"])
+    args = parser.parse_args()
+    device = device_of(args.device)
+    table = Table("", "optimizer", "peak", "cost tables / peak", *(f"γ {form}" for form in FORMS), box=None)
+    for name in args.networks:
+        for optimizer in args.optimizers:
+            predicted, peak, found = gammas(name, args.batch, optimizer, device)
+            ratios = (f"{value:.3f}" for value in (predicted / peak, *found))
+            table.add_row(name, optimizer, units(peak, "B"), *ratios)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""What each rank of benchmarks.oracle_runs runs: measures, asks the oracle, runs what it was asked about.
+
+How layers and steps are timed: benchmarks.side_by_side. Each rank feeds its share of the samples and computes
+their loss (io "sample"): that is counted, where giving every rank all of them (io "free", which the oracle otherwise
+assumes as the paper does) is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from benchmarks.links_again import LinksAgain
+from benchmarks.networks import SMALL, Network
+from benchmarks.pipeline import Pipelined
+from benchmarks.predictions_rank import Training, profile_of, reported
+from benchmarks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
+from layerwise.comm.base import Comm
+from layerwise.comm.start import leave, start
+from layerwise.config import Config
+from layerwise.cost.basis import basis
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.torch.from_torch import from_torch
+from layerwise.machine import Profile
+from layerwise.machine.curves import Links
+from layerwise.machine.layer_times import LayerTimes
+from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
+from layerwise.oracle.formulas.stages import cuts_of, pipeline_phases, pipelined_s, stages
+from layerwise.oracle.question import Answer, Oracle, Question
+from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
+from layerwise.oracle.tables import price_plan
+from layerwise.oracle.write import plan_of as write_plan
+
+PATIENCE_S = 120.0
+OPTIMIZER = "momentum"
+STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
+SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One launch. seconds: budgets of the links, of each network's layers, and of each plan's steps."""
+
+    networks: list[str]
+    strategies: list[str]
+    links_s: float
+    layers_s: float
+    plan_s: float
+
+
+def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
+    """Of this network on these ranks, by analytic times of layers."""
+    examples = (torch.empty(2, *network.input_shape, device="meta"),)
+    with torch.device("meta"):
+        raw = from_torch(network.build(), examples, name=network.title)
+    return Oracle(
+        Question(
+            fuse(raw),
+            profile,
+            network.global_batch(comm.size),
+            "strong",
+            gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            segments=SEGMENTS,
+            wishes=Wishes(inside=2, dims=("h", "w")),
+            options=CostOptions(io="sample", optimizer=OPTIMIZER, local_batch_norm=True),
+        )
+    )
+
+
+def with_times(oracle: Oracle, times: LayerTimes, links: Links | None = None) -> Oracle:
+    """The same question with measured times of layers and, where they are given, of links."""
+    profile = oracle.question.profile
+    profile = replace(profile, layers=(times,), links=links or profile.links)
+    return Oracle(replace(oracle.question, profile=profile))
+
+
+def cells_of(oracle: Oracle, model: CostModel, ranks: int, job: Job) -> list:
+    """Of every layer the cells that the strategies leave on a device, and of a pipeline's segments the whole."""
+    wanted: dict[str, dict[Config, None]] = {layer.name: {} for layer in model.graph.layers}
+    for name in job.strategies:
+        if name == "pipeline":
+            continue
+        try:
+            plans = [strategy(model.graph, name, shape) for shape in oracle.shapes(name, ranks)]
+        except UnreachableError:
+            continue
+        for plan in plans:
+            for layer, config in plan.items():
+                wanted[layer][config] = None
+    for layer in model.graph.layers:
+        if layer.end:
+            wanted[layer.name][model.end_config(layer)] = None
+    cells = dict(wanted_cells(model, {name: tuple(configs) for name, configs in wanted.items()}))
+    if "pipeline" in job.strategies:
+        cells = pipeline_cells(model) | cells
+    return list(cells.values())
+
+
+def pipeline_cells(model: CostModel) -> dict[Key, Wanted]:
+    """Every layer's over a segment of the batch."""
+    graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
+    whole = {layer.name: (Config(),) for layer in graph.layers}
+    found: dict[Key, Wanted] = {}
+    for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
+        part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
+        found |= wanted_cells(part, whole)
+    return found
+
+
+def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
+    """A step of the pipeline, its stages cut where the oracle cuts them. Without dropout, which it refuses."""
+    torch.manual_seed(0)
+    module = network.build()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    x, y = network.data(answer.projection.batch)
+    starts = [stage.layers[0] for stage in answer.stages[1:]]
+    piped = Pipelined(module, starts, segments=answer.projection.segments, example=x, loss=nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(piped.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        piped.step(x, y)
+        optimizer.step()
+
+    return step
+
+
+def answers(oracle: Oracle, job: Job, ranks: int) -> dict[str, Answer]:
+    """Of every strategy that can use so many ranks."""
+    found = {}
+    for name in job.strategies:
+        try:
+            found[name] = oracle.answer(name, ranks)
+        except LayerwiseError as error:
+            print(f"{oracle.question.graph.name}: {error}", file=sys.stderr)
+    return found
+
+
+def priced_anew(answer: Answer, model: CostModel) -> Answer:
+    """The very strategy, or the stages, that an answer is about, by other times of layers."""
+    if answer.priced is None:
+        segments = answer.projection.segments
+        found = stages(model, len(answer.stages), segments, cuts_of(answer.stages))
+        phases, seconds = pipeline_phases(found, segments, model.devices), pipelined_s(found, segments, model.devices)
+        projection = replace(answer.projection, phases=phases)
+        return replace(answer, projection=projection, overlapped_s=seconds, stages=found)
+    inner = {layer.name: answer.priced.strategy[layer.name] for layer in model.graph.inner}
+    priced = price_plan(model, answer.priced.shape, inner)
+    projection = replace(answer.projection, phases=priced.phases)
+    return replace(answer, projection=projection, overlapped_s=priced.overlapped_s, priced=priced)
+
+
+def rows_of(oracle: Oracle, network: Network, comm: Comm, job: Job) -> tuple[dict[str, object], Links]:
+    """Predicted and measured of every strategy, by steps, layers and links that were timed turn about; those links."""
+    model, layers = oracle.model(comm.size), Layers(comm, OPTIMIZER)
+    cells = cells_of(oracle, model, comm.size, job)
+    layers.take(cells, job.layers_s)
+    oracle = with_times(oracle, layers.known)
+    first = answers(oracle, job, comm.size)
+    trainings = {
+        name: Training(write_plan(network.title, "measured", oracle.model(comm.size), answer), network, comm)
+        for name, answer in first.items()
+        if answer.priced is not None
+    }
+    steps: dict[str, Step] = {
+        name: trainings[name].step if name in trainings else run_pipeline(answer, network)
+        for name, answer in first.items()
+    }
+    assert oracle.question.profile.links is not None
+    again = LinksAgain(comm, oracle.question.profile.links)
+    times, ranks = layers.turn_about(steps, cells, job.plan_s, again.turn)
+    links = again.links()
+    assert links is not None
+    rows: dict[str, object] = {}
+    model = oracle.model(comm.size)
+    for name, answer in first.items():
+        if answer.priced is None:  # its slowest stage is waited for
+            segments = [[(*key, way) for key in pipeline_cells(model) for way in (FORWARD, BACKWARD)]]
+        else:
+            segments = segments_of(model, dict(answer.priced.strategy))
+        now = with_times(oracle, slowest(ranks, segments), links).model(comm.size)
+        answer = priced_anew(answer, now)
+        row = described(answer) | {"measured_s": median(times[name]), "times_s": times[name]}
+        if answer.priced is not None:
+            plan = write_plan(network.title, "measured", now, answer)
+            row |= {"parts": reported(plan, trainings[name], times[name], comm)["parts"]}
+            row |= {"measured_share": basis(now, answer.priced.price).measured}
+        rows[name] = row
+    return rows, links
+
+
+def described(answer: Answer) -> dict[str, object]:
+    """What the oracle says."""
+    phases = answer.projection.phases
+    return {
+        "predicted_s": answer.overlapped_s,
+        "computation_s": phases.computation_s,
+        "communication_s": phases.communication_s,
+        "groups": answer.projection.groups,
+        "grid": dict(answer.shape.grid) if answer.shape else {},
+    }
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    with start(PATIENCE_S) as comm:
+        result: dict[str, object] = {}
+        links: dict[str, object] = {}
+        for network_name in job.networks:
+            network, profile = SMALL[network_name], profile_of(comm, job)  # anew: the machine's speed moves
+            result[network_name], found = rows_of(oracle_of(comm, profile, network), network, comm, job)
+            links[network_name] = found.as_json()
+            if comm.rank == 0:
+                out.write_text(json.dumps({"links": links, "result": result}))
+        comm.barrier()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What each rank of benchmarks.predictions runs: measures links and layers, plans with them, runs the plans.
+
+How layers and steps are timed: benchmarks.side_by_side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from benchmarks.links_again import LinksAgain
+from benchmarks.networks import SMALL, Network
+from benchmarks.side_by_side import Layers, block, segments_of, slowest
+from layerwise.api.measuring import strategies
+from layerwise.comm.base import Comm
+from layerwise.comm.start import leave, start
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.importers.torch.from_torch import from_torch
+from layerwise.machine import Profile, load
+from layerwise.machine.curves import Links
+from layerwise.machine.layer_times import LayerTimes
+from layerwise.measure.layers.cells import wanted_cells
+from layerwise.measure.links.measure import measure_links
+from layerwise.measure.links.profile import conditions, with_links
+from layerwise.measure.links.shapes import find_topology
+from layerwise.plan import Plan
+from layerwise.run.load import load as load_module
+from layerwise.run.trace import Trace
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import Candidate, candidate, configurations, search
+from layerwise.search.make_plan import plan_for
+from layerwise.train.compare_times import compare_times
+
+PATIENCE_S = 120.0
+OPTIMIZER = "momentum"
+ROUNDS = 2  # of measuring what the best plan needs, and searching again
+TRACED = 6, 3  # further steps, of which the first two do not count; and where a step takes longer than
+SLOW_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One launch. seconds: budgets of the links, of each network's layers, and of each plan's steps."""
+
+    networks: list[str]
+    links_s: float
+    layers_s: float
+    plan_s: float
+
+
+def profile_of(comm: Comm, job: Job) -> Profile:
+    """The `cpu` profile with the links of the emulation, measured now."""
+    where = find_topology(comm)
+    if comm.size == 1:
+        return load("cpu")
+    measured = measure_links(comm, where, job.links_s)
+    told = comm.tell_all(json.dumps(conditions(comm, where)))[0]  # a plan tells of the first rank's machine
+    return with_links(load("cpu"), measured, where, json.loads(told))
+
+
+def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> tuple[CostModel, Layers]:
+    """The cost model over layer times that all ranks have measured at once, as when they train.
+
+    First the layers of the best plan and of the baselines, until nothing of these is missing; then what else there is.
+    """
+    examples = (torch.empty(2, *network.input_shape, device="meta"),)
+    with torch.device("meta"):
+        raw = from_torch(network.build(), examples, name=network.title)
+    graph = fuse(raw.rebatch(network.global_batch(comm.size)))
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    options = CostOptions(io="sample", optimizer=OPTIMIZER, local_batch_norm=True)
+    layers = Layers(comm, OPTIMIZER)
+    model = CostModel(graph, profile.device_graph(comm.size, node), options)
+    space = space_of(model, network)
+    for last in (False,) * ROUNDS + (True,):
+        best = strategies(model, space)
+        chosen = {layer.name: [strategy[layer.name] for strategy in best] for layer in graph.inner}
+        every = configurations(model, space, {name: baseline(model, name) for name in NAMES}, {})
+        cells = wanted_cells(model, every if last else chosen).values()
+        layers.take(layers.measuring.left(cells), job.layers_s)
+        model = with_times(model, layers.known)
+    return model, layers
+
+
+def with_layers(comm: Comm, profile: Profile, network: Network, job: Job) -> CostModel:
+    """The same, without the layers."""
+    return measured_model(comm, profile, network, job)[0]
+
+
+def with_times(model: CostModel, times: LayerTimes, links: Links | None = None) -> CostModel:
+    """The model over other times of layers and, where they are given, of links."""
+    devices = replace(model.devices, layers=(times,), links=links or model.devices.links)
+    return CostModel(model.graph, devices, model.options)
+
+
+def space_of(model: CostModel, network: Network) -> SearchSpace:
+    """What the search may choose from."""
+    return SearchSpace(model.devices.count, network.dims, spread=model.devices.nodes > 1)
+
+
+def candidates(model: CostModel, network: Network) -> dict[str, Candidate]:
+    """The strategies of the paper's table 4, and what the search finds."""
+    if model.devices.count == 1:
+        return {"data": candidate(model, "data", baseline(model, "data"))}
+    found = {name: candidate(model, name, baseline(model, name)) for name in ("data", "model", "owt")}
+    return found | {"searched": search(model, space_of(model, network)).best}
+
+
+def plan_of(model: CostModel, network: Network, one: Candidate) -> Plan:
+    """As a plan, with what the model predicts of it."""
+    return plan_for(network.title, "measured", model, space_of(model, network), one, fused=True)
+
+
+class Training:
+    """A plan's module, its samples and its optimizer."""
+
+    def __init__(self, plan: Plan, network: Network, comm: Comm) -> None:
+        torch.manual_seed(0)
+        examples = (torch.empty(2, *network.input_shape),)
+        self.module = load_module(plan, network.build(), comm=comm, local_batch_norm=True, example_inputs=examples)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3, momentum=0.9)
+        share = self.module.share(plan.batch)
+        self.x, self.y = (t[share] for t in network.data(plan.batch))
+
+    def step(self) -> None:
+        self.module.train()
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.module(self.x), self.y).backward()
+        self.optimizer.step()
+
+
+def measure_together(
+    model: CostModel, layers: Layers, network: Network, comm: Comm, seconds: float
+) -> tuple[dict[str, object], Links | None]:
+    """Predicted and measured of every strategy: steps, layers and links turn about: the machine is the same for all.
+    And the links as they then were.
+
+    Strategies are chosen by the times that are known before; what is predicted of them rests on those taken meanwhile.
+    """
+    chosen = candidates(model, network)
+    trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in chosen.items()}
+    needed = {layer.name: [one.strategy[layer.name] for one in chosen.values()] for layer in model.graph.layers}
+    cells = list(wanted_cells(model, needed).values())
+    again = LinksAgain(comm, model.devices.links, ("exchange", "all_reduce", "reduce_scatter"))
+    times, ranks = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds, again.turn)
+    rows: dict[str, object] = {}
+    links = again.links()
+    for name, training in trainings.items():
+        strategy = chosen[name].strategy
+        now = with_times(model, slowest(ranks, segments_of(model, strategy)), links)
+        plan = plan_of(now, network, candidate(now, name, strategy))
+        rows[name] = reported(plan, training, times[name], comm)
+    return rows, links
+
+
+def measure(plan: Plan, network: Network, comm: Comm, seconds: float) -> dict[str, object]:
+    """Predicted and measured of one plan."""
+    training = Training(plan, network, comm)
+    one = median(block(training.step, 2, comm))
+    return reported(plan, training, block(training.step, max(3, round(seconds / one)), comm), comm)
+
+
+def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm) -> dict[str, object]:
+    """What the plan predicts beside what was measured, of the step and, in further steps, of its parts."""
+    training.module.plan = plan
+    training.module.trace = trace = Trace()
+    traced = block(training.step, TRACED[median(times) > SLOW_S], comm, tries=1)
+    training.module.trace = None
+    parts = compare_times(trace, training.module, traced, comm)
+    return {
+        "strategy": {name: str(config) for name, config in plan.strategy.items()},
+        "predicted_s": plan.predicted["timeline_s"],
+        "measured_s": median(times),
+        "times_s": times,
+        "traced_s": median(traced),
+        "parts": parts.as_dict(),
+        "predicted": dict(plan.predicted),
+    }
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    with start(PATIENCE_S) as comm:
+        result: dict[str, object] = {}
+        links: dict[str, object] = {}
+        for name in job.networks:
+            network, profile = SMALL[name], profile_of(comm, job)  # anew: the machine's speed moves
+            model, layers = measured_model(comm, profile, network, job)
+            result[name], found = measure_together(model, layers, network, comm, job.plan_s)
+            links[name] = found and found.as_json()
+            if comm.rank == 0:
+                out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))
+        comm.barrier()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

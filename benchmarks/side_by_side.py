@@ -1,0 +1,183 @@
+"""Steps of plans and their layers alone, timed turn about, so that both see the same of a shared machine.
+
+A rank keeps to one core, of which it has a share, for a millisecond at a time. So a wall clock says little of a layer
+that takes less: layers are timed by the CPU time that they take, over that share. Steps are timed by the wall clock, in
+blocks that follow each other as in training. Ranks wait for each other: of each step the slowest rank counts, and of
+the layers between two transfers the rank that takes longest for all of them, by the medians of all rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean, median
+
+import torch
+
+from layerwise.api.measuring import module
+from layerwise.comm.base import Comm
+from layerwise.config import Config
+from layerwise.cost.compute.measured import LAYER, step_name
+from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
+from layerwise.machine.fields import Field
+from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
+from layerwise.machine.layer_times_json import read, written
+from layerwise.measure.bench import Mode, Update
+from layerwise.measure.layers.cells import Key, Wanted, layer_cells
+from layerwise.measure.layers.measure import Measuring, timed
+from layerwise.measure.layers.overhead import overhead
+from layerwise.measure.stolen import stolen_s
+from layerwise.measure.watch import Watch
+
+ROUNDS = 5
+LEAST = 2  # steps, however slow
+STOLEN = 0.04  # of a core: the steps of a block with more are run again
+TRIES = 3
+CELL_S = 0.1  # of a layer that is measured once and for all; in each round it has a fifth
+MODE = Mode(torch.device("cpu"), torch.float32)
+Step = Callable[[], object]
+Part = tuple[str, Extents, int]  # a cell's name and extents, and the way:
+FORWARD, BACKWARD = 0, 1
+
+
+def share_of_core(comm: Comm) -> float:
+    """The part of a core that this rank gets while all ranks compute, undisturbed: the most of several times."""
+    x, found = torch.ones(256, 256), []
+    comm.barrier()
+    for _ in range(ROUNDS):
+        wall, cpu = time.perf_counter(), time.process_time()
+        while time.perf_counter() < wall + 1.0 / ROUNDS:
+            torch.mm(x, x)
+        found.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+    return max(found)
+
+
+class Layers:
+    """Times of layers alone, by CPU time; all ranks measure the same at the same time."""
+
+    def __init__(self, comm: Comm, optimizer: str) -> None:
+        self.comm, self.share = comm, share_of_core(comm)
+        known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
+        self.measuring = Measuring(known, MODE, lambda _: None, 0.0)
+        beside = overhead(optimizer, MODE, module)
+        self.measuring.call_s = beside.call_s
+        for name, found in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
+            scaled = replace(found, forward_s=found.forward_s / self.share, backward_s=found.backward_s / self.share)
+            self.measuring.add((name, ()), scaled)
+
+    @property
+    def known(self) -> LayerTimes:
+        """All of them."""
+        return self.measuring.known
+
+    def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
+        """Measures what fits into the budget; rank 0's times count."""
+        began = time.perf_counter()
+        for cell in cells:
+            if time.perf_counter() > began + budget_s:
+                break
+            self.measuring.add(cell.key, self._timed(cell, CELL_S))
+        self.measuring.known = self._as_first(self.known)
+
+    def turn_about(
+        self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float, between: Step
+    ) -> tuple[dict[str, list[float]], list[LayerTimes]]:
+        """Seconds of steps of each, for about `seconds`, and each rank's times of the cells; `between` is done, too."""
+        counts = {name: self._count(step, seconds) for name, step in steps.items()}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        rounds = []  # of each cell the seconds forward and backward
+        for _ in range(ROUNDS):
+            for name, step in steps.items():
+                if len(times[name]) < LEAST or sum(times[name]) < seconds:
+                    times[name] += block(step, counts[name], self.comm)
+            between()
+            taken = [self._timed(cell, CELL_S / ROUNDS) for cell in cells]
+            rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
+        ranks = []
+        for medians in map(iter, told([median(column) for column in zip(*rounds, strict=True)], self.comm)):
+            found = Measuring(self.known, MODE, lambda _: None, 0.0)
+            for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
+                found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
+            ranks.append(self._as_first(found.known))
+        return times, ranks
+
+    def _timed(self, cell: Wanted, seconds: float) -> CellTime:
+        watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
+        found = timed(cell, MODE, watch)
+        if isinstance(cell.task, Update):
+            found = replace(found, forward_s=max(0.0, found.forward_s - self.measuring.call_s / self.share))
+        return found
+
+    def _count(self, step: Step, seconds: float) -> int:
+        """Steps of a block; warms up, too."""
+        return max(1, round(seconds / ROUNDS / median(block(step, 2, self.comm))))
+
+    def _as_first(self, known: LayerTimes) -> LayerTimes:
+        """As rank 0 has it."""
+        text = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
+        return read(Field("measured", "", json.loads(text)))[0]
+
+
+def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part]]:
+    """What is computed without waiting for another rank in between, in a step's order."""
+    spans: list[Span] = []
+    timeline(model, strategy, spans.append)
+    segments: list[list[Part]] = [[]]
+    for span in spans:
+        if span.category != "compute":
+            segments.append([])
+            continue
+        layer, update = model.graph[span.layer], span.name.endswith(UPDATE)
+        cells = layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
+        way = BACKWARD if span.name.endswith(" (backward)") else FORWARD
+        segments[-1] += [(*cell.key, way) for cell in cells if isinstance(cell.task, Update) == update]
+    return segments
+
+
+def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Part]]) -> LayerTimes:
+    """Of each segment the times of the rank that takes longest; of what is in several the mean."""
+    chosen: dict[Key, tuple[list[float], list[float]]] = {}
+    for parts in segments:
+        rows = [[_ways(rank, (name, extents))[way] for name, extents, way in parts] for rank in ranks]
+        for (name, extents, way), seconds in zip(parts, max(rows, key=sum), strict=True):
+            chosen.setdefault((name, extents), ([], []))[way].append(seconds)
+    found = Measuring(ranks[0], MODE, lambda _: None, 0.0)
+    for key, both in chosen.items():
+        ways = [mean(times) if times else first for times, first in zip(both, _ways(ranks[0], key), strict=True)]
+        found.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))
+    return found.known
+
+
+def _ways(rank: LayerTimes, key: Key) -> tuple[float, float]:
+    cell = rank.cells[key[0]][key[1]]
+    return cell.forward_s, cell.backward_s
+
+
+def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
+    """Every rank's."""
+    return [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
+
+
+def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:
+    """Seconds of steps that follow each other, each by the slowest rank, after one that does not count.
+
+    Where the host of this machine has meanwhile taken CPU time from it they are run again, so many times in all; those
+    with the least of it count.
+    """
+    found = []
+    for _ in range(tries):
+        comm.barrier()
+        mine, first, before = [], time.perf_counter(), stolen_s()
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            step()
+            mine.append(time.perf_counter() - began)
+        took, stolen = time.perf_counter() - first, stolen_s() - before
+        took, stolen, *times = map(max, zip(*told([took, stolen, *mine[1:]], comm), strict=True))
+        found.append((stolen, times))
+        if stolen < STOLEN * took:
+            break
+    return min(found, key=lambda one: one[0])[1]

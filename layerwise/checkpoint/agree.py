@@ -1,0 +1,55 @@
+"""Acting together: every rank does its part, and where one fails, all raise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from layerwise.checkpoint.storage import JSON
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+
+T = TypeVar("T")
+
+
+def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
+    """Every rank acts; returns what was made here and what every rank has to tell, by rank.
+
+    Where it fails on one rank, every rank raises a LayerwiseError that says whose failure it was (and, first, `what`);
+    only a bug is raised as it is, on the rank that has it. `act` must not communicate.
+    """
+    failure: Exception | None = None
+    try:
+        made, answer = act()
+        mine = json.dumps({"answer": answer})
+    except Exception as error:
+        failure = error
+        mine = json.dumps({"error": _reason(error)})
+    told = [_understood(rank, text, what) for rank, text in enumerate(comm.tell_all(mine))]
+    if failure is not None and not isinstance(failure, LayerwiseError | OSError):
+        raise failure
+    errors = {rank: answer["error"] for rank, answer in enumerate(told) if "error" in answer}
+    if errors:
+        rank, reason = next(iter(errors.items()))
+        alike = len(errors) == comm.size and len(set(errors.values())) == 1
+        raise LayerwiseError(": ".join([part for part in (what, "" if alike else f"rank {rank}", reason) if part]))
+    return made, [answer["answer"] for answer in told]
+
+
+def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
+    """What a rank says in here. LayerwiseError where it is elsewhere, as its program took another way."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"answer", "error"}:
+        before = f"{what}: " if what else ""
+        raise LayerwiseError(f"{before}rank {rank} does something else: every rank must be called alike")
+    return answer
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"

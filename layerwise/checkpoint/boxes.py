@@ -1,0 +1,94 @@
+"""Boxes of a tensor as torch.distributed.checkpoint's planners take them: DTensor cannot describe uneven cells."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+
+from layerwise.checkpoint.storage import Reader
+from layerwise.geometry import Box
+from layerwise.run.shard import Shard
+
+
+@dataclass(slots=True)
+class Boxes:
+    """What this rank holds, or shall be given, of a tensor of `shape`: disjoint boxes, by their origins."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def add(self, box: Box, tensor: Tensor) -> None:
+        assert box.lo not in self.tensors, f"{box} twice"
+        assert box.shape == tuple(tensor.shape), f"{box} holds {tuple(tensor.shape)}"
+        self.tensors[box.lo] = tensor
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(lo), tensor.shape) for lo, tensor in self.tensors.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.tensors[tuple(index.offset)]
+
+
+def boxes_of(shards: Iterable[Shard]) -> dict[str, Boxes]:
+    """The tensors of these shards, by name."""
+    boxes: dict[str, Boxes] = {}
+    for shard in shards:
+        boxes.setdefault(shard.name, Boxes(shard.shape, shard.tensor.dtype)).add(shard.box, shard.tensor.detach())
+    return boxes
+
+
+class BoxSaver(DefaultSavePlanner):
+    """Plans the writing of `Boxes` by name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        boxes: Boxes = self.state_dict[index.fqn]
+        return boxes.__get_tensor_shard__(index)
+
+
+class BoxLoader(DefaultLoadPlanner):
+    """Plans the reading of `Boxes`, or of whole tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, object], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The inherited one would replace by None whatever is not a tensor.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        boxes = self.state_dict[index.fqn]
+        return boxes.__get_tensor_shard__(index) if isinstance(boxes, Boxes) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("the inherited one unpickles")
+
+
+def read_into(reader: Reader, tensors: Mapping[str, Boxes | Tensor]) -> None:
+    """Fills these from the checkpoint that the reader has opened; only what intersects them is read."""
+    planner = BoxLoader()
+    planner.set_up_planner(dict(tensors), reader.metadata)
+    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()

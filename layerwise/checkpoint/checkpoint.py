@@ -1,0 +1,188 @@
+"""Checkpoints: each rank writes its boxes through torch.distributed.checkpoint; any other plan reads what it needs.
+
+    DIR/step-00000012/rank-00000.safetensors    the boxes that rank 0 wrote
+    DIR/step-00000012/checkpoint.json           what is where, and all that is not a tensor; written last
+
+torch's planners and storage classes do the work. What the ranks must agree on goes through layerwise's own network
+(`Comm.tell_all`, as JSON), because DCP's collectives need torch.distributed and pickle. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from layerwise.checkpoint.agree import agree
+from layerwise.checkpoint.boxes import Boxes, boxes_of, read_into
+from layerwise.checkpoint.contribution import About, Contribution, finish
+from layerwise.checkpoint.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
+from layerwise.checkpoint.sole_writer import sole_writer
+from layerwise.checkpoint.step_folders import begin, commit, find, latest
+from layerwise.checkpoint.storage import JSON, Reader
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.plan import nearest
+from layerwise.run.shard import Shard
+from layerwise.tensorfile import dtype_name
+
+__all__ = ["Saveable", "latest", "load", "model_digest", "save"]
+
+
+class Saveable(Protocol):
+    """What a checkpoint needs of a module. steps: training forwards done, which drive the random numbers."""
+
+    steps: int
+
+    @property
+    def comm(self) -> Comm: ...
+
+    @property
+    def graph(self) -> LayerGraph: ...
+
+    def shards(self) -> list[Shard]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
+
+
+def save(
+    directory: str | os.PathLike[str],
+    module: Saveable,
+    optimizer: Optimizer | None,
+    progress: Mapping[str, JSON],
+    keep: int = 2,
+) -> Path:
+    """Writes DIR/step-<module.steps>, by all ranks together, and keeps the newest `keep`. Returns its path.
+
+    `progress` (rank 0's is kept) comes back from `load`: epoch, counters, seeds. DIR must be on a file system that
+    all ranks share, and no other run may be saving there. LayerwiseError on every rank where one of them fails;
+    earlier checkpoints are then as they were.
+    """
+    comm, folder = module.comm, Path(directory)
+    failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
+
+    def start() -> tuple[Contribution, JSON]:
+        if keep < 1:
+            raise LayerwiseError(f"{keep} checkpoints cannot be kept: keep at least 1")
+        try:
+            json.dumps(progress, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
+        facts, states = describe(optimizer, _owned(module)) if optimizer is not None else (None, {})
+        mine = Contribution.of(module.shards(), facts, states)
+        if comm.rank == 0:
+            alone.enter_context(sole_writer(folder))
+        return mine, {"steps": module.steps, "folder": begin(folder, module.steps).name if comm.rank == 0 else None}
+
+    def write() -> tuple[None, JSON]:
+        if any(answer["steps"] != module.steps for answer in told):
+            raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in told]}")
+        return None, mine.write(temporary, comm.rank)
+
+    def complete() -> tuple[None, JSON]:
+        if comm.rank:
+            return None, None
+        digest = model_digest(module.graph)
+        finish(temporary, {"model": digest, "steps": module.steps, "progress": progress}, written)
+        return None, commit(temporary, module.steps, keep).name
+
+    with ExitStack() as alone:
+        mine, told = agree(comm, start, failed)
+        temporary = folder / told[0]["folder"]
+        try:
+            _, written = agree(comm, write, failed)
+            _, names = agree(comm, complete, failed)
+        except BaseException:
+            if comm.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return folder / str(names[0])
+
+
+def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Gives module and optimizer what was saved in a step's folder, or in the latest of DIR, by all ranks together.
+
+    Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own.
+    Returns the progress. LayerwiseError on every rank where one finds the checkpoint damaged, or of another model or
+    optimizer; all is checked, the SHA-256 of every file too, before the first value changes.
+    """
+    comm, shards = module.comm, module.shards()
+
+    def open_it() -> tuple[tuple[Reader, About], JSON]:
+        reader = Reader(find(directory))
+        reader.read_metadata()
+        specs: dict[str, JSON] = {s.name: [s.shape, dtype_name(s.tensor.dtype)] for s in shards}
+        answer: dict[str, JSON] = {"folder": reader.folder.name, "checksum": reader.checksum, "tensors": specs}
+        return (reader, About.of(reader)), answer
+
+    def check() -> tuple[tuple[States, dict[str, Boxes]], JSON]:
+        where = f"checkpoint {os.fspath(reader.folder)!r}"
+        if any(answer["checksum"] != told[0]["checksum"] for answer in told):
+            names = ", ".join(answer["folder"] for answer in told)
+            raise LayerwiseError(f"ranks see different checkpoints ({names}): they must share the file system")
+        _check_model(reader, {name: spec for answer in told for name, spec in answer["tensors"].items()})
+        if about.model != model_digest(module.graph):
+            raise LayerwiseError(f"{where} is of another model: it has the same names and shapes, but other operators")
+        boxes, states, pending = boxes_of(shards), States(), dict[str, Boxes]()
+        if optimizer is not None:
+            if about.optimizer is None:
+                raise LayerwiseError(f"{where} has no optimizer's state: load without")
+            states, pending = prepare(optimizer, _owned(module), about.optimizer, reader)
+        reader.verify(sorted(reader.files)[comm.rank :: comm.size])
+        return (states, boxes | pending), None
+
+    def read() -> tuple[None, JSON]:
+        read_into(reader, boxes)
+        return None, None
+
+    (reader, about), told = agree(comm, open_it)
+    (states, boxes), _ = agree(comm, check)
+    agree(comm, read)
+    if optimizer is not None and about.optimizer is not None:
+        restore(optimizer, states, about.optimizer)
+    module.steps = about.steps
+    return dict(about.progress)
+
+
+def model_digest(graph: LayerGraph) -> str:
+    """SHA-256 of the network, whatever its batch, whether it is fused and what of it is trained: plans share these."""
+    graph = graph.freeze(())
+    try:
+        return fuse(graph.rebatch(1)).digest
+    except LayerwiseError:  # a network that exists at its own batch only
+        return graph.digest
+
+
+def _owned(module: Saveable) -> Owned:
+    """The module's parameters with their shards. (One without elements may stand for a rank that holds nothing.)"""
+    shards = {shard.name: shard for shard in module.shards()}
+    return {parameter: shards[name] for name, parameter in module.named_parameters() if name in shards}
+
+
+def _check_model(reader: Reader, here: Mapping[str, Any]) -> None:
+    """LayerwiseError unless the checkpoint is of this model; `here` has every tensor's shape and element type."""
+    checkpoint = f"checkpoint {os.fspath(reader.folder)!r}"
+    where = f"{checkpoint} is of another model:"
+    there = [name for name in reader.metadata.state_dict_metadata if not name.startswith(PREFIX)]
+    for name in here:
+        if name not in there:
+            raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, there)}")
+    for name in there:
+        if name not in here:
+            raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, here)}")
+        (shape, dtype), (our_shape, our_dtype) = reader.spec(name), here[name]
+        if list(shape) != our_shape:
+            raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, {our_shape} here")
+        if dtype_name(dtype) != our_dtype:
+            raise LayerwiseError(
+                f"{checkpoint} has {name!r} in {dtype_name(dtype)}, it is {our_dtype} here: load the module so"
+            )

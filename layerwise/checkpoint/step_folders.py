@@ -1,0 +1,117 @@
+"""The folders of a run's checkpoints: which are complete, how one more comes to be, which go.
+
+    DIR/step-00000012/             complete: it got this name when all of it was on disk
+    DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
+    DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
+
+One run at a time writes into DIR (sole_writer.py). None of these may be a link: what that leads to is nobody's to
+rename or remove.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from layerwise.checkpoint.storage import METADATA
+from layerwise.errors import LayerwiseError
+from layerwise.tensorfile import sync_folder
+
+_COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint of the highest step in DIR; None where there is none."""
+    found = _complete(Path(directory))
+    return found[max(found)] if found else None
+
+
+def find(checkpoint: str | os.PathLike[str]) -> Path:
+    """The checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
+    path = Path(checkpoint)
+    try:
+        there, found = path.exists(), path if (path / METADATA).is_file() else latest(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, LayerwiseError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {reason}") from None
+    if found is None:
+        what = "there is no such folder" if not there else "the folder has no complete checkpoint (step-...)"
+        raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; give a step's folder or the one that holds them")
+    return found
+
+
+def begin(directory: Path, steps: int) -> Path:
+    """An empty temporary folder for the checkpoint of a step; DIR is made, and what crashes have left is removed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _complete(directory)  # a link among them is told before anything is written
+    for path in directory.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            folder = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path, ignore_errors=True) if folder else path.unlink(missing_ok=True)
+    temporary = _temporary(directory, steps)
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, steps: int, keep: int) -> Path:
+    """Makes the temporary folder, whose contents are on disk, the checkpoint of its step; keeps the newest `keep`.
+
+    A crash at any point leaves either this checkpoint or those before it. The new one stays, whatever its step.
+    """
+    directory = temporary.parent
+    final, aside = directory / _name(steps), directory / f".{_name(steps)}.replaced"
+    if final.exists():
+        _remove(aside, steps)
+        final.rename(aside)
+    temporary.rename(final)
+    sync_folder(directory)
+    _remove(aside, steps)
+    found = _complete(directory)
+    for old in sorted(found)[:-keep]:
+        if found[old] != final:
+            _remove(found[old], old)
+    return final
+
+
+def _complete(directory: Path) -> dict[int, Path]:
+    """Complete checkpoints by step."""
+    found: dict[int, Path] = {}
+    try:
+        for path in sorted(directory.iterdir()):  # .step comes before step
+            match = _COMPLETE.fullmatch(path.name)
+            if match and (path.is_symlink() or (path.exists() and not path.is_dir())):  # a pipe would block
+                what = "a link" if path.is_symlink() else "no folder"
+                raise LayerwiseError(
+                    f"checkpoints {os.fspath(directory)!r}: {path.name} is {what}: put the folder itself in its "
+                    "place, or remove it"
+                )
+            if match and (path / METADATA).is_file():
+                found[int(match[1] or match[2])] = path
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise LayerwiseError(f"checkpoints {os.fspath(directory)!r} cannot be read: {error.strerror}") from None
+    return found
+
+
+def _name(steps: int) -> str:
+    return f"step-{steps:08d}"
+
+
+def _temporary(directory: Path, steps: int) -> Path:
+    return directory / f".{_name(steps)}.tmp-{uuid.uuid4().hex[:8]}"
+
+
+def _remove(path: Path, steps: int) -> None:
+    """Renamed first: what is removed by halves must not look complete. Nothing depends on its success."""
+    try:
+        doomed = path.rename(_temporary(path.parent, steps))
+    except OSError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)

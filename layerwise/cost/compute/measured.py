@@ -1,0 +1,110 @@
+"""t_C from measurements: of the very cell where it was measured, else from the fit, else the analytic roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.config import Layout
+from layerwise.cost.compute.fit import Fit, fitted
+from layerwise.cost.compute.fullest import extents, fullest, signature, sizes
+from layerwise.cost.compute.roofline import ComputeTime, Roofline, rooflines, update_roofline
+from layerwise.graph.layer import Layer
+from layerwise.machine import Processor
+from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
+from layerwise.ops.ends import Sink, Tied
+
+Floats = NDArray[np.float64]
+LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
+NONE = CellTime(0.0, 0.0, 0.0, 0)
+
+
+def update_name(optimizer: str) -> str:
+    """The operator that updates parameters: its extents are the elements of each tensor."""
+    return f"update {optimizer}"
+
+
+def step_name(optimizer: str) -> str:
+    """What the runtime takes for any step beside its layers; its extents are ()."""
+    return f"runtime step {optimizer}"
+
+
+def loss_name(layer: Layer) -> str:
+    """What is done with the network's outputs: the loss and its gradient. Its extents are the outputs' shapes."""
+    return "loss of " + ", ".join(f"{spec.dtype} of rank {len(spec.shape)}" for spec in layer.specs)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """One set of measured times, for one machine, optimizer and kind of statistics."""
+
+    times: LayerTimes
+    processor: Processor
+    dtype: str
+    optimizer: str
+    local_batch_norm: bool
+
+    @cached_property
+    def fit(self) -> Fit:
+        """Made when it is first needed."""
+        return fitted(self.times.cells)
+
+    def compute_time(self, layer: Layer, lay: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
+        """t_C of every configuration of a layer. uses: how many gradients of its output are added up."""
+        cells, count = fullest(layer, lay), len(lay.degrees)
+        roofline = update_roofline(layer, lay, self.processor, self.optimizer)
+        (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cells), (roofline,))
+        if isinstance(layer.op, Tied):
+            return _time(np.zeros((count, 3)), np.zeros((count, 3)), update)
+        name = signature(layer, wanted, uses)
+        rows = extents(layer, lay, cells, local_batch_norm=self.local_batch_norm)
+        forward, backward = self._looked_up(name, rows, rooflines(layer, lay, wanted, self.processor, self.dtype))
+        return _time(forward, backward, update)
+
+    def sink_time(self, layer: Layer, lay: Layout) -> ComputeTime:
+        """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
+        assert isinstance(layer.op, Sink)
+        rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+        found = self.times.cells.get(loss_name(layer), {})
+        losses = [found.get(row, NONE) for row in rows]
+        step = self.times.cells.get(step_name(self.optimizer), {}).get((), NONE)
+        forward = np.array([time.forward_s + step.forward_s for time in losses])
+        backward = np.array([time.backward_s + step.backward_s for time in losses])
+        zeros = np.zeros(len(rows))
+        return ComputeTime(forward, backward, zeros, forward + backward, zeros)
+
+    def _looked_up(self, name: str, rows: Sequence[Extents], works: Sequence[Roofline]) -> list[Floats]:
+        """For each direction (C, 3): seconds that were measured, fitted, and analytic; two of them are 0."""
+        known = self.times.cells.get(name, {})
+        found = [known.get(row) for row in rows]
+        missing = np.array([time is None for time in found])
+        extra = self.times.cells.get(LAYER, {}).get((), NONE) if len(works) == 2 else NONE
+        result = []
+        for direction, work in enumerate(works):
+            parts = np.zeros((len(rows), 3))
+            beside = (extra.forward_s, extra.backward_s)[direction]
+            active = work.kernels > 0
+            parts[:, 0] = [0.0 if t is None else (t.forward_s, t.backward_s)[direction] for t in found]
+            parts[~missing, 0] += beside
+            if missing.any():
+                predicted = self.fit(name, direction, work.work) if active.any() else None
+                if predicted is not None:
+                    parts[:, 1] = np.where(missing & active, predicted + beside, 0.0)
+                else:
+                    parts[:, 2] = np.where(missing, work.seconds if len(works) == 2 else work.memory_s, 0.0)
+            result.append(parts)
+        return result
+
+
+def _time(forward: Floats, backward: Floats, update: Floats) -> ComputeTime:
+    whole = forward + backward + update
+    return ComputeTime(forward.sum(1), backward.sum(1), update.sum(1), whole[:, 0], whole[:, 1])
+
+
+def chosen(sets: Sequence[LayerTimes], dtype: str) -> LayerTimes | None:
+    """Of a profile's sets of times the one for `dtype`: the latest."""
+    return next((one for one in reversed(sets) if one.conditions.dtype == dtype), None)

@@ -1,0 +1,285 @@
+"""The memory of a step: what is alive on each device, through the forward pass, the backward pass and the update.
+
+The runtime's executor (layerwise.run) is followed storage by storage. Forward, a layer keeps what it was given, what it
+made, and what the backward passes of its kernels read again (`Op.kept`). Backward, gradients of parameters come while
+activations go. So the peak is that of an instant, and no sum of maxima. What a library takes for itself (a
+convolution's workspace) is not counted, nor what an allocator loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.memory.allocations import NOBODY, Ledger, Ref, part
+from layerwise.cost.memory.kernels import Stage, stages_of
+from layerwise.cost.memory.moved import Moved, moved, outputs
+from layerwise.cost.model import CostModel, Strategy
+from layerwise.graph.layer import Layer
+from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.ops.loss import Loss
+from layerwise.partition.place import Place, input_maps, parameter_boxes, place
+
+Floats = NDArray[np.float64]
+TARGET_BYTES = 8  # a class is an int64
+
+
+def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
+    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
+    step = _Step(model, strategy)
+    layers = model.graph.layers
+    last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
+    for i, layer in enumerate(layers):
+        step.forward(layer)
+        for source in dict.fromkeys(layer.inputs):
+            if last[source] == i:
+                step.ledger.drop(step.values.pop(source))
+    for layer in reversed(layers):
+        step.backward(layer)
+    step.update()
+    return step.ledger.peak
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What the executor has of a layer until its backward pass: given, made; and of each stage what autograd has."""
+
+    leaves: list[Ref]
+    out: Ref
+    inside: list[Ref]
+
+
+@dataclass
+class _Step:
+    """at, edges: every layer's boxes, and what travels to it; values, saved, gradients: what the executor has of it."""
+
+    model: CostModel
+    strategy: Strategy
+    at: dict[str, Place] = field(default_factory=dict)
+    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)
+    values: dict[str, Ref] = field(default_factory=dict)
+    saved: dict[str, _Saved] = field(default_factory=dict)
+    gradients: dict[str, Ref] = field(default_factory=dict)
+    # The names in the executor's loop hold what they had last until they get something new.
+    lately: list[Ref] = field(default_factory=list)
+    inward: list[Ref] = field(default_factory=list)
+    returned: Ref = NOBODY
+    outside: Ref = NOBODY  # gradients of the outputs, which autograd has
+
+    def __post_init__(self) -> None:
+        devices, options = self.model.devices.count, self.model.options
+        self.ledger, self.flows = Ledger(devices), self.model.has_gradient
+        self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
+        for layer in self.model.graph.layers:
+            at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
+            rows = self.trained[layer.name] = []
+            for p, item_bytes in held(layer):
+                boxes = parameter_boxes(layer, p.maps, at, p.late)
+                size = boxes.volume * item_bytes
+                self.ledger.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
+                if p.trainable:
+                    shared = boxes.shared()
+                    self.ledger.new(np.where(shared, size, 0.0))  # its place in a bucket, which outlives the step
+                    rows.append((size, np.where(shared, 0.0, size)))
+        self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
+
+    def _stages(self, layer: Layer) -> list[Stage]:
+        flows = self.model.graph.flows_back(layer)
+        return stages_of(layer, self.at[layer.name], flows, self.strategy[layer.name]["k"] > 1)
+
+    def _edge(self, layer: Layer, slot: int) -> Moved:
+        key = (layer.name, slot)
+        if key not in self.edges:
+            self.edges[key] = self._moved(layer, slot)
+        return self.edges[key]
+
+    def _moved(self, layer: Layer, slot: int) -> Moved:
+        source, at = self.at[layer.inputs[slot]], self.at[layer.name]
+        if isinstance(layer.op, Sink) and self.model.options.io == "free":
+            return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
+        maps, late = input_maps(layer, slot)
+        return moved(source, maps, at.at(late))
+
+    # ---- forward ----
+
+    def forward(self, layer: Layer) -> None:
+        """A layer's inputs arrive, its stages run, and what is read again is kept."""
+        ledger = self.ledger
+        if isinstance(layer.op, Tied):  # the parameter itself
+            self.values[layer.name] = NOBODY
+        elif isinstance(layer.op, Input):
+            fed = ledger.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
+            self.values[layer.name] = ledger.hold(fed)  # whoever feeds it keeps it
+        else:
+            received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
+            if isinstance(layer.op, Sink):
+                self._loss(layer, received)
+            else:
+                self._compute(layer, received)
+
+    def _received(self, layer: Layer, slot: int) -> Ref:
+        source = layer.inputs[slot]
+        edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
+        if edge.local:
+            return self.ledger.hold(self.values[source], edge.need > 0)
+        arrived = self.ledger.new(edge.received * item_bytes)
+        self.ledger.spike(edge.forth * item_bytes)
+        leaf = self.ledger.new(edge.need * item_bytes)
+        self.ledger.drop(arrived)
+        return leaf
+
+    def _compute(self, layer: Layer, leaves: list[Ref]) -> None:
+        ledger = self.ledger
+        inside: list[Ref] = []
+        out = NOBODY
+        for number, stage in enumerate(self.stages[layer.name]):
+            before, mine = out, NOBODY
+            if stage.view and number == 0:
+                out = ledger.hold(leaves[0])
+            else:
+                mine = ledger.new(stage.extra) if stage.tracked else NOBODY
+                out = ledger.new(stage.made)
+            ledger.spike(stage.there if stage.tracked else stage.there + stage.extra)
+            if stage.tracked:
+                mine += ledger.hold(before) if stage.kept.inputs else NOBODY
+                mine += ledger.hold(out) if stage.kept.output else NOBODY
+            inside.append(mine)
+            ledger.drop(before)
+        self.values[layer.name] = out
+        if self.flows[layer.name]:
+            self.saved[layer.name] = _Saved(leaves, ledger.hold(out), inside)
+        else:
+            self._drop(leaves)
+
+    def _loss(self, sink: Layer, received: list[Ref]) -> None:
+        """Outputs leave as copies. Of those that are no losses the cross entropy is taken, as `layerwise train` does.
+
+        It has targets and keeps logarithms, whose gradient comes before that of the output; which stays to the end.
+        """
+        ledger, free = self.ledger, self.model.options.io == "free"
+        sizes = [self._edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
+        copies = [ledger.new(size) for size in sizes]
+        self._drop(received)
+        scored: list[Floats] = []
+        for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
+            ends = not spec.differentiable or len(spec.shape) < 2 or isinstance(self.model.graph[name].main, Loss)
+            scored.append(0 * size if ends else size)
+            if not ends:
+                elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
+                ledger.new(elements / spec.shape[1] * TARGET_BYTES)
+        logs = [ledger.new(size) for size in scored]
+        self._drop(copies)
+        for name, size, score, log in zip(sink.inputs, sizes, scored, logs, strict=True):
+            first, gradient = ledger.new(score), ledger.new(size * self.flows[name])
+            self._drop([first, log])
+            self.outside += gradient
+            scaled = not free and self.model.devices.count > 1  # to the mean over all samples
+            self.inward.append(ledger.new(size * self.flows[name]) if scaled else ledger.hold(gradient))
+
+    # ---- backward ----
+
+    def backward(self, layer: Layer) -> None:
+        """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""
+        name = layer.name
+        if isinstance(layer.op, Tied):
+            self._drop([self.gradients.pop(name, NOBODY)])
+            for _, alone in self.trained[name]:
+                self.ledger.new(alone)
+        elif isinstance(layer.op, Sink):
+            self._return(layer)
+        elif self.flows[name] and not isinstance(layer.op, Input):
+            made = self._differentiate(layer)
+            self._drop(self.inward)
+            self.inward = made
+            self._return(layer)
+
+    def _differentiate(self, layer: Layer) -> list[Ref]:
+        ledger, stages, saved = self.ledger, self.stages[layer.name], self.saved.pop(layer.name)
+        self._drop(self.lately)
+        self.lately = [*saved.leaves, saved.out]
+        given = self.gradients.pop(layer.name, NOBODY)
+        running, inward, parameters = ledger.hold(given), [NOBODY] * len(layer.inputs), [NOBODY]
+        tracked = [number for number, stage in enumerate(stages) if stage.tracked]
+        for number in reversed(tracked):
+            stage, before, slots = stages[number], NOBODY, stages[number].slots
+            if number == tracked[0]:
+                slots += tuple(range(len(layer.specs), len(layer.inputs)))  # parameters that others use, too
+                parameters = [ledger.new(size) for size, _ in self.trained[layer.name]]
+            between = ledger.new(stage.back)  # where there is any, what it was made of is gone when it is used
+            read, two = running + saved.inside[number], stage.back > 0
+            ledger.drop(part(read, two))
+            for slot in slots:
+                if self.flows[layer.inputs[slot]]:
+                    inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
+            if stage.running:
+                before = ledger.hold(running) if stage.kept.through else ledger.new(stages[number - 1].made)
+            self._drop([between, part(read, ~two)])
+            running = before
+        self._drop([running, given, *parameters])
+        for _, alone in self.trained[layer.name]:
+            ledger.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
+        return inward
+
+    def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
+        """That of an input: a view of the output's, or made."""
+        if through is not None:
+            return self.ledger.hold(through)
+        return self.ledger.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
+
+    def _return(self, layer: Layer) -> None:
+        """Gradients of a layer's inputs go back to who owns these, and are added to those that came before."""
+        ledger = self.ledger
+        for slot, source in enumerate(layer.inputs):
+            if self.flows[source] and (self.flows[layer.name] or isinstance(layer.op, Sink)):
+                back = self._adjoint(self._edge(layer, slot), source, self.inward[slot])
+                ledger.drop(self.returned)
+                self.returned = back
+                if source in self.gradients:
+                    total = ledger.new(self._own_bytes(source))
+                    ledger.drop(self.gradients[source])
+                    self.gradients[source] = total
+                else:
+                    self.gradients[source] = ledger.hold(back)
+
+    def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
+        """A view of the gradient where that is all there is to it, else a new tensor."""
+        ledger, item_bytes, own = self.ledger, self.model.graph[source].out.item_bytes, self._own_bytes(source)
+        alike = edge.kept * item_bytes == own
+        if not edge.local:
+            alike &= edge.sent == 0
+        arrived = ledger.new(edge.sent * item_bytes)  # what it sent forward
+        ledger.spike(edge.back * item_bytes)
+        total = ledger.hold(gradient, alike) + ledger.new(np.where(alike, 0.0, own))
+        ledger.drop(arrived)
+        return total
+
+    def _own_bytes(self, name: str) -> Floats:
+        return self.at[name].owned.volume * self.model.graph[name].out.item_bytes
+
+    # ---- update ----
+
+    def update(self) -> None:
+        """Activations are gone; Adam has its denominators besides.
+
+        For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
+        but on a CPU for one after the other: its root and that divided, beside the last one's.
+        """
+        self._drop([*self.lately, *self.inward, self.returned, self.outside])
+        if self.model.options.optimizer != "adam":
+            return
+        sizes = [size for rows in self.trained.values() for size, _ in rows]
+        if "cpu" not in self.model.devices.processor.name.lower():
+            self.ledger.spike(sum(sizes, np.zeros(self.model.devices.count)))
+            return
+        before = np.zeros(self.model.devices.count)
+        for size in sizes:
+            self.ledger.spike(before + 2 * size)
+            before = size
+
+    def _drop(self, refs: Sequence[Ref]) -> None:
+        for ref in refs:
+            self.ledger.drop(ref)

@@ -1,0 +1,59 @@
+"""Which gradients travel together, by `partition.buckets`, and after which layer's backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.collectives import Group, replicas
+from layerwise.cost.model import CostModel, Strategy
+from layerwise.graph.layer import Layer
+from layerwise.ops.ends import Tied
+from layerwise.partition.buckets import fill
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Gradients that are all-reduced at once, among devices with the same number in `row` (N,); -1: has no part.
+
+    name: of the layer whose gradients were first in it.
+    """
+
+    name: str
+    row: Ints
+    group: Group
+    bytes: float
+
+
+def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
+    """By the layer after whose backward pass they leave. A strategy with the inputs' and the sink's configurations.
+
+    Gradients come from the last layer to the first; those of parameters that several layers use come last.
+    """
+    inner = [layer for layer in reversed(model.graph.layers) if not isinstance(layer.op, Tied)]
+    tied = [layer for layer in reversed(model.graph.layers) if isinstance(layer.op, Tied)]
+    gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
+    leaving: dict[str, list[Bucket]] = {}
+    for places in fill((row.tobytes(), size) for _, row, _, size in gradients):
+        name, row, group, _ = gradients[places[0]]
+        size_bytes = sum(gradients[i][3] for i in places)
+        leaving.setdefault(gradients[places[-1]][0], []).append(Bucket(name, row, group, size_bytes))
+    return leaving
+
+
+def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, Group, float]]:
+    """Who shares a layer's gradients, and their bytes; what nobody shares does not travel."""
+    config = strategy[layer.name]
+    lay = model.layout(layer, (config,))
+    found = []
+    for c in reversed(model.gradients_of(layer, lay)):  # the last parameter first: a bias, then its weight
+        if c.groups[0].size > 1:
+            row = replicas(lay, c.keys, c.late)[0]
+            if isinstance(layer.op, Tied) and config.total == 1:  # replicated
+                row = np.zeros_like(row)
+            found.append((row, c.groups[0], float(c.size_bytes[0])))
+    return found

@@ -1,0 +1,145 @@
+"""timeline_s: a step simulated device by device, with the overlap that the runtime has.
+
+Layers run forward in plan order, then backward in reverse; a transfer waits for the devices that send and holds the
+ones that receive. Gradients are all-reduced in buckets beside the backward pass, each as soon as its last gradient is
+there; what that costs the computation, and computation it, is as measured (cost.lane); a transfer in between takes the
+port from them. The optimizer steps when both are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.collectives import overlap, sync_s
+from layerwise.cost.model import CostModel, Edge, Strategy
+from layerwise.cost.price import complete
+from layerwise.cost.timeline.buckets import Bucket, buckets
+from layerwise.cost.timeline.stream import Lane, Sum
+from layerwise.graph.layer import Layer
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+UPDATE = " (update)"  # how a span of the optimizer ends
+Record = Callable[["Span"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds of a step: all of it, and of the slowest device's forward, backward and exposed synchronisation."""
+
+    total_s: float
+    forward_s: float
+    backward_s: float
+    exposed_sync_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """What some devices do when: (N,) starts and ends, and which devices. Names are those of the runtime's trace."""
+
+    name: str
+    category: str
+    layer: str
+    start_s: Floats
+    end_s: Floats
+    devices: Mask
+
+
+@dataclass
+class _Step:
+    """The state of the simulation. clock: (N,) until when each device is busy."""
+
+    model: CostModel
+    strategy: Strategy
+    record: Record | None
+    clock: Floats = field(init=False)
+    lane: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = np.zeros(self.model.devices.count)
+        self.lane = Lane(self.model.devices.count)
+
+    def active(self, layer: Layer) -> Mask:
+        found: Mask = self.model.layout(layer, (self.strategy[layer.name],)).active[0]
+        return found
+
+    def compute(self, layer: Layer, *, forward: bool) -> None:
+        cost = self.model.node_cost(layer, (self.strategy[layer.name],))
+        active, start = self.active(layer), self.clock.copy()
+        time = float(cost.compute.forward[0] if forward else cost.compute.backward[0])
+        self.clock = self.lane.beside(self.clock, np.where(active, time, 0.0))
+        suffix = "" if forward else " (backward)"
+        if time:
+            self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
+        for category, both in (("statistics", cost.statistics[0]), ("transfers", cost.reduction[0])):
+            if both:  # the cells of the layer wait for each other; each direction has half
+                self._together(f"{layer.name}{suffix}", category, layer.name, active, float(both) / 2)
+
+    def receive(self, layer: Layer, *, forward: bool) -> None:
+        """Transfers of all inputs of a layer, one after the other as the runtime does them."""
+        for slot, source in enumerate(layer.inputs):
+            edge: Edge = (source, layer.name, slot)
+            times = self.model.directions(edge)
+            if times < (1 if forward else 2):
+                continue
+            ends = ((self.strategy[source],), (self.strategy[layer.name],))
+            time = float(self.model.edge_cost(edge, *ends)[0, 0]) / times
+            if time:
+                involved = self.active(self.model.graph[source]) | self.active(layer)
+                name = f"{source} -> {layer.name}{'' if forward else ' (backward)'}"
+                self._together(name, "transfers", layer.name, involved, time)
+
+    def _together(self, name: str, category: str, layer: str, devices: Mask, time: float) -> None:
+        """All wait for the last; then the port is theirs: gradients on the wire wait."""
+        start = self.clock.copy()
+        begin = np.where(devices, self.clock[devices].max(), self.clock)
+        self.lane.until(self.clock, begin)
+        self.clock = begin + np.where(devices, time, 0.0)
+        self._note(name, category, layer, start, devices)
+
+    def send(self, bucket: Bucket) -> None:
+        """All-reduces a bucket as soon as all its members have got there."""
+        model, group = self.model, bucket.group
+        rates = overlap(group, model.devices)
+        seconds = sync_s(bucket.bytes, group, model.devices, model.options.sync)
+        self.lane.add(Sum(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
+
+    def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
+        if self.record is not None:
+            self.record(Span(name, category, layer, start, self.clock.copy(), devices))
+
+
+def timeline(model: CostModel, strategy: Strategy, record: Record | None = None) -> Timeline:
+    """Simulates one training step of a strategy; `record` is told of all that happens in it."""
+    strategy = complete(model, strategy)
+    step = _Step(model, strategy, record)
+    layers = model.graph.layers
+    for layer in layers:
+        step.receive(layer, forward=True)
+        step.compute(layer, forward=True)
+    forward_s = float(step.clock.max())
+    leaving = buckets(model, strategy)
+    for layer in reversed(layers):
+        step.compute(layer, forward=False)
+        for bucket in leaving.get(layer.name, ()):
+            step.send(bucket)
+        step.receive(layer, forward=False)
+    backward_s = float(step.clock.max()) - forward_s
+    computed = step.clock
+    end = step.lane.finish(computed)
+    exposed = float((end - computed).max())
+    if record is not None:
+        for s in step.lane.sums:
+            record(Span(f"gradients of {s.name}", "sync", s.name, s.started, s.ended, s.row >= 0))
+    for layer in layers:
+        update = float(model.node_cost(layer, (strategy[layer.name],)).compute.update[0])
+        if update:
+            start, active = end.copy(), step.active(layer)
+            end = end + np.where(active, update, 0.0)
+            if record is not None:
+                record(Span(f"{layer.name}{UPDATE}", "compute", layer.name, start, end, active))
+    return Timeline(float(end.max()), forward_s, backward_s, exposed)

@@ -1,0 +1,228 @@
+"""MODEL on a command line: a built-in name, an .onnx or .pt2 file, or `package.module:callable`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.models import find, names
+from layerwise.ops.ends import Tied
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from layerwise.importers.torch.structure import Structure
+
+HELP = (
+    f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256 (any cube); a .onnx or .pt2 file; or "
+    "package.module:callable that returns a module, or a module and its example inputs"
+)
+SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network as layers, and what it comes with.
+
+    stored: how to read its parameters and constants, by their names in the graph; None (or of the meta device) where
+    it has no values. keys: the names of its state dict, each with the name that the graph has for the tensor.
+    structure: how the model returns its outputs; None: as a tuple, a single one as it is. built: the tensors of a
+    module that this process has built by itself, by name.
+    """
+
+    graph: LayerGraph
+    stored: Mapping[str, Callable[[], object]]
+    keys: Mapping[str, str]
+    structure: Structure | None = None
+    built: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def value(self, name: str) -> object:
+        """A parameter's, buffer's or constant's own value; None where it has none."""
+        read = self.stored.get(name)
+        return None if read is None else read()
+
+
+def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
+    """The network that `spec` names, unfused, with `batch` samples. Weights are not needed and not allocated.
+
+    `input_shape`, of one sample, is for a callable that returns a module without example inputs.
+    """
+    return load_network(spec, batch, input_shape).graph
+
+
+def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
+    """`load_model`, with the network's values."""
+    if batch < 1:
+        raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
+    suffix = Path(spec).suffix.lower()
+    if names_code(spec):
+        module, _, name = spec.partition(":")
+        return _from_callable(spec, module, name, batch, input_shape)
+    if input_shape is not None:
+        raise LayerwiseError(f"model {spec!r} has its own input shape: --input-shape is for package.module:callable")
+    if suffix == ".onnx":
+        from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+
+        weights = _Lazy(lambda: load_onnx_weights(spec))
+        graph = from_onnx(spec, batch=batch)
+        return Network(graph, weights, {name: name for name in _names(graph)})
+    if suffix in SUFFIXES:
+        from layerwise.importers.torch.from_torch import import_torch
+        from layerwise.importers.torch.load_pt2 import load_pt2, load_pt2_weights
+
+        graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
+        values, keys = load_pt2_weights(spec)
+        return Network(graph.rebatch(batch), {**stored, **values}, {name: name for name in _names(graph)} | keys)
+    return _built_in(spec, batch)
+
+
+def load_planned(named: str, model: str | None, batch: int, input_shape: object) -> Network:
+    """The network that a plan names, or `model`, which the user gives for it; `input_shape` as the plan has it.
+
+    A plan is data and may come from anybody. LayerwiseError where it names code which the user does not name, too.
+    """
+    if model is None and names_code(named):
+        raise LayerwiseError(
+            f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
+            "(in Python: model=...)"
+        )
+    return load_network(model or named, batch, tuple(input_shape) if isinstance(input_shape, list) else None)
+
+
+def names_code(spec: str) -> bool:
+    """Whether MODEL is package.module:callable, to import and to call."""
+    module, colon, _ = spec.partition(":")
+    return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow")
+
+
+def _built_in(spec: str, batch: int) -> Network:
+    model = find(spec)  # first: a wrong name needs no torch
+    import torch
+
+    with torch.device("meta"):
+        network = model.build()
+    # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
+    return network_of(network, model.example_inputs(2), batch, spec, trusted=True)
+
+
+def network_of(
+    module: nn.Module, examples: Sequence[object], batch: int | None, name: str, *, trusted: bool = False
+) -> Network:
+    """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
+    import torch
+
+    from layerwise.importers.batches import import_for_batches
+    from layerwise.importers.torch.constants import Missing
+    from layerwise.importers.torch.from_torch import import_module
+
+    if trusted:
+        graph, stored, structure = import_module(module, tuple(examples), name=name)
+    else:
+        graph, stored, structure = import_for_batches(module, examples, name)
+    known: dict[int, str] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for key, tensor in tensors(remove_duplicate=False):
+            if key in stored or id(tensor) not in known:
+                known[id(tensor)] = key
+    held = module.state_dict(keep_vars=True)
+    keys = {key: known.get(id(tensor), key) for key, tensor in held.items()}
+    values = dict(stored) | {key: (lambda t=t: t.detach()) for key, t in held.items() if key not in stored}
+    frozen = {known[id(p)] for p in module.parameters() if not p.requires_grad}
+    graph = graph.freeze(frozen | graph.unreached)  # PyTorch gives these no gradient: an optimizer leaves them alone
+    known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
+    built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
+    values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)
+
+
+def _names(graph: LayerGraph) -> list[str]:
+    """Parameters and buffers of a graph, tied ones included."""
+    own = [name for layer in graph.layers for name, _ in layer.own_parameters()]
+    return own + [layer.name for layer in graph.layers if isinstance(layer.op, Tied)]
+
+
+class _Lazy(Mapping[str, Callable[[], object]]):
+    """The values of an ONNX file, which is read again when the first is asked for."""
+
+    def __init__(self, read: Callable[[], Mapping[str, object]]) -> None:
+        self._read = read
+        self._values: Mapping[str, object] | None = None
+
+    @property
+    def values_(self) -> Mapping[str, object]:
+        if self._values is None:
+            self._values = self._read()
+        return self._values
+
+    def __getitem__(self, name: str) -> Callable[[], object]:
+        values = self.values_
+        if name not in values:
+            raise KeyError(name)
+        return lambda: values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:
+    """Runs the user's own function, which is code that the user names on purpose."""
+    import torch
+    from torch import nn
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+        build = _attribute(spec, _imported(spec, module), name)
+        try:
+            made = build() if not isinstance(build, nn.Module) and callable(build) else build
+        except (Exception, SystemExit) as error:
+            raise LayerwiseError(f"model {spec!r}: calling it raised {_told(error)}") from error
+    network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(network, nn.Module):
+        raise LayerwiseError(f"model {spec!r} returned {type(network).__name__}, not an nn.Module (and its inputs)")
+    if inputs is not None and input_shape is not None:
+        raise LayerwiseError(f"model {spec!r} returned its example inputs: leave out --input-shape")
+    if inputs is None and input_shape is None:
+        raise LayerwiseError(
+            f"model {spec!r} returned no example inputs: return (module, (tensor, ...)), or give --input-shape"
+        )
+    if inputs is None:
+        first = next(network.parameters(), torch.empty(0))
+        inputs = torch.randn(2, *(input_shape or ()), device=first.device, dtype=first.dtype)
+    examples = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    return network_of(network, examples, batch, name)
+
+
+def _imported(spec: str, module: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise LayerwiseError(f"model {spec!r}: importing {module!r} raised {_told(error)}") from error
+
+
+def _attribute(spec: str, module: ModuleType, name: str) -> object:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise LayerwiseError(f"model {spec!r}: module {module.__name__!r} has no {name!r}") from None
+
+
+def _told(error: BaseException) -> str:
+    """The exception, and the line of the user's code that it comes from."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    own = frame is not None and "importlib" not in frame.tb_frame.f_code.co_filename
+    where = f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})" if frame is not None and own else ""
+    return f"{type(error).__name__}: {error}{where}"

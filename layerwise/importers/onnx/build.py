@@ -1,0 +1,323 @@
+"""An ONNX model, node by node, as a LayerGraph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.importers.onnx.bind import bind, schema_of
+from layerwise.importers.onnx.call import element_type
+from layerwise.importers.onnx.constants import Budget, Constant, constant, fold, learned, thin
+from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard, stored_bytes
+from layerwise.importers.onnx.infer import extents, inferred
+from layerwise.importers.onnx.inputs import Inputs
+from layerwise.importers.onnx.ops.table import row
+from layerwise.importers.onnx.place import Held, Placer, Sharing, sharing_of
+from layerwise.importers.onnx.rows import Rows, merged_rows, split_again, takes_rows
+from layerwise.importers.registry import Argument, Built, Call, Operand, Result
+from layerwise.ops.loss import Loss
+from layerwise.ops.view import Reshape
+from layerwise.tensor import TensorSpec
+
+LONGEST_NAME = 200
+CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The graph, and where the values of its parameters and constants are.
+
+    `unsampled`: the first layer that drops the dimension of the samples, which only a batch of 1 allows.
+    """
+
+    graph: LayerGraph
+    held: Mapping[str, Held]
+    unsampled: str
+
+
+def build_graph(model: ModelProto, folder: Path, title: str, inputs: Inputs, sizes: Mapping[str, int]) -> Imported:
+    """The layers of a checked model, unfused, at the batch of `inputs`."""
+    known = inferred(model, folder, sizes)
+    importer = _Importer(model, folder, title, inputs, known, {})
+    graph = importer.graph()
+    # Which parameters are shared is known once all layers are.
+    uses, roots = importer.placer.uses, importer.placer.roots
+    sharing = {root: sharing_of(roots[root], uses[root]) for root in roots if len(uses[root]) > 1}
+    if sharing:
+        importer = _Importer(model, folder, title, inputs, known, sharing)
+        graph = importer.graph()
+    return Imported(graph, importer.placer.held, importer.placer.unsampled)
+
+
+class _Importer:
+    def __init__(
+        self,
+        model: ModelProto,
+        folder: Path,
+        title: str,
+        inputs: Inputs,
+        known: Mapping[str, ValueInfoProto],
+        sharing: Mapping[str, Sharing],
+    ) -> None:
+        self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
+        self.opset = opset_of(model, title)
+        self.placer = Placer(GraphBuilder(title), sharing)
+        self.values: dict[str, Constant | Operand | Rows] = {}  # by name of the tensor
+        self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
+        self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
+        self.kinds: Counter[str] = Counter()
+        self.needed = _needed(model.graph)
+        self.budget = Budget(stored_bytes(model, folder))
+
+    def graph(self) -> LayerGraph:
+        graph, placer = self.model.graph, self.placer
+        self.store(graph)
+        for name, spec in self.inputs.specs.items():
+            self.values[name] = placer.activation(placer.builder.input(name, spec))
+        self.visit(graph)
+        outputs = [self.flat(info.name) for info in graph.output]
+        computed = dict.fromkeys(o.name for o in outputs if isinstance(o, Operand))
+        if not computed:
+            raise LayerwiseError(f"model {self.title!r}: no output depends on an input")
+        if computed.keys() <= self.inputs.specs.keys():
+            raise LayerwiseError(f"model {self.title!r} computes nothing from its inputs")
+        return placer.builder.finish(list(computed))
+
+    def store(self, graph: GraphProto) -> None:
+        """The initializers of a graph."""
+        for tensor in graph.initializer:
+            self.values[tensor.name] = self.placer.root(self.stored(tensor.name, tensor))
+
+    def visit(self, graph: GraphProto) -> None:
+        """The nodes of a graph, in their order, which is a topological one."""
+        nodes: Sequence[NodeProto] = graph.node
+        for node in nodes:
+            name = self.name(node)
+            if not self.needed.intersection(node.output) or self.constant(node):
+                continue
+            if node.op_type in CONTROL_FLOW and standard(node.domain):
+                self.branch(node, name)
+            else:
+                self.layer(node, name)
+
+    def branch(self, node: NodeProto, name: str) -> None:
+        """An If that the shapes decide (exporters write a squeeze so) is the branch that it takes."""
+        condition = self.values[node.input[0]] if node.op_type == "If" else None
+        if not isinstance(condition, Constant):
+            raise LayerwiseError(
+                f"layer {name!r}: control flow ({node.op_type}) depends on data; layerwise plans fixed graphs only"
+            )
+        taken = "then_branch" if all(self.budget.value(condition).flat[:1]) else "else_branch"
+        graph = next(a.g for a in node.attribute if a.name == taken)
+        self.store(graph)
+        self.visit(graph)
+        for output, inner in zip(node.output, graph.output, strict=True):
+            self.values[output] = self.values[inner.name]
+
+    def stored(self, name: str, tensor: TensorProto) -> Constant:
+        """A tensor of the file."""
+        return learned(
+            Constant(name, tuple(tensor.dims), dtype_of(tensor), lambda: array_of(tensor, self.folder), name)
+        )
+
+    def constant(self, node: NodeProto) -> bool:
+        """Whether a node computes the same at every step; then its outputs are known now."""
+        given = [self.values[name] if name else None for name in node.input]
+        if not standard(node.domain):
+            return False
+        results: tuple[Constant, ...] | None
+        tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+        if node.op_type in ("Shape", "Size"):
+            results = (self.shape_of(node),)
+        elif any(isinstance(value, (Operand, Rows)) for value in given):
+            return False
+        elif node.op_type == "Constant" and tensor is not None:
+            results = (self.stored(node.output[0], tensor),)
+        else:
+            results = fold(node, [v if isinstance(v, Constant) else None for v in given], self.opset, self.budget)
+        if results is None:
+            return False
+        for output, c in zip(node.output, results, strict=False):
+            self.values[output] = self.placer.root(c) if c.root == c.name else c
+        return True
+
+    def shape_of(self, node: NodeProto) -> Constant:
+        """The batch is known, so shapes are constants."""
+        x = self.values[node.input[0]]
+        literal = isinstance(x, Constant) and x.literal
+        if node.op_type == "Size":
+            return constant(node.output[0], np.array(prod(x.shape), np.int64), literal=literal)
+        ends = {a.name: a.i for a in node.attribute}
+        shape = x.shape[ends.get("start") : ends.get("end")]
+        return constant(node.output[0], np.array(shape, np.int64), literal=literal)
+
+    def layer(self, node: NodeProto, name: str) -> None:
+        """A node that computes something from the inputs."""
+        schema = schema_of(node, self.opset)
+        domain = "ai.onnx" if standard(node.domain) else node.domain
+        build = row(domain, node.op_type, schema.since_version if schema else 0)
+        if build is None:
+            raise LayerwiseError(
+                f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported; "
+                f"register it with layerwise.register_op('{domain}::{node.op_type}', ...)"
+            )
+        self.placer.begin()
+        by_row = domain == "ai.onnx" and takes_rows(node, [self.values[name] if name else None for name in node.input])
+        try:
+            arguments = bind(node, schema, self.row_argument if by_row else self.argument)
+            if node.op_type == "Reshape" and domain == "ai.onnx":
+                self.unbake(arguments, self.values[node.input[1]])
+            call = Call(f"{domain}::{node.op_type}", name, arguments, self.outputs(node), self.batch_in(node))
+            result = build(call)
+        except LayerwiseError as error:
+            raise LayerwiseError(f"layer {name!r} ({node.op_type}): {error}") from None
+        self.take(node, name, result if isinstance(result, tuple) else (result,), by_row)
+
+    def take(self, node: NodeProto, name: str, results: tuple[Result, ...], by_row: bool) -> None:
+        """Adds the layers that make the node's outputs."""
+        for i, output in enumerate(node.output):
+            if output not in self.needed:
+                continue
+            result = results[i] if i < len(results) else None
+            if result is None and node.op_type == "Split":  # a part of extent 0, which a concat may take
+                self.values[output] = constant(output, np.zeros(0))
+                continue
+            if result is None:
+                raise LayerwiseError(f"layer {name!r}: output {i} of {node.op_type} is used, but not supported")
+            self.values[output] = value = self.placed(node, name, result, by_row)
+            loss = isinstance(result, Built) and isinstance(result.op, Loss)
+            if loss or self.losses.intersection(node.input):
+                self.losses.add(output)
+            else:
+                self.compare(output, value.spec, name)
+            if node.op_type == "Squeeze" and "n" not in value.spec.dims:
+                x = self.values[node.input[0]]
+                if isinstance(x, Operand) and "n" in x.spec.dims:
+                    self.placer.unsampled = self.placer.unsampled or name
+
+    def placed(self, node: NodeProto, name: str, result: Result, by_row: bool) -> Operand | Rows:
+        """One output of a node."""
+        if by_row:
+            whole = self.placer.place(result, name)
+            return Rows(whole, (prod(whole.shape[:-1]), whole.shape[-1]))
+        source = self.values.get(node.input[0]) if node.input else None
+        if isinstance(source, Rows) and (shape := split_again(result, source)):
+            whole = source.whole
+            return whole if shape == whole.shape else self.placer.place(Built(Reshape(shape), (whole,)), name)
+        reshapes = node.op_type in ("Reshape", "Flatten")  # a squeeze means what it says
+        if reshapes and isinstance(result, Built) and (kept := merged_rows(result)):
+            (x,) = result.inputs
+            whole = self.placer.place(x if kept == x.shape else Built(Reshape(kept), (x,)), name)  # type: ignore[union-attr]
+            return Rows(whole, (prod(kept[:-1]), kept[-1]))
+        return self.placer.place(result, name)
+
+    def flat(self, name: str) -> Constant | Operand:
+        """A tensor as the model sees it: rows merged."""
+        value = self.values[name]
+        if not isinstance(value, Rows):
+            return value
+        if name not in self.merged:
+            whole = value.whole
+            self.merged[name] = self.placer.place(Built(Reshape(value.shape), (whole,)), f"{whole.name}.rows")
+        return self.merged[name]
+
+    def batch_in(self, node: NodeProto) -> int:
+        """The number that means the batch in a shape that a node is given; none does where it was written down."""
+        shape = self.values[node.input[1]] if node.op_type in ("Expand", "Tile") else None
+        open_batch = isinstance(shape, Constant) and shape.literal and not self.inputs.fixed
+        return 0 if open_batch else self.inputs.batch
+
+    def unbake(self, arguments: dict[str, Argument], shape: Constant | Operand | Rows) -> None:
+        """A stored shape was written for a batch of 1, where the batch is open now: it has a leading 1, for one."""
+        x, batch = arguments["data"], self.inputs.batch
+        if self.inputs.fixed or not isinstance(x, Operand) or not isinstance(shape, Constant) or not shape.literal:
+            return
+        target = [int(extent) for extent in self.budget.value(shape).ravel().tolist()] if shape.small else []
+        if not target or x.spec.index("n") != 0 or batch == 1 or x.shape[0] % batch:
+            return
+        if (-1 in target and target[0] == 1) or (min(target) > 0 and prod(target) * batch == x.spec.volume):
+            arguments["shape"] = (batch * target[0], *target[1:])
+
+    def row_argument(self, name: str) -> Argument:
+        """Rows as they were before they were merged."""
+        value = self.values[name]
+        return value.whole if isinstance(value, Rows) else self.argument(name)
+
+    def argument(self, name: str) -> Argument:
+        """A tensor as a row of the table sees it; () where it is empty."""
+        value = self.flat(name)
+        if isinstance(value, Operand):
+            return value
+        return self.operand(value) if prod(value.shape) else ()
+
+    def operand(self, c: Constant) -> Operand:
+        """A parameter, of which large values stay where they are, or a constant."""
+        self.placer.constants[c.name] = c
+        try:
+            spec = TensorSpec(c.shape, (None,) * len(c.shape), c.dtype.name)
+        except LayerwiseError as error:
+            raise LayerwiseError(f"tensor {c.name!r}: {error}") from None
+        if c.weight:
+            return Operand("parameter", c.name, spec, c.value if c.ready or c.small else None, c.transposed)
+        value = self.budget.value(c)
+        if len(c.shape) > 1 and c.shape[0] == self.inputs.batch > 1 and thin(value).shape[0] > 1:
+            if c.small and (value == value[:1]).all():  # a mask, written out for every sample
+                value = np.broadcast_to(value[:1], c.shape)
+            elif not c.literal and c.shape[0] != c.shape[1]:  # computed from the batch, unlike a mask of (s, s)
+                spec = replace(spec, dims=("n", *spec.dims[1:]))
+        return Operand("constant", c.name, spec, value, c.transposed)
+
+    def outputs(self, node: NodeProto) -> tuple[TensorSpec, ...]:
+        """Shapes and types that the model states, if it states them all."""
+        specs: list[TensorSpec] = []
+        for name in node.output:
+            shape = extents(self.known.get(name))
+            numbers = tuple(extent for extent in shape or () if extent)
+            if shape is None or len(numbers) < len(shape):
+                return ()
+            dtype = element_type(self.known[name].type.tensor_type.elem_type)
+            specs.append(TensorSpec(numbers, (None,) * len(numbers), dtype))
+        return tuple(specs)
+
+    def compare(self, output: str, ours: TensorSpec, name: str) -> None:
+        """Our shape of a tensor with onnx's, where both are known: they differ only if one of us is wrong."""
+        theirs = extents(self.known.get(output))
+        if theirs is not None and (
+            len(theirs) != len(ours.shape)
+            or any(
+                their not in (None, extent) and not (label == "n" and not self.inputs.fixed)
+                for their, extent, label in zip(theirs, ours.shape, ours.dims, strict=True)
+            )
+        ):
+            shape = tuple("?" if extent is None else extent for extent in theirs)
+            raise LayerwiseError(
+                f"layer {name!r}: layerwise computes the shape {ours.describe()}, ONNX {shape}: the file contradicts "
+                "itself, or please report this"
+            )
+
+    def name(self, node: NodeProto) -> str:
+        """As given, or the operator with its number among those of its kind."""
+        number = self.kinds[node.op_type]
+        self.kinds[node.op_type] += 1
+        name = "".join(c if c.isprintable() else "?" for c in node.name)[:LONGEST_NAME].strip()
+        return name or f"{node.op_type}_{number}"
+
+
+def _needed(graph: GraphProto) -> set[str]:
+    """The tensors that the graph's outputs depend on; of an If, in either branch."""
+    needed = {info.name for info in graph.output}
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            for attribute in node.attribute:
+                if attribute.type == AttributeProto.GRAPH:
+                    needed |= _needed(attribute.g)
+    return needed - {""}

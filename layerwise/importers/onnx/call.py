@@ -1,0 +1,110 @@
+"""Arguments of ONNX operators, whichever opset: what was an attribute once is a constant input now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Argument, Built, Call, Operand
+from layerwise.tensor import TensorSpec
+
+Tensor = Operand | Built
+
+
+def element_type(code: int) -> str:
+    """ONNX's number of an element type, as TensorSpec calls it."""
+    return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code)).name)
+
+
+def known(call: Call, name: str) -> NDArray[np.generic] | None:
+    """The values of an attribute or of a constant input; None where it is not given."""
+    value = call.get(name)
+    if value is None:
+        return None
+    if isinstance(value, Operand):
+        if value.value is None:
+            raise LayerwiseError(f"{call.target}: {name!r} is computed from the input; layerwise plans fixed shapes")
+        return value.value
+    return np.asarray(value)
+
+
+def integers(call: Call, name: str) -> tuple[int, ...] | None:
+    """Axes, sizes, pads, ..."""
+    values = known(call, name)
+    return None if values is None else tuple(int(v) for v in values.ravel())
+
+
+def numbers(call: Call, name: str) -> tuple[float, ...] | None:
+    """Scales, ratios, bounds."""
+    values = known(call, name)
+    return None if values is None else tuple(float(v) for v in values.ravel())
+
+
+def number(call: Call, name: str, default: float) -> float:
+    """One number."""
+    values = numbers(call, name)
+    return values[0] if values else default
+
+
+def text(call: Call, name: str, default: str = "") -> str:
+    """A string attribute."""
+    value = call.get(name, default)
+    return value if isinstance(value, str) else default
+
+
+def operands(value: Argument) -> tuple[Operand, ...]:
+    """The tensors of a variadic input."""
+    given = value if isinstance(value, tuple) else (value,)
+    return tuple(v for v in given if isinstance(v, Operand))
+
+
+def weights(call: Call, name: str) -> Operand:
+    """An input that has to be a parameter or constant."""
+    operand = call.operand(name)
+    if operand.activation:
+        raise LayerwiseError(f"{call.target}: {name!r} is computed from the input; only stored weights are supported")
+    return operand
+
+
+def optional(call: Call, *names: str) -> tuple[Operand, ...]:
+    """Those of the stored weights that are given."""
+    return tuple(weights(call, name) for name in names if call.get(name) is not None)
+
+
+def recast(x: Operand, shape: tuple[int, ...]) -> Operand:
+    """A stored weight read in another shape, the same elements in the same order."""
+    if x.shape == shape:
+        return x
+    if prod(x.shape) != prod(shape):
+        raise LayerwiseError(f"{x.name!r} of shape {x.shape} cannot be read as {shape}")
+    value = None if x.value is None else x.value.reshape(shape)
+    return replace(x, spec=TensorSpec(shape, (None,) * len(shape), x.spec.dtype), value=value)
+
+
+def turned(x: Operand) -> Operand:
+    """A stored matrix read transposed."""
+    spec = TensorSpec(x.shape[::-1], (None,) * len(x.shape), x.spec.dtype)
+    return replace(x, spec=spec, value=None if x.value is None else x.value.T, transposed=not x.transposed)
+
+
+def axis(call: Call, rank: int, name: str = "axis") -> int:
+    """A dimension, counted from the front."""
+    value = call.integer(name)
+    if not -rank <= value < rank:
+        raise LayerwiseError(f"{call.target}: there is no axis {value} in {rank} dimensions")
+    return value % rank
+
+
+def axes(call: Call, rank: int, name: str = "axes") -> tuple[int, ...] | None:
+    """Dimensions, counted from the front."""
+    values = integers(call, name)
+    if values is None:
+        return None
+    if any(not -rank <= v < rank for v in values):
+        raise LayerwiseError(f"{call.target}: axes {values} do not fit {rank} dimensions")
+    return tuple(v % rank for v in values)

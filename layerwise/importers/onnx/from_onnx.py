@@ -1,0 +1,119 @@
+"""ONNX -> LayerGraph. https://onnx.ai/onnx/repo-docs/IR.html"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx.inliner
+from numpy.typing import NDArray
+from onnx import AttributeProto, ModelProto, NodeProto
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.onnx.bind import schema_of
+from layerwise.importers.onnx.build import Imported, build_graph
+from layerwise.importers.onnx.constants import FOLDABLE
+from layerwise.importers.onnx.file import opset_of, read_onnx
+from layerwise.importers.onnx.infer import inferred
+from layerwise.importers.onnx.inputs import model_inputs
+from layerwise.importers.onnx.ops.table import row
+from layerwise.importers.onnx.place import Held
+
+Dims = Sequence[Sequence[str | None]]
+
+
+def from_onnx(
+    path: str | Path,
+    *,
+    batch: int | None = None,
+    name: str | None = None,
+    dims: Dims | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> LayerGraph:
+    """The layers of an .onnx file at `batch` samples, unfused. Default: the batch that it is written for, or 1.
+
+    A fixed batch is rewritten (also a leading 1 in the constant of a reshape), an open one is filled in. Layers are
+    named as the nodes, or `Conv_3` (the fourth Conv) where these have no names; parameters as the initializers. One
+    that several layers use is a node of the graph. Weights are not read, unless the shapes depend on them.
+
+    `dims` labels the dimensions of every input, as in `from_torch`; `sizes` gives the extents of named dimensions that
+    the model leaves open, other than the batch. Batch norm and dropout are those of training, whatever the model says.
+    """
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
+    imported = _imported(path, batch, name, dims, sizes)
+    graph = imported.graph
+    if batch is None or batch == graph.batch:
+        return graph
+    if imported.unsampled:
+        raise LayerwiseError(
+            f"layer {imported.unsampled!r} drops the dimension of the samples, so the batch stays {graph.batch}; "
+            "export the model with an open batch"
+        )
+    return graph.rebatch(batch)
+
+
+def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Mapping[str, NDArray[np.generic]]:
+    """The values of all parameters and constants of `from_onnx(path)`, by their names in the graph.
+
+    Each is read when it is asked for, external data from a memory map: copy what is to be written to.
+    """
+    return _Weights(_imported(path, None, None, None, sizes).held)
+
+
+class _Weights(Mapping[str, NDArray[np.generic]]):
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> NDArray[np.generic]:
+        return self._held[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def _imported(
+    path: str | Path, batch: int | None, name: str | None, dims: Dims | None, sizes: Mapping[str, int] | None
+) -> Imported:
+    file, given = Path(path), dict(sizes or {})
+    wrong = {k: v for k, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
+    if wrong:
+        raise LayerwiseError(f"sizes must be at least 1, not {wrong}")
+    model = _composites_inlined(read_onnx(file), file.parent, given)
+    inputs = model_inputs(model.graph, batch, dims, given)
+    return build_graph(model, file.parent, name or file.stem, inputs, given)
+
+
+def _composites_inlined(model: ModelProto, folder: Path, sizes: Mapping[str, int]) -> ModelProto:
+    """Operators that we do not know, but that ONNX defines by others (MeanVarianceNormalization), are written out."""
+    opset = opset_of(model, "the model")
+    unknown: set[str] = set()
+    nodes: Sequence[NodeProto] = model.graph.node
+    for node in nodes:
+        schema = schema_of(node, opset)
+        if schema is None or node.op_type in FOLDABLE or row("ai.onnx", node.op_type, schema.since_version):
+            continue
+        if schema.has_function or schema.has_context_dependent_function:  # type: ignore[attr-defined]
+            unknown.add(node.op_type)
+    for node in model.graph.node:
+        if node.op_type in unknown and (schema := schema_of(node, opset)):
+            given = {a.name for a in node.attribute}  # the inliner does not know the defaults
+            defaults = [a.default_value for name, a in schema.attributes.items() if name not in given]
+            node.attribute.extend(a for a in defaults if a.type != AttributeProto.UNDEFINED)
+    if not unknown:
+        return model
+    stored = {tensor.name for tensor in model.graph.initializer} - {info.name for info in model.graph.input}
+    typed = [onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer]
+    model.graph.input.extend(info for info in typed if info.name in stored)  # the inliner asks for types
+    model.graph.value_info.extend(inferred(model, folder, sizes).values())
+    for op_type in sorted(unknown):
+        try:
+            model = onnx.inliner.inline_selected_functions(model, [("", op_type)], inline_schema_functions=True)
+        except (RuntimeError, TypeError):  # of types that it cannot tell, or onnx is too old: not supported
+            continue
+    return model

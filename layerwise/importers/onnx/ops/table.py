@@ -1,0 +1,25 @@
+"""The ONNX importer's table: one row an operator, "Name-since" for an older form of it that means something else.
+
+https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms, shapes, element-wise operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerwise.importers.onnx.ops.layers import LAYERS
+from layerwise.importers.onnx.ops.norms import NORMS
+from layerwise.importers.onnx.ops.pointwise import POINTWISE
+from layerwise.importers.onnx.ops.shapes import SHAPES
+from layerwise.importers.registry import Build, lookup
+
+TABLE: Mapping[str, Build] = {**LAYERS, **NORMS, **SHAPES, **POINTWISE}
+
+
+def row(domain: str, op_type: str, since: int = 0) -> Build | None:
+    """How to build a layer of an operator, in the form that it has since that opset: a user's own row goes first."""
+    if (own := lookup(f"{domain or 'ai.onnx'}::{op_type}")) is not None:
+        return own
+    if domain not in ("", "ai.onnx"):
+        return None
+    return TABLE.get(f"{op_type}-{since}", TABLE.get(op_type))

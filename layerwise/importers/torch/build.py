@@ -1,0 +1,347 @@
+"""A PyTorch program, call by call, as a LayerGraph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.importers.registry import Argument, Built, Call, Operand, Result
+from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
+from layerwise.importers.torch.losses import follows
+from layerwise.importers.torch.memory import Memory, in_place
+from layerwise.importers.torch.names import input_spec, layer_names
+from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
+from layerwise.importers.torch.ops.table import CHECKS, ROWWISE, base_name, row
+from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
+from layerwise.importers.torch.parameters import shared_parameters, without_ones
+from layerwise.importers.torch.program import Node, Program, Ref, Value
+from layerwise.importers.torch.rows import Rows, before_merging
+from layerwise.importers.torch.types import typed
+from layerwise.importers.torch.writes import check_written, separate_writes
+from layerwise.ops.ends import Constant
+from layerwise.ops.loss import Loss
+from layerwise.ops.pointwise import Binary
+from layerwise.ops.view import Permute, Reshape
+from layerwise.tensor import TensorSpec
+
+Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
+
+
+def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> tuple[LayerGraph, Stored]:
+    """The layers of a program, and the values that it comes with. `dims`: labels for each input."""
+    importer = _Importer(program, title, dims)
+    return importer.graph(), importer.stored()
+
+
+class _Importer:
+    def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
+        self.program = program = separate_writes(program)
+        self.builder = GraphBuilder(title)
+        self.constants = Constants()
+        self.values: dict[str, Operand | Rows] = {}
+        self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
+        self.nothing: set[str] = set()  # tensors without elements
+        self.sources: dict[str, str] = {}  # parameters and constants -> their node
+        self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
+        self.buffers = {s.value.name: s.target for s in program.sources if s.kind == "buffer"}
+        constant = constant_names(program)
+        layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
+        self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
+        self.memory = Memory(program)
+        self.uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
+        inputs = [s for s in program.sources if s.kind == "input"]
+        if dims is not None and len(dims) != len(inputs):
+            raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
+        self.batch = next((s.value.shape[0] for s in inputs if s.value.shape), 0)
+        for i, source in enumerate(inputs):
+            spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
+            self.values[source.value.name] = self.activation(self.builder.input(source.target, spec))
+        shared = shared_parameters(program)
+        self.shapes: dict[str, TensorSpec] = {}
+        for source in program.sources:
+            value, target = source.value, source.target
+            if 0 in value.shape:
+                self.nothing.add(value.name)
+            if source.kind == "input" or 0 in value.shape:
+                continue
+            self.shapes[target] = _spec(value)
+            if source.kind == "parameter":
+                self.values[value.name] = Operand("parameter", target, _spec(value))
+                if value.name in shared and value.shape:
+                    labels = ("c", *(None,) * (len(value.shape) - 1))
+                    self.sources[target] = self.builder.tied(target, replace(_spec(value), dims=labels))
+            else:
+                self.constants.store(value.name, target, value.shape, source.read)
+                self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
+
+    def stored(self) -> Stored:
+        """Parameters and buffers of the model, and constants that the forward pass makes."""
+        found: dict[str, Callable[[], torch.Tensor | None]] = {}
+        for value in self.values.values():
+            if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
+                array, dtype = value.value, getattr(torch, value.spec.dtype)
+                found[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
+                found[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
+            elif isinstance(value, Operand) and value.role == "constant":
+                reason = self.constants.unknown.get(value.name.removesuffix(".not"))
+                found |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
+        return found | {s.target: s.read for s in self.program.sources if s.kind != "input"}
+
+    def graph(self) -> LayerGraph:
+        for place, node in enumerate(self.program.nodes):
+            self.call(place, node)
+        outputs = [self.operand(ref) for ref in self.program.outputs if self.known(ref) is not None]
+        fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
+        computed = dict.fromkeys(o.name for o in outputs if o.activation)
+        if computed.keys() <= fed:
+            raise LayerwiseError(f"model {self.builder.name!r} computes nothing from its inputs")
+        return self.builder.finish(list(computed))
+
+    def call(self, place: int, node: Node) -> None:
+        """One call: a constant, a layer or several, or nothing."""
+        if node.target.partition("::")[2].startswith(CHECKS):
+            return
+        constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
+        written = self.memory.written(node)
+        check_written(node, self.memory, self.buffers)
+        if constant:
+            self.constant(node)
+        else:
+            if written is not None and (view := self.memory.seen_later(place, node, written)):
+                raise LayerwiseError(
+                    f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
+                    f"used again ({view}); write it without the underscore"
+                )
+            if not self.merges_rows(node):
+                self.layer(node)
+        if written is not None and node.outputs[0] is not None:
+            self.memory.latest[written] = node.outputs[0].name
+
+    def layer(self, node: Node) -> None:
+        """A call that computes something."""
+        by_row = self.works_by_row(node)
+        build = row(node.target)
+        given = {ref.name: found for ref in node.operands if (found := self.losses.get(self.memory.current(ref.name)))}
+        reduction = follows(node, given)
+        if given and reduction is None:
+            raise LayerwiseError(
+                f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
+                "last, so inside a model losses can be scaled and added only: do it with what the model returns"
+            )
+        if build is None:
+            if all(v is None or v.name not in self.memory.last for v in node.outputs):
+                return
+            raise LayerwiseError(self.unknown(node))
+        try:
+            bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
+            shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
+            outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
+            result = typed(
+                node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch), self.place
+            )
+        except LayerwiseError as error:
+            raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
+        results = result if isinstance(result, tuple) else (result,)
+        for value, made in zip(node.outputs, results, strict=False):
+            if value is None or made is None or isinstance(made, tuple):
+                continue
+            operand = self.place(made, self.names[node.name])
+            if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
+                where = f"layer {self.names[node.name]!r} ({node.target})"
+                raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
+            self.values[value.name] = Rows(operand, value.shape) if by_row else operand
+            own = made.op.reduction if isinstance(made, Built) and isinstance(made.op, Loss) else "none"
+            if reduction or (own != "none" and not value.shape):
+                self.losses[value.name] = reduction or own.removeprefix("batch")
+
+    def constant(self, node: Node) -> None:
+        """A constant, with its value where that is cheap."""
+        if not self.constants.compute(node, self.names[node.name]) and in_place(node):
+            for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):  # it has changed, too
+                self.constants.forget(name, node)
+                if isinstance(known := self.values.get(name), Operand):
+                    self.values[name] = replace(known, value=None)
+        for value in node.outputs:
+            if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
+                spec = _spec(value)
+                if self.by_sample(value):
+                    spec = replace(spec, dims=("n", *spec.dims[1:]))
+                self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
+            elif value is not None:
+                self.nothing.add(value.name)
+
+    def by_sample(self, value: Value) -> bool:
+        """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
+        rank, shape = len(value.shape), value.shape
+        return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
+
+    def merges_samples(self, node: Node) -> bool:
+        """view(n * windows, ...) of a constant with a row a sample: a layer, which follows the number of samples."""
+        out = node.outputs[0]
+        if base_name(node.target) not in SHAPED or out is None or self.by_sample(out):
+            return False
+        x = self.known(next(iter(node.operands)))
+        return isinstance(x, Operand) and x.spec.index("n") is not None
+
+    def merges_rows(self, node: Node) -> bool:
+        """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""
+        if base_name(node.target) not in SHAPED or node.outputs[0] is None:
+            return False
+        x = self.values[self.memory.current(next(iter(node.operands)).name)]
+        out = node.outputs[0]
+        if isinstance(x, Rows) and out.shape == x.whole.shape:
+            self.values[out.name] = x.whole
+            return True
+        whole = x.whole if isinstance(x, Rows) else x
+        if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
+            return False
+        shape = before_merging(whole.shape, *out.shape)
+        if shape is None:
+            return False
+        if shape != whole.shape:
+            whole = self.place(Built(Reshape(shape), (whole,)), self.names[node.name])
+        self.values[out.name] = Rows(whole, out.shape)
+        return True
+
+    def works_by_row(self, node: Node) -> bool:
+        """Whether a call takes merged rows that need not be merged for it."""
+        rows = [r for r in node.operands if isinstance(self.known(r), Rows)]
+        if not rows or node.outputs[0] is None:
+            return False
+        if base_name(node.target) in ELEMENTWISE or base_name(node.target) in UNCHANGED:
+            others = [r for r in node.operands if r not in rows]
+            shape = self.shape(rows[0])
+            return len(rows) == 1 and not others and node.outputs[0].shape == shape
+        data = ROWWISE.get(node.target)
+        if data is None or node.arguments[data] != rows[0] or len(rows) > 1:
+            return False
+        parameters = [self.role(r.name) for r in node.operands if r != rows[0]]
+        return set(parameters) == {"parameter"}
+
+    def operand(self, ref: Ref) -> Operand:
+        """The value of a tensor, rows merged."""
+        name = self.memory.current(ref.name)
+        value = self.values[name]
+        if isinstance(value, Rows):
+            value = self.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
+            self.values[name] = value
+        return value
+
+    def argument(self, value: object, *, whole: bool = False) -> Argument:
+        """An argument as a Call has it."""
+        if isinstance(value, Ref):
+            known = self.known(value)
+            if known is None:
+                return None
+            return known.whole if whole and isinstance(known, Rows) else self.operand(value)
+        if isinstance(value, tuple):
+            return tuple(self.argument(v, whole=whole) for v in value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return str(value).removeprefix("torch.")  # dtypes, devices, layouts
+
+    def place(self, result: Result, name: str) -> Operand:
+        """Adds the layers of a row's result."""
+        if isinstance(result, Operand):
+            return result
+        assert isinstance(result, Built)
+        if id(result) in self.made:
+            return self.made[id(result)][1]
+        op, inputs, parameters = result.op, result.inputs, result.parameters
+        placed = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in inputs]
+        if isinstance(op, Binary) and parameters and self.stands_alone(parameters[0]):
+            placed = [parameters[0], *placed] if op.swapped else [*placed, parameters[0]]
+            op, parameters = Binary(op.fn, arguments=op.arguments), ()
+        elif isinstance(op, Binary) and parameters and parameters[0].role == "parameter":
+            op = replace(op, stored=without_ones(parameters[0].shape, self.shapes[parameters[0].name].shape))
+        for p in parameters:
+            if self.is_reshaped(p):
+                raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
+        layer = self.builder.add(name, op, [self.source(p) for p in placed], [p.name for p in parameters])
+        operand = self.activation(layer)
+        self.made[id(result)] = (result, operand)  # kept alive, or its id would be another's
+        return operand
+
+    def stands_alone(self, p: Operand) -> bool:
+        """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
+        shared = p.role == "constant" and self.uses[p.name.removesuffix(".not")] > 1
+        return shared or self.is_reshaped(p) or (p.role == "parameter" and self.is_merged(p))
+
+    def is_merged(self, p: Operand) -> bool:
+        """Whether a parameter is used in a shape that differs from its own by more than extents of 1."""
+        own = self.shapes[p.name].shape
+        return not p.transposed and p.shape != own and without_ones(p.shape, own) is None
+
+    def is_reshaped(self, p: Operand) -> bool:
+        """Whether a parameter with a node of its own is used in another shape than it has."""
+        return p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
+
+    def source(self, x: Operand) -> str:
+        """The layer that gives an operand; parameters and constants become nodes of their own."""
+        if x.activation:
+            return x.name
+        if x.role == "constant":
+            if x.name not in self.sources:
+                self.sources[x.name] = self.builder.add(x.name, Constant(_labelled(x.spec)), ())
+            return self.sources[x.name]
+        base = self.shapes[x.name]
+        if x.name not in self.sources:
+            labels = (*(None,) * (len(base.shape) - 1), "c") if base.shape else ()
+            self.sources[x.name] = self.builder.tied(x.name, replace(base, dims=labels))
+        node = self.sources[x.name]
+        if x.transposed:
+            return self.builder.add(f"{x.name}.permute", Permute((1, 0)), [node])
+        if x.shape != base.shape:
+            return self.builder.add(f"{x.name}.reshape", Reshape(x.shape), [node])
+        return node
+
+    def activation(self, layer: str) -> Operand:
+        return Operand("activation", layer, self.builder.spec(layer))
+
+    def known(self, ref: Ref) -> Operand | Rows | None:
+        """A tensor; None for one without elements."""
+        name = self.memory.current(ref.name)
+        if name not in self.values and name not in self.nothing:
+            raise LayerwiseError(
+                f"the model uses {name!r}, an output that layerwise does not make (positions of maxima?)"
+            )
+        return self.values.get(name)
+
+    def role(self, name: str) -> str:
+        value = self.known(Ref(name))
+        return value.role if isinstance(value, Operand) else "constant" if value is None else "activation"
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.values[self.memory.current(ref.name)].shape
+
+    def unknown(self, node: Node) -> str:
+        if all(self.role(ref.name) != "activation" for ref in node.operands):
+            return (
+                f"layer {self.names[node.name]!r}: operator {node.target} computes a parameter from others, which is "
+                "not supported (torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
+            )
+        return (
+            f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
+            f"layerwise.register_op({node.target!r}, ...)"
+        )
+
+
+def _spec(value: Value) -> TensorSpec:
+    return TensorSpec(value.shape, (None,) * len(value.shape), value.dtype)
+
+
+def _labelled(spec: TensorSpec) -> TensorSpec:
+    """A constant that is a source: positions and token types are sequences."""
+    if spec.differentiable or not 1 <= len(spec.shape) <= 2:
+        return spec
+    return replace(spec, dims=(*spec.dims[:-1], "s"))
+
+
+def _whole(bound: dict[str, Argument]) -> Operand:
+    return next(v for v in bound.values() if isinstance(v, Operand) and v.activation)

@@ -1,0 +1,178 @@
+"""PyTorch -> LayerGraph: a module by torch.export (training IR), an fx graph, an exported program, a .pt2 file."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from threading import Lock
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.build import Stored, build_graph
+from layerwise.importers.torch.cache import without_cache
+from layerwise.importers.torch.patterns import rewrite
+from layerwise.importers.torch.program import Program, read_program
+from layerwise.importers.torch.structure import Structure, structure_of
+
+Dims = Sequence[Sequence[str | None]]
+_EXPORTING = Lock()  # torch.export keeps its modes, and `_quiet` the log and stderr, for the process, not for a thread
+
+
+def from_torch(
+    model: nn.Module | fx.GraphModule | ExportedProgram | Program,
+    example_inputs: Sequence[object] | torch.Tensor | None = None,
+    *,
+    kwargs: Mapping[str, object] | None = None,
+    name: str | None = None,
+    dims: Dims | None = None,
+) -> LayerGraph:
+    """The model's layers at the example's batch, unfused; `LayerGraph.rebatch` changes the batch.
+
+    `example_inputs` and `kwargs` are what the model is called with. They may live on the meta device, and so may the
+    model: nothing is computed but shapes (and small constants). The model stays as it is. Layers are named by their
+    modules: `features.0`, and `layer1.0.add` for an addition in the forward of `layer1.0`.
+
+    `dims` labels the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for what
+    goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers and (n, s) for integers.
+    Sizes that are constants of the network are told from the batch by their value: give an example batch of another
+    size than the sequence where a model builds masks or positions from it.
+
+    An exported program (or `load_pt2(file)`) needs no example inputs; an open batch takes the size of these, or of
+    those it was exported with. Batch norm and dropout are those of training, whatever mode the module is in. Language
+    models of Hugging Face are traced with use_cache=False: keys and values for the generation of text are no outputs.
+    """
+    return import_torch(model, example_inputs, kwargs=kwargs, name=name, dims=dims)[0]
+
+
+def import_torch(
+    model: nn.Module | fx.GraphModule | ExportedProgram | Program,
+    example_inputs: Sequence[object] | torch.Tensor | None = None,
+    *,
+    kwargs: Mapping[str, object] | None = None,
+    name: str | None = None,
+    dims: Dims | None = None,
+) -> tuple[LayerGraph, Stored]:
+    """`from_torch`, and how to read the values of parameters and constants: the model's own tensors, not copies."""
+    examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
+    title = name or _title(model)
+    if isinstance(model, Program):
+        try:
+            graph, stored = build_graph(rewrite(model), title, dims)
+        except LayerwiseError:
+            raise
+        except Exception as error:  # a file may say anything of its tensors and calls
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            raise LayerwiseError(
+                f"model {title!r}: its file is damaged, its calls do not fit together ({said})"
+            ) from error
+    elif isinstance(model, ExportedProgram):
+        graph, stored = build_graph(rewrite(read_program(model, title)), title, dims)
+    elif isinstance(model, nn.Module):
+        return import_module(model, examples, kwargs=kwargs, name=title, dims=dims)[:2]
+    else:
+        raise LayerwiseError(
+            f"from_torch needs an nn.Module, an fx.GraphModule or an ExportedProgram, not {type(model).__name__}"
+        )
+    first = next((e for e in examples if isinstance(e, torch.Tensor) and e.dim()), None)
+    return (graph if first is None else graph.rebatch(first.shape[0])), stored
+
+
+TRAINS_OTHERWISE = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+)  # modules that compute something else in evaluation
+
+
+def import_module(
+    model: nn.Module,
+    examples: tuple[object, ...],
+    *,
+    kwargs: Mapping[str, object] | None = None,
+    name: str,
+    dims: Dims | None = None,
+) -> tuple[LayerGraph, Stored, Structure | None]:
+    """`import_torch` of a module, and how it returns its outputs (see `structure_of`)."""
+    if not examples and not kwargs:
+        examples = _placeholders(model, name)
+    exported = _export(model, examples, dict(kwargs or {}), name)
+    graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
+    return graph, stored, structure_of(exported, len(graph.layers[-1].inputs))
+
+
+def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str) -> ExportedProgram:
+    for path, module in model.named_modules():
+        if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
+            raise LayerwiseError(
+                f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
+                "layerwise has one mode for all; call train() or eval() on the whole model"
+            )
+        # Traced in evaluation it would look like momentum 0; in training its factor depends on a buffer.
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if batch_norm and module.momentum is None:
+            raise LayerwiseError(
+                f"layer {path!r}: batch norm with momentum=None (cumulative averages) is not supported; "
+                "give it a momentum, such as 0.1"
+            )
+    try:
+        with _EXPORTING, _quiet(), without_cache(model):
+            return torch.export.export(model, examples, kwargs, strict=False)
+    except Exception as error:  # torch.export raises whatever the model's code meets
+        raise LayerwiseError(_export_failed(title, error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log, warnings and the half-traced graph that it prints: the error that is raised says enough."""
+    level, printed = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+    sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
+
+
+def _export_failed(title: str, error: Exception) -> str:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    text = f"{type(error).__name__} {error}"
+    if "data-dependent" in text or "DataDependent" in text or "control flow" in text:
+        remedy = "the path through the network must not depend on data: write it with torch.where, or leave it outside"
+    else:
+        remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
+    return f"model {title!r}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"
+
+
+def _placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
+    """Example inputs that an fx graph carries itself."""
+    found: list[torch.Tensor] = []
+    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
+    for node in nodes:
+        if node.op == "placeholder":
+            known = node.meta.get("val", node.meta.get("tensor_meta"))
+            if known is None or not hasattr(known, "shape"):
+                break
+            found.append(torch.empty(tuple(known.shape), dtype=known.dtype, device="meta"))
+    else:
+        if found:
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            return tuple(torch.empty_like(t, device=device) for t in found)
+    raise LayerwiseError(f"model {title!r}: give example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")
+
+
+def _title(model: object) -> str:
+    if isinstance(model, Program):
+        return model.name
+    if isinstance(model, ExportedProgram):
+        return "model"
+    return type(model).__name__

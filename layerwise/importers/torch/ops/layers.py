@@ -1,0 +1,291 @@
+"""Rows of the PyTorch importer's table: convolutions, pools, norms, attention, losses, resampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Build, Built, Call, Operand, Result
+from layerwise.importers.torch.ops.pointwise import scaled
+from layerwise.importers.torch.patterns import BATCH_MEAN
+from layerwise.ops.attention import Attention
+from layerwise.ops.conv import Conv, ConvTranspose
+from layerwise.ops.embed import Embedding
+from layerwise.ops.loss import Loss
+from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
+from layerwise.ops.pool import AdaptivePool, Pool
+from layerwise.ops.resample import Interpolate, Pad
+
+Pads = tuple[tuple[int, int], ...]
+
+
+def stored(call: Call, *names: str) -> tuple[Operand, ...]:
+    """The parameters and buffers of these names that the call has."""
+    found = [call.operand(name) for name in names if call.get(name) is not None]
+    for p in found:
+        if p.activation or p.transposed:
+            raise LayerwiseError(
+                f"{call.target}: its {_argument(call, p)} is computed in the forward pass; it must be a parameter "
+                "(torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
+            )
+    return tuple(found)
+
+
+def _argument(call: Call, operand: Operand) -> str:
+    return next(name for name, value in call.arguments.items() if value is operand)
+
+
+def convolution(call: Call) -> Result:
+    """conv1d, conv2d, conv3d, with numbers or "same" and "valid" as padding."""
+    parameters = stored(call, "weight", "bias")
+    out, _, *kernel = parameters[0].shape
+    rank = len(kernel)
+    dilation = call.integers("dilation", rank)
+    op = Conv(
+        out,
+        tuple(kernel),
+        call.integers("stride", rank),
+        _padding(call, tuple(kernel), dilation),
+        dilation,
+        call.integer("groups"),
+        len(parameters) > 1,
+    )
+    return Built(op, (call.operand("input"),), parameters)
+
+
+def _padding(call: Call, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Pads:
+    if call["padding"] == "valid":
+        return ((0, 0),) * len(kernel)
+    if call["padding"] == "same":  # the odd one at the end, as in torch.nn.modules.conv
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((t // 2, t - t // 2) for t in totals)
+    return tuple((p, p) for p in call.integers("padding", len(kernel)))
+
+
+def transposed_convolution(call: Call) -> Result:
+    parameters = stored(call, "weight", "bias")
+    _, per_group, *kernel = parameters[0].shape
+    rank, groups = len(kernel), call.integer("groups")
+    op = ConvTranspose(
+        per_group * groups,
+        tuple(kernel),
+        call.integers("stride", rank),
+        tuple((p, p) for p in call.integers("padding", rank)),
+        call.integers("output_padding", rank),
+        call.integers("dilation", rank),
+        groups,
+        len(parameters) > 1,
+    )
+    return Built(op, (call.operand("input"),), parameters)
+
+
+def any_convolution(call: Call) -> Result:
+    """aten::convolution, of decomposed programs."""
+    return transposed_convolution(call) if call.flag("transposed") else convolution(call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    mode: Literal["max", "average"]
+    rank: int
+
+    def __call__(self, call: Call) -> Result:
+        kernel = call.integers("kernel_size", self.rank)
+        average = self.mode == "average"
+        divisor = call.get("divisor_override")
+        op = Pool(
+            self.mode,
+            kernel,
+            call.integers("stride", self.rank) or kernel,
+            tuple((p, p) for p in call.integers("padding", self.rank)),
+            (1,) * self.rank if average else call.integers("dilation", self.rank),
+            call.flag("ceil_mode"),
+            call.flag("count_include_pad") if average else True,
+            divisor=divisor if isinstance(divisor, int) else None,
+        )
+        made = Built(op, (call.operand("self"),))
+        return (made, None) if len(call.outputs) > 1 else made
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptivePool:
+    mode: Literal["max", "average"]
+    rank: int
+
+    def __call__(self, call: Call) -> Result:
+        made = Built(AdaptivePool(self.mode, call.outputs[0].shape[-self.rank :]), (call.operand("self"),))
+        return (made, None) if len(call.outputs) > 1 else made
+
+
+def _affine(call: Call) -> tuple[Operand, ...]:
+    """Weight and bias, both or neither."""
+    both = stored(call, "weight", "bias")
+    if len(both) == 1:
+        raise LayerwiseError(f"{call.target}: a weight without a bias (or a bias without a weight) is not supported")
+    return both
+
+
+def batch_norm(call: Call) -> Result:
+    """Plans are for training: a model that was exported for evaluation normalises by its batch as well."""
+    affine = _affine(call)
+    running = stored(call, "running_mean", "running_var") if "running_mean" in call.arguments else ()
+    op = BatchNorm(bool(affine), call.number("eps"), call.number("momentum"), bool(running))
+    return _first(call, Built(op, (call.operand("input"),), (*affine, *running)))
+
+
+def instance_norm(call: Call) -> Result:
+    affine, running = _affine(call), stored(call, "running_mean", "running_var")
+    op = InstanceNorm(bool(affine), call.number("eps"), bool(running), call.number("momentum"))
+    return Built(op, (call.operand("input"),), (*affine, *running))
+
+
+def group_norm(call: Call) -> Result:
+    affine = _affine(call)
+    groups = call.integer("num_groups" if "num_groups" in call.arguments else "group")
+    return _first(call, Built(GroupNorm(groups, bool(affine), call.number("eps")), (call.operand("input"),), affine))
+
+
+def layer_norm(call: Call) -> Result:
+    weight, bias = stored(call, "weight"), stored(call, "bias")
+    op = LayerNorm(len(call.integers("normalized_shape")), bool(weight), bool(bias), call.number("eps"))
+    return _first(call, Built(op, (call.operand("input"),), (*weight, *bias)))
+
+
+def rms_norm(call: Call) -> Result:
+    weight, eps = stored(call, "weight"), call.get("eps")
+    op = RMSNorm(len(call.integers("normalized_shape")), bool(weight), eps if isinstance(eps, float) else None)
+    return Built(op, (call.operand("input"),), weight)
+
+
+def local_response_norm(call: Call) -> Result:
+    op = LocalResponseNorm(call.integer("size"), call.number("alpha"), call.number("beta"), call.number("k"))
+    return Built(op, (call.operand("input"),))
+
+
+def _first(call: Call, made: Built) -> Result:
+    """Operators of decomposed programs have statistics as further outputs, which nobody needs."""
+    return (made, *(None,) * (len(call.outputs) - 1)) if len(call.outputs) > 1 else made
+
+
+def embedding(call: Call) -> Result:
+    (weight,) = stored(call, "weight")
+    if call.flag("scale_grad_by_freq"):
+        raise LayerwiseError("an embedding with scale_grad_by_freq is not supported: build it without")
+    padding = call.get("padding_idx")
+    skipped = padding if isinstance(padding, int) and padding >= 0 else None
+    op = Embedding(weight.shape[0], weight.shape[1], weight.spec.dtype, skipped)
+    return Built(op, (call.operand("indices"),), (weight,))
+
+
+def attention(call: Call) -> Result:
+    q, k, v = call.operand("query"), call.operand("key"), call.operand("value")
+    mask, scale = call.get("attn_mask"), call.get("scale")
+    inputs = (q, k, v, mask) if isinstance(mask, Operand) else (q, k, v)
+    factor = float(scale) if isinstance(scale, (int, float)) else None
+    return Built(Attention(call.flag("is_causal"), len(inputs) > 3, factor, call.number("dropout_p")), inputs)
+
+
+REDUCTIONS: dict[int, Literal["none", "mean", "sum", "batchmean"]] = {
+    0: "none", 1: "mean", 2: "sum", BATCH_MEAN: "batchmean"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"]
+    defaults: tuple[tuple[str, float], ...] = ()
+
+    def __call__(self, call: Call) -> Result:
+        for name in ("weight", "pos_weight"):
+            if call.get(name) is not None:
+                raise LayerwiseError(f"{self.fn} with {name} is not supported; scale the loss outside of the model")
+        own = tuple((n, call.number(n)) for n, default in self.defaults if call.number(n) != default)
+        op = Loss(self.fn, REDUCTIONS[call.integer("reduction")], own)
+        return _first(call, Built(op, (call.operand("self"), call.operand("target"))))
+
+
+def huber_loss(call: Call) -> Result:
+    """delta * smooth_l1(beta=delta)."""
+    delta = call.number("delta")
+    op = Loss("smooth_l1", REDUCTIONS[call.integer("reduction")], (("beta", delta),) if delta != 1 else ())
+    return scaled(Built(op, (call.operand("self"), call.operand("target"))), delta)
+
+
+MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
+    "constant": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Pad:
+    """`mode` None: the call tells. torch counts the pads from the last dimension."""
+
+    mode: str | None = None
+
+    def __call__(self, call: Call) -> Result:
+        x = call.operand("self")
+        numbers = call.integers("pad" if "pad" in call.arguments else "padding")
+        pads = [(numbers[i], numbers[i + 1]) for i in range(0, len(numbers), 2)][::-1]
+        if not any(map(any, pads)):
+            return x
+        mode, value = self.mode or str(call["mode"]), call.get("value", 0.0)
+        assert isinstance(value, (int, float))
+        return Built(Pad(((0, 0),) * (len(x.shape) - len(pads)) + tuple(pads), MODES[mode], float(value)), (x,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Interpolate:
+    mode: Literal["nearest", "nearest_exact", "linear", "cubic"]
+    rank: int
+
+    def __call__(self, call: Call) -> Result:
+        x, size = call.tensors[0], call.outputs[0].shape[-self.rank :]
+        named = [call.get(n) for n in ("scales_d", "scales_h", "scales_w", "scales")]
+        factors = call.get("scale_factors") or tuple(f for f in named if f is not None)
+        assert isinstance(factors, tuple)
+        scales = tuple(float(f) for f in factors if isinstance(f, (int, float)))
+        ratios = tuple(s / e for s, e in zip(size, x.shape[-self.rank :], strict=True))
+        aligned = bool(call.get("align_corners", False))
+        return Built(Interpolate(size, self.mode, aligned, () if scales == ratios else scales), (x,))
+
+
+LAYERS: Mapping[str, Build] = (
+    {f"conv{d}d": convolution for d in (1, 2, 3)}
+    | {f"conv_transpose{d}d": transposed_convolution for d in (1, 2, 3)}
+    | {f"max_pool{d}d{more}": _Pool("max", d) for d in (1, 2, 3) for more in ("", "_with_indices")}
+    | {f"avg_pool{d}d": _Pool("average", d) for d in (1, 2, 3)}
+    | {f"adaptive_max_pool{d}d": _AdaptivePool("max", d) for d in (1, 2, 3)}
+    | {f"{own}adaptive_avg_pool{d}d": _AdaptivePool("average", d) for own in ("", "_") for d in (1, 2, 3)}
+    | dict.fromkeys(("layer_norm", "native_layer_norm"), layer_norm)
+    | dict.fromkeys(("group_norm", "native_group_norm"), group_norm)
+    | dict.fromkeys(("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"), batch_norm)
+    | {f"reflection_pad{d}d": _Pad("reflect") for d in (1, 2, 3)}
+    | {f"replication_pad{d}d": _Pad("replicate") for d in (1, 2, 3)}
+    | {f"upsample_nearest{d}d": _Interpolate("nearest", d) for d in (1, 2, 3)}
+    | {f"_upsample_nearest_exact{d}d": _Interpolate("nearest_exact", d) for d in (1, 2, 3)}
+    | {f"upsample_{n}{d}d": _Interpolate("linear", d) for d, n in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))}
+    | dict.fromkeys(
+        ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"),
+        _Loss("nll", (("ignore_index", -100),)),
+    )
+    | {
+        "convolution": any_convolution,
+        "instance_norm": instance_norm,
+        "rms_norm": rms_norm,
+        "embedding": embedding,
+        "scaled_dot_product_attention": attention,
+        "pad": _Pad(),
+        "constant_pad_nd": _Pad("constant"),
+        "upsample_bicubic2d": _Interpolate("cubic", 2),
+        "cross_entropy_loss": _Loss("cross_entropy", (("ignore_index", -100), ("label_smoothing", 0))),
+        "mse_loss": _Loss("mse"),
+        "l1_loss": _Loss("l1"),
+        "smooth_l1_loss": _Loss("smooth_l1", (("beta", 1),)),
+        "huber_loss": huber_loss,
+        "binary_cross_entropy": _Loss("bce"),
+        "binary_cross_entropy_with_logits": _Loss("bce_logits"),
+        "kl_div": _Loss("kl", (("log_target", 0),)),
+    }
+)

@@ -1,0 +1,275 @@
+"""Rows of the PyTorch importer's table: element-wise operators, and softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
+from layerwise.importers.torch.ops.views import Tensor, sliced, wrapped
+from layerwise.ops.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
+from layerwise.ops.softmax import Softmax
+
+Number = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class _Unary:
+    """A function of one tensor, `numbers` are the names of its arguments."""
+
+    fn: str
+    numbers: tuple[str, ...] = ()
+
+    def __call__(self, call: Call) -> Result:
+        return Built(Unary(self.fn, tuple(call.number(n) for n in self.numbers)), (call.tensors[0],))
+
+
+@dataclass(frozen=True, slots=True)
+class _Binary:
+    """A function of two tensors, or of a tensor and a number, in either place."""
+
+    fn: str
+
+    def __call__(self, call: Call) -> Result:
+        first, second, *_ = call.arguments.values()
+        alpha = call.get("alpha", 1)
+        if isinstance(alpha, (int, float)) and alpha != 1:
+            second = second * alpha if isinstance(second, (int, float)) else scaled(tensor(second), alpha)  # type: ignore[assignment]
+        return binary(self.fn, first, second)
+
+
+def tensor(value: Argument | Built) -> Tensor:
+    """`value`, which must be a tensor."""
+    assert isinstance(value, (Operand, Built)), value
+    return value
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """factor*x."""
+    return x if factor == 1 else Built(Unary("mul_scalar", (float(factor),)), (x,))
+
+
+def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
+    """fn(x, y); one of them may be a number, a parameter or a constant."""
+    x, y = _plain(x), _plain(y)
+    if isinstance(y, (int, float)):
+        return Built(_with_scalar(f"{fn}_scalar", y), (tensor(x),))
+    if isinstance(x, (int, float)):
+        return Built(_with_scalar(f"{_SWAPPED.get(fn, f'r{fn}')}_scalar", x), (tensor(y),))
+    return pair(Binary(fn), tensor(x), tensor(y))
+
+
+def pair(op: Binary, x: Tensor, y: Tensor) -> Built:
+    """`op` of two tensors, one of which may live in the layer: a parameter, a buffer, a constant."""
+    fn, arguments = op.fn, op.arguments
+    if isinstance(y, Operand) and lives_in_layer(y) and not (isinstance(x, Operand) and not x.activation):
+        return Built(Binary(fn, y.shape, False, y.role == "parameter", arguments), (x,), (y,))
+    if isinstance(x, Operand) and lives_in_layer(x) and not (isinstance(y, Operand) and not y.activation):
+        return Built(Binary(fn, x.shape, True, x.role == "parameter", arguments), (y,), (x,))
+    return Built(op, (x, y))
+
+
+def lives_in_layer(x: Operand) -> bool:
+    """Whether this is a parameter or constant that a layer can hold as it is."""
+    return not x.activation and not x.transposed and x.spec.index("n") is None
+
+
+def _plain(value: Argument | Built) -> Argument | Built:
+    """A constant of one element without dimensions is a number."""
+    if isinstance(value, Operand) and value.role == "constant" and value.shape == () and value.value is not None:
+        number = value.value.item()
+        return number if isinstance(number, (bool, int, float)) else value
+    return value
+
+
+# fn(a, x) as a function of x and a.
+_SWAPPED = {
+    "add": "add", "mul": "mul", "maximum": "maximum", "minimum": "minimum",
+    "eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le",
+}  # fmt: skip
+
+
+def _with_scalar(fn: str, number: Number) -> Unary:
+    if fn not in REAL | KEEPING | TESTING:
+        raise LayerwiseError(f"{fn.removesuffix('_scalar')} with a number is not supported; give it a tensor")
+    return Unary(fn, (float(number),))
+
+
+def div(call: Call) -> Result:
+    mode = call.get("rounding_mode")
+    if mode is None:
+        return binary("div", call["self"], call["other"])
+    if mode == "floor":
+        return binary("floor_divide", call["self"], call["other"])
+    return Built(Unary("trunc"), (binary("div", call["self"], call["other"]),))
+
+
+def rsub(call: Call) -> Result:
+    """other - alpha*self."""
+    x = scaled(call.operand("self"), float(call.number("alpha")))
+    return binary("sub", call["other"], x)
+
+
+def clamp(call: Call) -> Result:
+    low, high = _plain(call.get("min", -inf)), _plain(call.get("max", inf))
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return Built(Unary("clamp", (float(low), float(high))), (call.operand("self"),))
+    result: Tensor = call.operand("self")
+    for fn, bound in (("maximum", low), ("minimum", high)):
+        if not isinstance(bound, float) or abs(bound) != inf:
+            result = binary(fn, result, bound)
+    return result
+
+
+def lerp(call: Call) -> Result:
+    """self + weight*(end - self)."""
+    x = call.operand("self")
+    step = binary("mul", binary("sub", call["end"], x), call["weight"])
+    return binary("add", x, step)
+
+
+def addcmul(call: Call) -> Result:
+    fn = "mul" if "addcmul" in call.target else "div"
+    product = binary(fn, call["tensor1"], call["tensor2"])
+    return binary("add", call["self"], scaled(product, call.number("value")))
+
+
+def gelu(call: Call) -> Result:
+    return Built(Unary("gelu_tanh" if call.get("approximate") == "tanh" else "gelu"), (call.tensors[0],))
+
+
+def elu(call: Call) -> Result:
+    """elu(alpha, scale, input_scale), of which only alpha is in torch.nn.ELU."""
+    x = scaled(call.operand("self"), call.number("input_scale"))
+    return scaled(Built(Unary("elu", (call.number("alpha"),)), (x,)), call.number("scale"))
+
+
+def prelu(call: Call) -> Result:
+    weight = call.operand("weight")
+    if weight.role == "parameter" and not weight.transposed:
+        return Built(Prelu(weight.shape[0] if weight.shape else 1), (call.tensors[0],), (weight,))
+    return Built(Binary("prelu"), (call.tensors[0], weight))
+
+
+def glu(call: Call) -> Result:
+    """The first half times sigmoid of the second."""
+    x = call.operand("self")
+    dim = wrapped(call.integer("dim"), len(x.shape))
+    half = x.shape[dim] // 2
+    value, gate = sliced(x, x.shape, dim, 0, half), sliced(x, x.shape, dim, half, 2 * half)
+    return Built(Binary("mul"), (value, Built(Unary("sigmoid"), (gate,))))
+
+
+def dropout(call: Call) -> Result:
+    """Plans are for training: a model that was exported for evaluation drops as well."""
+    x, p = call.tensors[0], call.number("p")
+    made = x if p == 0 else Built(Dropout(p, channels=call.target.startswith("aten::feature")), (x,))
+    return (made, None) if len(call.outputs) > 1 else made
+
+
+def drop_path(call: Call) -> Result:
+    """Stochastic depth (see torch_patterns)."""
+    return Built(Dropout(call.number("p"), samples=True), (call.operand("input"),))
+
+
+def masked_fill(call: Call) -> Result:
+    return _filled(call.operand("self"), call.operand("mask"), call["value"])
+
+
+def where(call: Call) -> Result:
+    condition, x, y = call.operand("condition"), _plain(call["self"]), _plain(call["other"])
+    if isinstance(y, (int, float)):
+        inverse = _inverse(condition)
+        if isinstance(x, (int, float)):
+            cast = Built(Cast(call.outputs[0].dtype), (condition,))
+            return Built(Binary("masked_fill", arguments=(float(y),)), (_filled(cast, condition, x), inverse))
+        return _filled(tensor(x), inverse, y)
+    if isinstance(x, (int, float)):
+        return _filled(tensor(y), condition, x)
+    return Built(Where(), (condition, tensor(x), tensor(y)))
+
+
+def _inverse(mask: Operand) -> Tensor:
+    """Where the mask is false; of a constant one it is a constant."""
+    if mask.role == "constant":
+        return replace(mask, name=f"{mask.name}.not", value=None if mask.value is None else np.logical_not(mask.value))
+    return Built(Unary("logical_not"), (mask,))
+
+
+def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:
+    value = _plain(value)
+    if isinstance(value, (int, float)):
+        return pair(Binary("masked_fill", arguments=(float(value),)), x, mask)
+    return Built(Where(), (mask, tensor(value), x))
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    log: bool
+
+    def __call__(self, call: Call) -> Result:
+        x = call.tensors[0]
+        return Built(Softmax(wrapped(call.integer("dim"), len(x.shape)), self.log), (x,))
+
+
+PLAIN = (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh", "exp", "exp2",
+    "expm1", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv",
+    "lgamma", "digamma", "hardsigmoid", "hardswish", "mish", "selu", "silu", "abs", "ceil", "floor", "frac", "neg",
+    "round", "sign", "square", "trunc", "relu", "relu6", "isfinite", "isinf", "isnan", "logical_not", "bitwise_not",
+)  # fmt: skip
+TWO = (
+    "add", "sub", "mul", "floor_divide", "fmod", "remainder", "pow", "maximum", "minimum", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "atan2", "copysign", "hypot", "logaddexp", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
+    "logical_or", "logical_xor",
+)  # fmt: skip
+
+# What treats every element alike, given only numbers beside its tensor.
+ELEMENTWISE = frozenset(PLAIN) | frozenset(TWO) | {
+    "dropout", "div", "rsub", "clamp", "clamp_min", "clamp_max", "gelu", "elu", "celu", "leaky_relu", "hardtanh",
+    "hardshrink", "softshrink", "softplus", "threshold", "log_sigmoid",
+}  # fmt: skip
+
+POINTWISE: Mapping[str, Build] = (
+    {fn: _Unary(fn) for fn in PLAIN}
+    | {fn: _Binary(fn) for fn in TWO}
+    | {old: _Unary(fn) for old, fn in {
+        "absolute": "abs", "negative": "neg", "log_sigmoid": "logsigmoid", "fix": "trunc", "sgn": "sign",
+        "special_erf": "erf", "special_expm1": "expm1", "special_expit": "sigmoid", "arctan": "atan",
+        "special_logit": "logit", "logit": "logit",
+    }.items()}
+    | {old: _Binary(fn) for old, fn in {
+        "subtract": "sub", "multiply": "mul", "arctan2": "atan2", "greater": "gt", "greater_equal": "ge", "less": "lt",
+        "less_equal": "le", "not_equal": "ne", "float_power": "pow", "__and__": "bitwise_and", "__or__": "bitwise_or",
+        "__xor__": "bitwise_xor", "fmax": "maximum", "fmin": "minimum", "true_divide": "div",
+    }.items()}
+    | dict.fromkeys(("div", "divide"), div)
+    | dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), dropout)
+    | dict.fromkeys(("prelu", "_prelu_kernel"), prelu)
+    | dict.fromkeys(("clamp", "clip"), clamp)
+    | dict.fromkeys(("addcmul", "addcdiv"), addcmul)
+    | dict.fromkeys(("softmax", "_softmax"), _Softmax(log=False))
+    | dict.fromkeys(("log_softmax", "_log_softmax"), _Softmax(log=True))
+    | {
+        "rsub": rsub,
+        "clamp_min": lambda call: binary("maximum", call["self"], call["min"]),
+        "clamp_max": lambda call: binary("minimum", call["self"], call["max"]),
+        "lerp": lerp,
+        "gelu": gelu,
+        "glu": glu,
+        "elu": elu,
+        "celu": _Unary("celu", ("alpha",)),
+        "leaky_relu": _Unary("leaky_relu", ("negative_slope",)),
+        "hardtanh": _Unary("hardtanh", ("min_val", "max_val")),
+        "hardshrink": _Unary("hardshrink", ("lambd",)),
+        "softshrink": _Unary("softshrink", ("lambd",)),
+        "softplus": _Unary("softplus", ("beta", "threshold")),
+        "threshold": _Unary("threshold", ("threshold", "value")),
+        "masked_fill": masked_fill,
+        "where": where,
+    }
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""Rows of the PyTorch importer's table: reductions, and what goes along one dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Build, Built, Call, Operand, Result
+from layerwise.importers.torch.ops.pointwise import binary, scaled
+from layerwise.importers.torch.ops.views import wrapped
+from layerwise.ops.along import Cumsum
+from layerwise.ops.pointwise import Binary, Cast, Unary
+from layerwise.ops.reduce import Reduce
+
+LARGE = 1e38  # a finite number, of float32 and bfloat16 too
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduce:
+    mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]
+    indices: bool = False  # the positions come out, too (and nobody needs them)
+
+    def __call__(self, call: Call) -> Result:
+        x = call.operand("self")
+        if len(call.tensors) > 1:  # max(x, y)
+            return binary({"max": "maximum", "min": "minimum"}[self.mode], *call.tensors)
+        if self.mode == "norm2" and call.number("ord") != 2:
+            raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
+        made = Built(Reduce(self.mode, reduced(call, x), call.flag("keepdim")), (x,))
+        return (made, None) if len(call.outputs) > 1 else made
+
+
+def reduced(call: Call, x: Operand) -> tuple[int, ...]:
+    """The dimensions of a reduction; all where none is named."""
+    dims = call.get("dim", ())
+    numbers = dims if isinstance(dims, tuple) else (dims,)
+    rank = len(x.shape)
+    return tuple(sorted(wrapped(d, rank) for d in numbers if isinstance(d, int))) or tuple(range(rank))
+
+
+def variance(call: Call) -> Result:
+    """var and std, written out."""
+    x = call.operand("self")
+    dims = reduced(call, x)
+    away = Built(Binary("sub"), (x, Built(Reduce("mean", dims, keepdim=True), (x,))))
+    mean = Built(Reduce("mean", dims, call.flag("keepdim")), (Built(Unary("square"), (away,)),))
+    count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
+    assert isinstance(less, (int, float))
+    if count <= less:
+        raise LayerwiseError(f"the variance of {count} numbers, less {less}, is not defined")
+    result = scaled(mean, count / (count - less))
+    return Built(Unary("sqrt"), (result,)) if "std" in call.target else result
+
+
+def cumsum(call: Call) -> Result:
+    x, dtype = call.operand("self"), call.outputs[0].dtype
+    given = x if x.spec.dtype == dtype or "int" in dtype else Built(Cast(dtype), (x,))
+    made = Built(Cumsum(wrapped(call.integer("dim"), len(x.shape))), (given,))
+    return Built(Cast(dtype), (made,)) if dtype not in ("int64", x.spec.dtype) and "int" in dtype else made
+
+
+def argmax(call: Call) -> Result:
+    x = call.operand("self")
+    if call.get("dim") is None and len(x.shape) > 1:
+        raise LayerwiseError("argmax of all dimensions is not supported; name one")
+    return Built(Reduce("argmax", reduced(call, x), call.flag("keepdim")), (x,))
+
+
+def logsumexp(call: Call) -> Result:
+    """Less the largest element, which is put back at the end: exp of it may be no number. -inf everywhere stays so."""
+    x, keepdim = call.operand("self"), call.flag("keepdim")
+    dims = reduced(call, x)
+
+    def largest(*, keepdim: bool) -> Built:
+        found = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
+        return Built(Unary("detach"), (found,))
+
+    away = Built(Binary("sub"), (x, largest(keepdim=True)))
+    total = Built(Reduce("sum", dims, keepdim), (Built(Unary("exp"), (away,)),))
+    return Built(Binary("add"), (Built(Unary("log"), (total,)), largest(keepdim=keepdim)))
+
+
+REDUCTIONS: Mapping[str, Build] = (
+    dict.fromkeys(("max", "amax"), _Reduce("max"))
+    | dict.fromkeys(("min", "amin"), _Reduce("min"))
+    | dict.fromkeys(("var", "std"), variance)
+    | {
+        "mean": _Reduce("mean"),
+        "sum": _Reduce("sum"),
+        "prod": _Reduce("prod"),
+        "linalg_vector_norm": _Reduce("norm2"),
+        "logsumexp": logsumexp,
+        "cumsum": cumsum,
+        "argmax": argmax,
+    }
+)

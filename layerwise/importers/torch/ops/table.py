@@ -1,0 +1,66 @@
+"""The PyTorch importer's table: one row an operator of the training IR of torch.export, without its overload.
+
+The rows themselves are with their families: layers, matrices, element-wise operators, views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerwise.importers.registry import Build, lookup
+from layerwise.importers.torch.ops.index import INDEXING
+from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
+from layerwise.importers.torch.ops.matrix import MATRICES
+from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
+from layerwise.importers.torch.ops.reduce import REDUCTIONS
+from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
+from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
+
+TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **REDUCTIONS, **VIEWS, **INDEXING}
+
+# Of what the importer rewrites: torch_patterns, torch_writes.
+OWN: Mapping[str, Build] = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
+
+# What takes rows of the last dimension one by one, and the argument that holds them.
+ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}
+
+# What takes operands of several element types to a common one, or to the one that is asked for, and computes in that.
+PROMOTING = ELEMENTWISE | {
+    "where", "masked_fill", "lerp", "addcmul", "addcdiv", "cat", "concat", "concatenate", "stack", "sum", "mean",
+    "prod", "cumsum", "var", "std", "logsumexp", "linalg_vector_norm", "softmax", "_softmax", "log_softmax",
+    "_log_softmax", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "subtract", "multiply", "arctan2", "divide",
+    "true_divide", "float_power", "fmax", "fmin", "__and__", "__or__", "__xor__", "clip",
+}  # fmt: skip
+
+# Their result has a shape of its own or of its first argument, and values that no argument decides.
+SHAPED_ONLY = frozenset({
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
+    "randn_like", "randint_like", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "eye",
+    "linspace", "scalar_tensor", "tril_indices", "triu_indices",
+})  # fmt: skip
+
+# What else is worth computing where nothing but constants goes in. A closed list: a .pt2 file names operators, too.
+FOLDED = frozenset(TABLE) | SHAPED_ONLY | frozenset({
+    "add_", "all", "any", "argsort", "bitwise_left_shift", "bitwise_right_shift", "bucketize", "copy_", "cumprod",
+    "cumsum", "diag_embed", "diagonal", "diff", "fill", "fill_", "fill_diagonal_", "flip", "gather", "index_fill",
+    "index_put", "isin", "masked_fill_", "meshgrid", "one_hot", "outer", "repeat_interleave", "scatter",
+    "searchsorted", "select_scatter", "slice_scatter", "sort", "tril", "triu", "zero", "zero_",
+})  # fmt: skip
+
+# Checks at run time, without a result.
+CHECKS = ("_assert", "sym_constrain", "_functional_assert", "_print", "_foobar_")
+
+
+def base_name(target: str) -> str:
+    """`add` of `aten::add_.Tensor`."""
+    name = target.partition("::")[2].partition(".")[0]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def row(target: str) -> Build | None:
+    """How to build a call of `target`: a user's own row, else the table's."""
+    if (own := lookup(target)) is not None:
+        return own
+    if target in OWN:
+        return OWN[target]
+    return TABLE.get(base_name(target)) if target.startswith("aten::") else None

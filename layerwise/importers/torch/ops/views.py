@@ -1,0 +1,299 @@
+"""Rows of the PyTorch importer's table: shapes, slices, joins. https://pytorch.org/docs/stable/tensor_view.html"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Build, Built, Call, Operand, Result
+from layerwise.ops.combine import Concat
+from layerwise.ops.learned import Learned
+from layerwise.ops.pointwise import Cast, Unary
+from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
+from layerwise.tensor import TensorSpec
+
+Tensor = Operand | Built
+WRITTEN = "layerwise::written"  # self, but src from `start` to `stop` of dimension `dim`
+MOST_PIECES = 64  # of a gather by constant indices that is written as a concat of slices
+
+
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape. A parameter is read in the other shape."""
+    shape = tuple(shape)
+    if isinstance(x, Operand):
+        if x.shape == shape:
+            return x
+        if x.role == "parameter" and not x.transposed:
+            return replace(x, spec=TensorSpec(shape, (None,) * len(shape), x.spec.dtype))
+    return Built(Reshape(shape), (x,))
+
+
+def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    """x with its dimensions in another order. A transposed matrix of parameters is read transposed."""
+    order = tuple(order)
+    if order == tuple(range(len(order))):
+        return x
+    if isinstance(x, Operand) and x.role == "parameter" and order == (1, 0):
+        return replace(x, spec=replace(x.spec, shape=x.shape[::-1]), transposed=not x.transposed)
+    return Built(Permute(order), (x,))
+
+
+def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, step: int = 1) -> Tensor:
+    """x[start:stop:step] of dimension `dim`; x has this `shape`."""
+    start, stop, step = slice(start, stop, step).indices(shape[dim])
+    if (start, stop, step) == (0, shape[dim], 1):
+        return x
+    return Built(Slice(dim, start, stop, step), (x,))
+
+
+def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
+    """x repeated to `shape`; where it is repeated `batch` times it follows the number of samples."""
+    own = x.shape[0] if len(x.shape) == len(shape) else 1
+    samples = own == 1 and shape[0] == batch and "n" not in x.spec.dims
+    if x.shape == shape and not samples:
+        return x
+    if samples and x.role == "parameter" and not x.transposed:
+        return Built(Learned(x.shape, shape, x.spec.dtype), (), (x,))
+    return Built(Expand(shape, samples), (x,))
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One after the other."""
+    return parts[0] if len(parts) == 1 else Built(Concat(dim), tuple(parts))
+
+
+def wrapped(dim: int, rank: int) -> int:
+    """`dim` counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def axis(call: Call, name: str = "dim") -> int:
+    """A dimension of the first tensor."""
+    return wrapped(call.integer(name), len(call.tensors[0].shape))
+
+
+def to_output_shape(call: Call) -> Result:
+    """view, flatten, squeeze, ...: the model tells the shape that comes out."""
+    return reshaped(call.tensors[0], call.outputs[0].shape)
+
+
+def expand(call: Call) -> Result:
+    return expanded(call.tensors[0], call.outputs[0].shape, call.batch)
+
+
+def broadcast(call: Call) -> Result:
+    """All to one shape."""
+    return tuple(expanded(x, out.shape, call.batch) for x, out in zip(call.tensors, call.outputs, strict=True))
+
+
+def copy(call: Call) -> Result:
+    """x.copy_(source): x is the source now."""
+    source, out = call.operand("src"), call.outputs[0]
+    made = source if source.shape == out.shape else expanded(source, out.shape, call.batch)
+    return made if source.spec.dtype == out.dtype else Built(Cast(out.dtype), (made,))
+
+
+def written(call: Call) -> Result:
+    """x, but `src` from `start` to `stop` of a dimension (see torch_writes)."""
+    x, source, out = call.operand("self"), call.operand("src"), call.outputs[0]
+    dim, start, stop = call.integer("dim"), call.integer("start"), call.integer("stop")
+    shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
+    if source.shape == (*shape[:dim], *shape[dim + 1 :]):  # what select() shows has lost the dimension
+        middle = reshaped(source, shape)
+    else:
+        middle = source if source.shape == shape else expanded(source, shape, call.batch)
+    if source.spec.dtype != out.dtype:
+        middle = Built(Cast(out.dtype), (middle,))
+    before = [sliced(x, x.shape, dim, 0, start)] if start else []
+    after = [sliced(x, x.shape, dim, stop, x.shape[dim])] if stop < x.shape[dim] else []
+    return joined([*before, middle, *after], dim)
+
+
+def transpose(call: Call) -> Result:
+    x = call.operand("self")
+    rank = len(x.shape)
+    first, second = ("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")
+    a, b = wrapped(call.integer(first), rank), wrapped(call.integer(second), rank)
+    order = list(range(rank))
+    order[a], order[b] = b, a
+    return permuted(x, order)
+
+
+def permute(call: Call) -> Result:
+    x = call.operand("self")
+    return permuted(x, [wrapped(d, len(x.shape)) for d in call.integers("dims")])
+
+
+def reverse(call: Call) -> Result:
+    """t() and .T."""
+    x = call.operand("self")
+    return permuted(x, range(len(x.shape))[::-1])
+
+
+def matrix_transpose(call: Call) -> Result:
+    x = call.operand("self")
+    rank = len(x.shape)
+    return permuted(x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def movedim(call: Call) -> Result:
+    x = call.operand("self")
+    rank = len(x.shape)
+    source = [wrapped(d, rank) for d in call.integers("source")]
+    target = [wrapped(d, rank) for d in call.integers("destination")]
+    order: list[int] = [-1] * rank
+    for s, t in zip(source, target, strict=True):
+        order[t] = s
+    rest = iter(d for d in range(rank) if d not in source)
+    return permuted(x, [next(rest) if d < 0 else d for d in order])
+
+
+def slice_(call: Call) -> Result:
+    x, dim = call.operand("self"), axis(call)
+    start, end = call.get("start", 0), call.get("end", x.shape[dim])
+    assert isinstance(start, int)
+    assert isinstance(end, int)
+    return sliced(x, x.shape, dim, start, end, call.integer("step"))
+
+
+def narrow(call: Call) -> Result:
+    x, dim, start = call.operand("self"), axis(call), call.integer("start")
+    start = wrapped(start, x.shape[dim])
+    return sliced(x, x.shape, dim, start, start + call.integer("length"))
+
+
+def select(call: Call) -> Result:
+    x, dim = call.operand("self"), axis(call)
+    return Built(Select(dim, wrapped(call.integer("index"), x.shape[dim])), (x,))
+
+
+def unbind(call: Call) -> Result:
+    x, dim = call.operand("self"), axis(call)
+    return tuple(Built(Select(dim, i), (x,)) for i in range(x.shape[dim]))
+
+
+def split(call: Call) -> Result:
+    """split, chunk, tensor_split: the model tells the extents that come out."""
+    x, dim = call.tensors[0], axis(call)
+    ends = accumulate((out.shape[dim] for out in call.outputs), initial=0)
+    return tuple(sliced(x, x.shape, dim, start, stop) for start, stop in pairwise(ends))
+
+
+def cat(call: Call) -> Result:
+    dim = wrapped(call.integer("dim"), len(call.outputs[0].shape))
+    return joined(call.tensors, dim)
+
+
+def stack(call: Call) -> Result:
+    dim = wrapped(call.integer("dim"), len(call.outputs[0].shape))
+    return joined([reshaped(x, (*x.shape[:dim], 1, *x.shape[dim:])) for x in call.tensors], dim)
+
+
+def repeat(call: Call) -> Result:
+    """repeat and tile: a dimension of extent 1 is expanded, another one concatenated with itself."""
+    x, out = call.operand("self"), call.outputs[0].shape
+    shape = (1,) * (len(out) - len(x.shape)) + x.shape
+    result = reshaped(x, shape)
+    for dim, (have, want) in enumerate(zip(shape, out, strict=True)):
+        if have not in (1, want):
+            if want // have > MOST_PIECES:
+                raise LayerwiseError(f"repeat: {want // have} copies are more than {MOST_PIECES}")
+            result = joined([result] * (want // have), dim)
+    samples = shape[0] == 1 and out[0] == call.batch and "n" not in x.spec.dims
+    if not samples and all(have != 1 or want == 1 for have, want in zip(shape, out, strict=True)):
+        return result
+    return expanded(result, out, call.batch) if isinstance(result, Operand) else Built(Expand(out, samples), (result,))
+
+
+def roll(call: Call) -> Result:
+    """The last `shift` positions come first."""
+    x = call.operand("self")
+    shifts, dims = call.integers("shifts"), call.integers("dims")
+    if not dims:
+        raise LayerwiseError("roll: over a flattened tensor is not supported; name the dimensions")
+    result: Tensor = x
+    for shift, d in zip(shifts, dims, strict=True):
+        dim = wrapped(d, len(x.shape))
+        extent = x.shape[dim]
+        if shift % extent:
+            cut = extent - shift % extent
+            ends = (sliced(result, x.shape, dim, cut, extent), sliced(result, x.shape, dim, 0, cut))
+            result = joined(ends, dim)
+    return result
+
+
+def pixel_shuffle(call: Call) -> Result:
+    x, r = call.operand("self"), call.integer("upscale_factor")
+    *lead, c, h, w = x.shape
+    k = len(lead)
+    parts = reshaped(x, (*lead, c // (r * r), r, r, h, w))
+    moved = permuted(parts, [*range(k), k, k + 3, k + 1, k + 4, k + 2])
+    return reshaped(moved, call.outputs[0].shape)
+
+
+def pixel_unshuffle(call: Call) -> Result:
+    x, r = call.operand("self"), call.integer("downscale_factor")
+    *lead, c, h, w = x.shape
+    k = len(lead)
+    parts = reshaped(x, (*lead, c, h // r, r, w // r, r))
+    moved = permuted(parts, [*range(k), k, k + 2, k + 4, k + 1, k + 3])
+    return reshaped(moved, call.outputs[0].shape)
+
+
+def channel_shuffle(call: Call) -> Result:
+    x, groups = call.operand("self"), call.integer("groups")
+    n, c, *space = x.shape
+    parts = reshaped(x, (n, groups, c // groups, *space))
+    return reshaped(permuted(parts, [0, 2, 1, *range(3, len(space) + 3)]), x.shape)
+
+
+def same_values(call: Call) -> Result:
+    """contiguous, clone, to: a cast where the element type changes, else nothing."""
+    x = call.tensors[0]
+    out = call.outputs[0].dtype
+    return x if x.spec.dtype == out else Built(Cast(out), (x,))
+
+
+def detach(call: Call) -> Result:
+    """The same numbers, but no gradient goes back."""
+    x = call.tensors[0]
+    return Built(Unary("detach"), (x,)) if x.spec.differentiable else x
+
+
+SHAPED = (
+    "view", "reshape", "_unsafe_view", "_reshape_alias", "view_as", "reshape_as", "flatten", "unflatten", "ravel",
+    "squeeze", "unsqueeze", "squeeze_copy", "unsqueeze_copy", "view_copy", "atleast_1d", "atleast_2d", "atleast_3d",
+)  # fmt: skip
+UNCHANGED = (
+    "contiguous", "clone", "alias", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
+)  # fmt: skip
+
+VIEWS: Mapping[str, Build] = (
+    dict.fromkeys(SHAPED, to_output_shape)
+    | dict.fromkeys(UNCHANGED, same_values)
+    | dict.fromkeys(("expand", "expand_as", "broadcast_to", "expand_copy"), expand)
+    | dict.fromkeys(("transpose", "swapaxes", "swapdims", "transpose_copy"), transpose)
+    | dict.fromkeys(("t", "numpy_T"), reverse)
+    | dict.fromkeys(("mT", "adjoint"), matrix_transpose)
+    | dict.fromkeys(("movedim", "moveaxis"), movedim)
+    | dict.fromkeys(("permute", "permute_copy"), permute)
+    | dict.fromkeys(("slice", "slice_copy"), slice_)
+    | dict.fromkeys(("select", "select_copy"), select)
+    | dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"), split)
+    | dict.fromkeys(("cat", "concat", "concatenate"), cat)
+    | dict.fromkeys(("repeat", "tile"), repeat)
+    | {
+        "broadcast_tensors": broadcast,
+        "copy": copy,
+        "detach": detach,
+        "narrow": narrow,
+        "unbind": unbind,
+        "stack": stack,
+        "roll": roll,
+        "pixel_shuffle": pixel_shuffle,
+        "pixel_unshuffle": pixel_unshuffle,
+        "channel_shuffle": channel_shuffle,
+    }
+)

@@ -1,0 +1,177 @@
+"""Operators that PyTorch's own modules write out in smaller ones, found again in a Program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from layerwise.importers.torch.program import Node, Program, Ref
+
+LOCAL_RESPONSE_NORM = "layerwise::local_response_norm"
+DROP_PATH = "layerwise::drop_path"
+BATCH_MEAN = 3  # a reduction that torch.nn.functional.kl_div has and aten::kl_div has not
+
+
+_BETWEEN = (
+    "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
+)  # fmt: skip
+
+Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be kept, and the nodes that draw
+
+
+def rewrite(program: Program) -> Program:
+    """The same program with the patterns replaced."""
+    return _batch_means(_local_response_norms(_drop_paths(program)))
+
+
+def _drop_paths(program: Program) -> Program:
+    """Stochastic depth: some samples become zeros."""
+    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    uses = Counter(_used(program))
+    found: dict[str, Node] = {}
+    gone: set[str] = set()
+    for node in program.nodes:
+        drawn = _floored(node, made) or _tossed(node, made) if node.target == "aten::mul.Tensor" else None
+        if drawn is None or any(uses[n.name] > 1 for n in drawn[2]):
+            continue
+        x, keep, chain = drawn
+        assert isinstance(keep, (int, float))
+        found[node.name] = replace(node, target=DROP_PATH, arguments={"input": x, "p": 1 - keep}, overload=None)
+        gone |= {n.name for n in chain}
+    nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
+    return replace(program, nodes=nodes)
+
+
+def _floored(node: Node, made: dict[str, Node]) -> Drawn | None:
+    """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
+    scaled = _maker(node.arguments["self"], made)
+    chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
+    if scaled is None or scaled.target != "aten::div.Tensor" or chain is None or not _one_a_sample(chain[-1], node):
+        return None
+    keep, added = scaled.arguments["other"], chain[1]
+    alike = added.arguments["other"] == keep and added.arguments.get("alpha", 1) == 1
+    return (scaled.arguments["self"], keep, [scaled, *chain]) if alike else None
+
+
+def _tossed(node: Node, made: dict[str, Node]) -> Drawn | None:
+    """x * (empty(n, 1, ...).bernoulli_(keep) / keep), as torchvision and timm write it."""
+    for empty in ("aten::empty.memory_format", "aten::new_empty"):
+        targets = ("aten::div.Tensor", "aten::bernoulli.float", empty)
+        chain = _behind(node.arguments["other"], targets, made)
+        if chain is not None and _one_a_sample(chain[-1], node):
+            keep = chain[1].arguments["p"]
+            alike = chain[0].arguments["other"] == keep and chain[1].arguments.get("generator") is None
+            return (node.arguments["self"], keep, chain) if alike else None
+    return None
+
+
+def _behind(value: object, targets: Sequence[str], made: dict[str, Node]) -> list[Node] | None:
+    """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
+    chain: list[Node] = []
+    for target in targets:
+        below = _maker(value, made)
+        if below is None or below.target.replace("_.", ".").removesuffix("_") != target:
+            return None
+        chain.append(below)
+        value = below.arguments.get("self")
+    return chain
+
+
+def _one_a_sample(drawn: Node, product: Node) -> bool:
+    """Whether a draw of shape (n, 1, ...) goes into a product of n samples."""
+    shape = drawn.outputs[0].shape if drawn.outputs[0] else ()
+    x = product.outputs[0].shape if product.outputs[0] else ()
+    return bool(x) and shape == (x[0], *(1,) * (len(x) - 1))
+
+
+def _local_response_norms(program: Program) -> Program:
+    """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
+    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    uses = Counter(_used(program))
+    found: dict[str, Node] = {}
+    gone: set[str] = set()
+    for node in program.nodes:
+        chain = _chain(node, made)
+        if chain is None:
+            continue
+        power, add, mul, pool, squares = chain[0], chain[1], chain[2], chain[-1], chain[-2]
+        inner = {n.name for n in chain}
+        if any(uses[n.name] > 1 for n in chain):
+            continue
+        kernel = pool.arguments["kernel_size"]
+        assert isinstance(kernel, tuple)
+        bound = {
+            "input": squares.arguments["self"],
+            "size": kernel[0],
+            "alpha": mul.arguments["other"],
+            "beta": power.arguments["exponent"],
+            "k": add.arguments["other"],
+        }
+        found[node.name] = replace(node, target=LOCAL_RESPONSE_NORM, arguments=bound, overload=None)
+        gone |= inner
+    nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
+    return replace(program, nodes=nodes)
+
+
+def _chain(node: Node, made: dict[str, Node]) -> list[Node] | None:
+    """The nodes behind the division: pow, add, mul, views and padding, x², and last the pool. None if it is no LRN."""
+    if node.target != "aten::div.Tensor":
+        return None
+    chain: list[Node] = []
+    at: object = node.arguments["other"]
+    for target in ("aten::pow.Tensor_Scalar", "aten::add.Tensor", "aten::mul.Tensor"):
+        below = _maker(at, made)
+        if below is None or below.target != target or not isinstance([*below.arguments.values()][1], (int, float)):
+            return None
+        chain.append(below)
+        at = below.arguments["self"]
+    pool: Node | None = None
+    while (below := _maker(at, made)) is not None:
+        chain.append(below)
+        if below.target in ("aten::avg_pool2d", "aten::avg_pool3d") and pool is None:
+            pool = below
+        elif below.target == "aten::mul.Tensor":
+            break
+        elif below.target not in _BETWEEN:
+            return None
+        at = below.arguments.get("self")
+    x = node.arguments["self"]
+    if pool is None or below is None or below.arguments["self"] != x or below.arguments["other"] != x:
+        return None
+    return [n for n in chain if n is not pool] + [pool]
+
+
+def _batch_means(program: Program) -> Program:
+    """kl_div(reduction="batchmean") is a sum divided by the batch, which would be baked in."""
+    made = {v.name: node for node in program.nodes for v in node.outputs if v}
+    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
+    shapes |= {source.value.name: source.value.shape for source in program.sources}
+    uses = Counter(_used(program))
+    nodes: list[Node] = []
+    for node in program.nodes:
+        loss = _maker(node.arguments.get("self"), made) if node.target == "aten::div.Tensor" else None
+        summed = loss is not None and loss.target == "aten::kl_div" and loss.arguments["reduction"] == 2
+        if loss is not None and summed and uses[loss.name] == 1:
+            prediction = loss.arguments["self"]
+            assert isinstance(prediction, Ref)
+            if node.arguments["other"] != shapes[prediction.name][0]:
+                nodes.append(node)
+                continue
+            bound = dict(loss.arguments) | {"reduction": BATCH_MEAN}
+            nodes = [n for n in nodes if n is not loss]
+            node = replace(loss, name=node.name, arguments=bound, outputs=node.outputs)
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes))
+
+
+def _maker(value: object, made: dict[str, Node]) -> Node | None:
+    return made.get(value.name) if isinstance(value, Ref) else None
+
+
+def _used(program: Program) -> Iterator[str]:
+    for node in program.nodes:
+        for ref in node.operands:
+            yield ref.name
+    for ref in program.outputs:
+        yield ref.name

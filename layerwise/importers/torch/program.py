@@ -1,0 +1,292 @@
+"""Program: what the PyTorch importer reads, whether it comes from torch.export or from a .pt2 file.
+
+A list of operator calls in order, arguments bound by schema name, every size a number, control regions that compute
+nothing by themselves (`torch.no_grad()`, autocast) inlined.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import canonical
+
+T = TypeVar("T")
+Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
+
+# Regions that run their graph as it stands, and how many arguments stand between the graph and its operands.
+# https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
+REGIONS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 0, "tag_activation_checkpoint": 0}
+NO_GRADIENT = "wrap_with_set_grad_enabled"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor by its name in the program."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the program."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that the program starts from; `target` is the model's name of it."""
+
+    kind: str  # "input", "parameter", "buffer" (constants are buffers)
+    value: Value
+    target: str
+    read: Callable[[], torch.Tensor | None] = field(default=lambda: None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of an operator. Arguments: Ref, numbers, strings, torch's dtypes and devices, None, tuples of these."""
+
+    name: str
+    target: str
+    arguments: Mapping[str, object]
+    outputs: tuple[Value | None, ...]
+    stack: Stack = ()
+    overload: torch._ops.OpOverload | None = None
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors among its arguments, also those in lists."""
+        return tuple(refs(tuple(self.arguments.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Sources, calls in order, and what the model returns."""
+
+    name: str
+    sources: tuple[Source, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Ref, ...]
+
+
+def refs(value: object) -> Iterator[Ref]:
+    """The tensors among (nested) arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def read_program(exported: ExportedProgram, name: str) -> Program:
+    """The program of an exported one."""
+    signature, graph = exported.graph_signature, exported.graph
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    reader = _Reader(exported.graph_module)
+    sources: list[Source] = []
+    shared: dict[int, Ref] = {}  # tensors that have several names in the model
+    for spec in signature.input_specs:
+        node = placeholders[spec.arg.name]
+        if isinstance(spec.arg, ConstantArgument):
+            reader.values[node] = spec.arg.value
+            continue
+        if not isinstance(spec.arg, TensorArgument):
+            raise LayerwiseError(f"input {node.name!r} is no tensor but {type(spec.arg).__name__}")
+        target = spec.target or node.name
+        tensor = _stored(exported, target) if spec.kind is not InputKind.USER_INPUT else None
+        if tensor is not None and id(tensor) in shared:
+            reader.values[node] = shared[id(tensor)]
+            continue
+        kind = {InputKind.USER_INPUT: "input", InputKind.PARAMETER: "parameter"}.get(spec.kind, "buffer")
+        value = Value(node.name, _shape(node.meta["val"], node.name, kind), _dtype(node.meta["val"]))
+        sources.append(Source(kind, value, target, lambda tensor=tensor: tensor))  # type: ignore[misc]
+        reader.values[node] = Ref(node.name)
+        if tensor is not None:
+            shared[id(tensor)] = Ref(node.name)
+    returned = reader.read(graph)
+    users = [i for i, spec in enumerate(signature.output_specs) if spec.kind in _RETURNED]
+    outputs = tuple(ref for i in users if isinstance(ref := returned[i], Ref))
+    return Program(name, tuple(sources), tuple(reader.nodes), outputs)
+
+
+_RETURNED = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+
+
+class _Reader:
+    """Walks an fx graph and the graphs of its regions."""
+
+    def __init__(self, module: torch.nn.Module, prefix: str = "") -> None:
+        self.module = module
+        self.prefix = prefix
+        self.values: dict[fx.Node, object] = {}
+        self.nodes: list[Node] = []
+
+    def read(self, graph: fx.Graph) -> tuple[object, ...]:
+        """Appends the calls of `graph`; returns what it returns."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.call(node)
+            elif node.op == "get_attr":
+                self.values[node] = self.module.get_submodule(str(node.target))
+            elif node.op == "output":
+                returned = self.argument(node.args[0])
+                return returned if isinstance(returned, tuple) else (returned,)
+        raise AssertionError("an fx graph ends with its output")
+
+    def call(self, node: fx.Node) -> None:
+        target, val = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            source, index = self.argument(node.args[0]), node.args[1]
+            assert isinstance(source, tuple)
+            assert isinstance(index, int)
+            self.values[node] = source[index]
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self.values[node] = self.region(node, str(target.name()))  # type: ignore[no-untyped-call]
+        elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+            self.values[node] = _number(val, f"layer {(module_path(stack_of(node)) or node.name)!r}")
+        elif isinstance(target, torch._ops.OpOverload):
+            where = f"layer {(module_path(stack_of(node)) or node.name)!r}"
+            outputs = tuple(
+                Value(name, _shape(v, where), _dtype(v)) if isinstance(v, torch.Tensor) else None
+                for name, v in _named(self.prefix + node.name, val)
+            )
+            bound = bind(target, self.argument(node.args), self.argument(dict(node.kwargs)))
+            call = Node(self.prefix + node.name, canonical(str(target)), bound, outputs, stack_of(node), target)
+            self.nodes.append(call)
+            refs = tuple(Ref(v.name) if v else None for v in outputs)
+            self.values[node] = refs if isinstance(val, (list, tuple)) else refs[0]
+        else:
+            raise LayerwiseError(f"{node.name!r} calls {target}, which is no torch operator; export the model first")
+
+    def region(self, node: fx.Node, name: str) -> tuple[object, ...]:
+        """Inlines a graph that is an argument."""
+        arguments = self.argument(node.args)
+        assert isinstance(arguments, tuple)
+        at = next((i for i, a in enumerate(arguments) if isinstance(a, fx.GraphModule)), None)
+        if name not in REGIONS or at is None:
+            raise control_flow(name, module_path(stack_of(node)))
+        body = arguments[at]
+        inner = _Reader(body, f"{self.prefix}{node.name}.")
+        inner.nodes = self.nodes
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        inner.values.update(zip(inputs, arguments[at + 1 + REGIONS[name] :], strict=True))
+        returned = inner.read(body.graph)
+        if name == NO_GRADIENT and arguments[0] is False:
+            return tuple(detached(self.nodes, value) for value in returned)
+        return returned
+
+    def argument(self, value: object) -> object:
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(self.argument(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self.argument(v) for k, v in value.items()}
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return _number(value, "argument")
+        return value
+
+
+def detached(nodes: list[Node], value: T) -> T | Ref:
+    """What leaves a region that makes no gradients: appends the call that says so."""
+    made = {v.name: v for node in nodes for v in node.outputs if v}
+    if not isinstance(value, Ref) or value.name not in made:
+        return value
+    overload = torch.ops.aten.detach.default
+    result = replace(made[value.name], name=f"{value.name}.detached")
+    nodes.append(Node(result.name, "aten::detach", {"self": value}, (result,), (), overload))
+    return Ref(result.name)
+
+
+def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:
+    """Arguments by the names of the schema, defaults filled in."""
+    assert isinstance(args, tuple)
+    assert isinstance(kwargs, dict)
+    bound: dict[str, object] = {}
+    for i, argument in enumerate(overload._schema.arguments):
+        if i < len(args):
+            bound[argument.name] = args[i]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            default = argument.default_value
+            bound[argument.name] = tuple(default) if isinstance(default, list) else default
+    return bound
+
+
+def stack_of(node: fx.Node) -> Stack:
+    """The modules around a node, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple((key, _plain(path), _class(kind)) for key, (path, kind) in stack.items())
+
+
+def module_path(stack: Stack) -> str:
+    """`layer1.0.conv1`; empty for the model itself."""
+    return stack[-1][1] if stack else ""
+
+
+def control_flow(name: str, path: str) -> LayerwiseError:
+    """What the model does here depends on data."""
+    where = f"layer {path!r}" if path else "the model"
+    return LayerwiseError(f"{where} has control flow ({name}) that depends on data; layerwise plans fixed graphs only")
+
+
+def left_open(name: str, dim: int, size: object) -> LayerwiseError:
+    """A size that nobody has fixed."""
+    return LayerwiseError(
+        f"input {name!r}: dimension {dim} is left open ({size}); only the batch, dimension 0, may be: "
+        "export the model with a fixed size for it"
+    )
+
+
+def _plain(path: str) -> str:
+    # Strict export writes L['self'].features.0, and submodules that are attributes as slices.
+    return path.removeprefix("L['self']").removeprefix(".")
+
+
+def _class(kind: type | str) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _named(name: str, val: object) -> list[tuple[str, object]]:
+    if isinstance(val, (list, tuple)):
+        return [(f"{name}[{i}]", v) for i, v in enumerate(val)]
+    return [(name, val)]
+
+
+def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
+    found = exported.state_dict.get(target, exported.constants.get(target))
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor, where: str, kind: str = "") -> tuple[int, ...]:
+    for dim, size in enumerate(tensor.shape):
+        if kind == "input" and isinstance(size, torch.SymInt) and (dim > 0 or not size.node.expr.is_symbol):
+            raise left_open(where, dim, size)
+    return tuple(int(_number(size, where)) for size in tensor.shape)
+
+
+def _number(value: object, where: str) -> int | float | bool:
+    """The size that the example inputs gave a symbolic number."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if not value.node.has_hint():
+            raise LayerwiseError(f"{where}: size {value} depends on data; layerwise plans fixed sizes")
+        value = value.node.hint
+    assert isinstance(value, (int, float))
+    return value

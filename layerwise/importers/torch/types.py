@@ -1,0 +1,66 @@
+"""Element types: what a call of a PyTorch program makes is of the type that PyTorch gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
+from layerwise.importers.torch.memory import in_place
+from layerwise.importers.torch.ops.table import PROMOTING, base_name
+from layerwise.importers.torch.program import Node
+from layerwise.ops.pointwise import Cast, promoted
+from layerwise.tensor import TensorSpec
+
+Place = Callable[[Result, str], Operand]  # adds the layers of a result
+
+
+def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
+    """What a row makes of a call; where the types differ, of operands that are cast first.
+
+    LayerwiseError where that gives another type than PyTorch, too.
+    """
+    result = build(call)
+    if (wrong := _wrong(call, result)) is None:
+        return result
+    wanted, asked = wrong[0].dtype, call.get("dtype") is not None
+    if in_place(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
+        return Built(Cast(wanted), (result,))
+    if base_name(node.target) in PROMOTING:
+
+        def cast(key: str, value: Argument) -> Argument:
+            if isinstance(value, tuple):
+                return tuple(cast(key, v) for v in value)
+            if key in ("mask", "condition") or not isinstance(value, Operand) or value.spec.dtype == wanted:
+                return value
+            # Only to a wider type, where another is not asked for; a number has none.
+            if not asked and value.shape and promoted(value.spec.dtype, wanted) != wanted:
+                return value
+            return place(Built(Cast(wanted), (value,)), f"{call.layer}.cast")
+
+        result = build(replace(call, arguments={key: cast(key, value) for key, value in call.arguments.items()}))
+        if _wrong(call, result) is None:
+            return result
+    if "float" in wanted and not wrong[1].differentiable:
+        raise LayerwiseError(
+            f"is given {wrong[1].dtype}, but its weights need floating-point numbers: give example_inputs of the type "
+            "that the model is called with"
+        )
+    raise LayerwiseError(
+        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...) "
+        "(autocast inside of a model is not supported)"
+    )
+
+
+def _wrong(call: Call, result: Result) -> tuple[TensorSpec, TensorSpec] | None:
+    """The first output that has another element type than PyTorch's: there, and here."""
+    results = result if isinstance(result, tuple) else (result,)
+    pairs = ((out, _made(r)) for out, r in zip(call.outputs, results, strict=False) if isinstance(r, Operand | Built))
+    return next(((out, made) for out, made in pairs if out.dtype != made.dtype), None)
+
+
+def _made(result: Operand | Built) -> TensorSpec:
+    if isinstance(result, Operand):
+        return result.spec
+    return result.op.output(*(_made(i) for i in result.inputs))

@@ -1,0 +1,124 @@
+"""Which cells there are to measure: every distinct one that a layer has under any configuration, repeated ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.compute.fullest import extents, fullest, shared_statistics, signature, sizes
+from layerwise.cost.compute.measured import loss_name, update_name
+from layerwise.cost.compute.roofline import OPTIMIZERS, rooflines, update_roofline
+from layerwise.cost.model import CostModel
+from layerwise.graph.layer import Layer
+from layerwise.machine.layer_times import Extents, Work
+from layerwise.measure.bench import Loss, Task, Update
+from layerwise.ops.ends import Sink, Tied
+
+Key = tuple[str, Extents]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A cell that the planner would like to know. task: for an update of parameters their sizes, for a loss its shapes.
+
+    predicted_s: what it is taken to cost until it is measured; bytes: about what it holds of memory.
+    """
+
+    name: str
+    extents: Extents
+    what: str
+    task: Task | Update | Loss
+    predicted_s: float
+    bytes: float
+    forward: Work
+    backward: Work
+
+    @property
+    def key(self) -> Key:
+        """Equal for cells of equal time."""
+        return self.name, self.extents
+
+
+def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> dict[Key, Wanted]:
+    """The cells of all these configurations of the layers of a network."""
+    found: dict[Key, Wanted] = {}
+    for layer in model.graph.layers:
+        for cell in layer_cells(model, layer, () if layer.end else configs[layer.name]):
+            found.setdefault(cell.key, cell)
+    return found
+
+
+def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+    """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
+    split."""
+    if isinstance(layer.op, Sink):
+        return _losses(model, layer)
+    return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
+
+
+def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+    if isinstance(layer.op, Tied):
+        return []
+    lay = model.layout(layer, configs)
+    cells, local = fullest(layer, lay), model.options.local_batch_norm
+    flows = model.graph.flows_back(layer)
+    uses = model.uses[layer.name]
+    name, rows = signature(layer, flows, uses), extents(layer, lay, cells, local_batch_norm=local)
+    both = rooflines(layer, lay, flows, model.devices.processor, model.options.dtype)
+    predicted = model.node_cost(layer, tuple(configs)).compute
+    stages = [op for op, _ in layer.op.stages(layer.specs)]
+    statistics = iter(shared_statistics(layer, lay, local_batch_norm=local))
+    columns = [
+        np.zeros(len(rows), np.int64) if op.statistics(specs, op.output(*specs)) is None else next(statistics)
+        for op, specs in layer.op.stages(layer.specs)
+    ]
+    rank = len(layer.out.shape)
+    found: dict[Extents, Wanted] = {}
+    for i, row in enumerate(rows):
+        if row not in found:
+            shared = tuple(bool(column[i]) for column in columns)
+            task = Task(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
+            forward, backward = (Work(*work.work[i].tolist()) for work in both)
+            time = float(predicted.forward[i] + predicted.backward[i])
+            what = "+".join(str(getattr(op, "fn", "") or op.kind) for op in stages)
+            found[row] = Wanted(name, row, what, task, time, _bytes(layer, row, len(stages)), forward, backward)
+    return list(found.values())
+
+
+def _bytes(layer: Layer, row: Extents, stages: int) -> float:
+    """Of inputs, parameters and the stages' results, and of their gradients, in the largest type."""
+    dims, rank = len(layer.space.dims), max(1, len(layer.out.shape))
+    shapes = [*(spec.shape for spec in layer.specs), *(p.shape for p in layer.space.parameters)]
+    ends = np.cumsum([dims + rank, *map(len, shapes)]).tolist()
+    total = prod(row[: min(rank, dims)]) * stages + sum(prod(row[a:b]) for a, b in pairwise(ends))
+    return 3.0 * total * layer.out.item_bytes
+
+
+def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
+    lay = model.layout(layer, configs)
+    optimizer = model.options.optimizer
+    work = update_roofline(layer, lay, model.devices.processor, optimizer)
+    predicted = model.node_cost(layer, tuple(configs)).compute.update
+    found: dict[Extents, Wanted] = {}
+    for i, row in enumerate(sizes(layer, fullest(layer, lay))):
+        if row and row not in found:
+            held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
+            time = Work(*work.work[i].tolist())
+            found[row] = Wanted(
+                update_name(optimizer), row, "update", Update(optimizer, row), float(predicted[i]), held, time, Work()
+            )
+    return list(found.values())
+
+
+def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
+    lay = model.layout(sink, (model.end_config(sink),))
+    (row,) = extents(sink, lay, fullest(sink, lay), local_batch_norm=False)
+    size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
+    ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
+    task = Loss(tuple(row[a:b] for a, b in pairwise(ends)))
+    return [Wanted(loss_name(sink), row, "loss", task, 0.0, 4 * size, Work(), Work())]

@@ -1,0 +1,201 @@
+"""Job: which cells are measured when, and the profile that they go into."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+
+from layerwise.cli import progress_bar
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.compute.fit import held_out_error
+from layerwise.cost.compute.measured import LAYER, step_name
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DEFAULT, DeviceGraph, Profile, load, save
+from layerwise.machine.layer_times import Conditions, LayerTimes
+from layerwise.measure.bench import Mode
+from layerwise.measure.conditions import made
+from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
+from layerwise.measure.layers.measure import Measuring
+from layerwise.measure.layers.overhead import Load, optimizer_call_s, overhead
+
+ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
+
+# What a search looks at hardest: the best strategy first, then the baselines.
+Strategies = Callable[[CostModel, SearchSpace], list[Mapping[str, Config]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What came of it. best_share: of the best strategy's t_C that is measured; spread: the median cell's."""
+
+    device: str
+    cells: int
+    measured: int
+    measured_now: int
+    missing: int
+    failed: list[str]
+    spent_s: float
+    spread: float
+    held_out_error: float | None
+    best_share: float
+    out: str | None
+    times: LayerTimes = field(repr=False)
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json`: all but the times."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "times"}
+
+
+@dataclass(slots=True)
+class Job:
+    """One run of the command."""
+
+    base: Profile
+    where: Conditions
+    out: str | None
+    mode: Mode
+    graph: LayerGraph
+    devices: DeviceGraph
+    options: CostOptions
+    space: SearchSpace
+    budget_s: float
+    cells: dict[Key, Wanted] = field(default_factory=dict)
+
+    def run(self, strategies: Strategies, load: Load, *, quiet: bool) -> Summary:
+        """Measures what the budget allows. What was measured is kept whatever happens."""
+        before = next((one for one in self.base.layers if one.conditions == self.where), LayerTimes(self.where))
+        measuring = Measuring(replace(before, made=made(self.mode.device)), self.mode, self._save, self.budget_s)
+        self._overhead(measuring, load)
+        for _ in range(ROUNDS):
+            model = self._model(measuring.known)
+            best = strategies(model, self.space)
+            chosen = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
+            first = measuring.left(wanted_cells(model, chosen).values())
+            if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet):
+                break
+        # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
+        every = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
+        model = self._model(measuring.known)
+        self.cells = wanted_cells(model, {name: (*configs, *chosen[name]) for name, configs in every.items()})
+        self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
+        return self._summary(measuring, best[0])
+
+    def _measure(self, measuring: Measuring, cells: list[Wanted], what: str, *, quiet: bool) -> int:
+        """How many of them were taken."""
+        before, done = measuring.taken, 0
+        with progress_bar(f"measuring {what}", quiet=quiet) as progress:
+
+            def after(_: Wanted) -> None:
+                nonlocal done
+                done += 1
+                if progress:
+                    progress(done, len(cells))
+
+            measuring.measure(cells, after)
+        return measuring.taken - before
+
+    def _overhead(self, measuring: Measuring, load: Load) -> None:
+        """Of the runtime on a CPU. On a GPU the host runs ahead of the kernels, and what it does takes no time."""
+        optimizer = self.options.optimizer
+        step = (step_name(optimizer), ())
+        if self.mode.device.type == "cpu" and not (measuring.has(step) and measuring.has((LAYER, ()))):
+            found = overhead(optimizer, self.mode, load)
+            measuring.call_s = found.call_s
+            measuring.add((LAYER, ()), found.layer)
+            measuring.add(step, found.step)
+        else:
+            measuring.call_s = optimizer_call_s(optimizer, self.mode)
+
+    def _model(self, times: LayerTimes) -> CostModel:
+        """The cost model that rests on what is known."""
+        return CostModel(self.graph, replace(self.devices, layers=(times,)), self.options)
+
+    def _save(self, times: LayerTimes) -> None:
+        """Writes the profile; this set goes last, where a search looks first."""
+        if self.out is not None and times.count:
+            others = tuple(one for one in self.base.layers if one.conditions != self.where)
+            save(replace(self.base, layers=(*others, times)), self.out)
+
+    def _summary(self, measuring: Measuring, best: Mapping[str, Config]) -> Summary:
+        model, known = self._model(measuring.known), measuring.known
+        times = [model.node_cost(layer, (best[layer.name],)).compute for layer in self.graph.inner]
+        missing = measuring.left(self.cells.values())
+        measured = [
+            known.cells[name][extents]
+            for name, extents in self.cells
+            if measuring.has((name, extents)) and (name, extents) not in measuring.failed
+        ]
+        return Summary(
+            device=self.where.device,
+            cells=len(self.cells),
+            measured=len(measured),
+            measured_now=measuring.taken,
+            missing=len(missing),
+            failed=sorted(set(measuring.failed.values())),
+            spent_s=measuring.spent_s,
+            spread=statistics.median([time.spread for time in measured] or [0.0]),
+            held_out_error=held_out_error(known),
+            best_share=sum(float(t.measured[0]) for t in times) / max(sum(float(t.total[0]) for t in times), 1e-30),
+            out=self.out,
+            times=known,
+        )
+
+
+def base_profile(out: str | None, given: str | None, where: Conditions, device: torch.device) -> Profile:
+    """What is added to: the file `out` where it is there, else the profile `given`, as one of this device.
+
+    LayerwiseError where the file holds times of another device.
+    """
+    if out is not None and Path(out).exists():
+        found = load(out)
+        other = next((one.conditions.device for one in found.layers if one.conditions.device != where.device), None)
+        if other is not None:
+            raise LayerwiseError(
+                f"profile {out} has times of another device, {other!r}; this is {where.device!r}: give another --out"
+            )
+        if found.layers:
+            return found
+        base = found
+    else:
+        chosen = given or ("cpu" if device.type == "cpu" else DEFAULT)
+        base = load(chosen)
+        name = Path(out).stem if out else "measured"
+        base = replace(
+            base,
+            name=name,
+            description=f"Measured by layerwise on {where.device}; peaks and links of profile {chosen}.",
+        )
+    sources = dict(base.sources)
+    processor = replace(base.processor, name=where.device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        processor = replace(
+            processor, memory_bytes=properties.total_memory, processors=properties.multi_processor_count
+        )
+        sources |= dict.fromkeys(
+            ("device.memory_bytes", "device.processors"), f"torch {torch.__version__} on this device"
+        )
+    return replace(base, processor=processor, sources=sources)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is an interrupt within, so that what was measured is written."""
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

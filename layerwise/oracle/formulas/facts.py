@@ -1,0 +1,229 @@
+"""Facts: what the closed forms need to know of a network, read off its layer graph, and its times on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.machine import Profile
+from layerwise.ops.conv import Conv, ConvTranspose
+from layerwise.ops.linear import Linear
+from layerwise.ops.pool import Pool
+from layerwise.oracle.strategies import SPATIAL
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A spatial dimension of a layer that slides a window.
+
+    extent: of the input; out: of the output; kernel: K of the published halo, floor(K/2) a side; low, high: elements
+    that an interior cell really needs from either neighbour.
+    """
+
+    label: str
+    extent: int
+    out: int
+    kernel: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One layer. Items are elements a sample; times are s a sample, of one device, at the facts' batch.
+
+    inputs, outputs: |x| (of all inputs), |y|; weights, biases: |w|, |bi| (trainable). filters: F, into how many parts
+    the output channels can be cut; channels: C, the input channels that are summed over; 0 where there are none.
+    gathered: items of each input that a split of this layer's output channels needs whole, from another split layer.
+    places: output extents of the spatial dimensions that can be split; windows: those of them that slide windows.
+    in_channels, out_channels: of the tensors, for halos. fed: whether its input is the network's (no backward halo).
+    """
+
+    name: str
+    weighted: bool  # a convolution or a linear layer: what filter and channel parallelism split
+    inputs: int
+    outputs: int
+    weights: int
+    biases: int
+    filters: int
+    channels: int
+    gathered: tuple[int, ...]
+    places: tuple[tuple[str, int], ...]
+    windows: tuple[Window, ...]
+    in_channels: int
+    out_channels: int
+    fed: bool
+    forward_s: float
+    backward_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """FW + BW of one sample."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def parameters(self) -> int:
+        """All trainable items."""
+        return self.weights + self.biases
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A network on one device. `graph` has `batch` samples, the batch that the times were taken at.
+
+    scale: by which the cost model's times of all layers are multiplied, so that they add up to a measured time.
+    """
+
+    graph: LayerGraph
+    profile: Profile
+    layers: tuple[LayerFacts, ...]
+    scale: float
+    options: CostOptions
+    _models: dict[tuple[int, int, int | None], CostModel] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> int:
+        return self.graph.batch
+
+    @property
+    def item_bytes(self) -> int:
+        """delta: bytes an item."""
+        return self.graph.layers[0].out.item_bytes
+
+    @property
+    def weights(self) -> int:
+        """W = sum |w|."""
+        return sum(layer.weights for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Trainable items, biases included: what the runtime synchronises."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """FW + BW of one sample, all layers."""
+        return sum(layer.compute_s for layer in self.layers)
+
+    def weighted(self) -> tuple[LayerFacts, ...]:
+        """The convolutions and linear layers, in order."""
+        return tuple(layer for layer in self.layers if layer.weighted)
+
+    def model(self, devices: int, batch: int, gpus_per_node: int | None = None) -> CostModel:
+        """The cost model of so many devices that train `batch` samples a step."""
+        key = (devices, batch, gpus_per_node)
+        if key not in self._models:
+            graph = self.graph.rebatch(batch)
+            self._models[key] = CostModel(graph, self.profile.device_graph(devices, gpus_per_node), self.options)
+        return self._models[key]
+
+    def update_s(self, items: float, optimizer: str) -> float:
+        """Seconds to update `items` parameters: the optimizer reads parameter, gradient, state; writes all but one."""
+        moved = items * self.item_bytes * (3 + 2 * OPTIMIZERS[optimizer])
+        return moved / self.profile.processor.memory_bandwidth_bytes_per_s
+
+
+def facts_of(
+    graph: LayerGraph,
+    profile: Profile,
+    *,
+    seconds_per_sample: float | None = None,
+    layer_seconds: Mapping[str, tuple[float, float]] | None = None,
+    options: CostOptions | None = None,
+) -> Facts:
+    """The facts of a graph at its own batch; fused, but where a framework is modelled that fuses nothing.
+
+    Times: `layer_seconds`, measured forward and backward s a sample of every layer; else the cost model's, spread so
+    that they add up to `seconds_per_sample` (a whole network's measured forward and backward) where given.
+    Raises LayerwiseError where a layer's time is missing or a time is not above 0.
+    """
+    if seconds_per_sample is not None and not seconds_per_sample > 0:
+        raise LayerwiseError(f"the time of one sample must be above 0 s, not {seconds_per_sample}")
+    options = options or CostOptions(io="free")
+    bare = Facts(graph, profile, (), 1.0, options)
+    model, batch = bare.model(1, graph.batch), graph.batch
+    found = {layer.name: model.node_cost(layer, (Config(),)).compute for layer in graph.inner}
+    times = {name: (float(t.forward[0]) / batch, float(t.backward[0]) / batch) for name, t in found.items()}
+    total, scale = sum(forward + backward for forward, backward in times.values()), 1.0
+    if layer_seconds is not None:
+        missing = [name for name in times if name not in layer_seconds]
+        if missing:
+            raise LayerwiseError(f"no measured time of layer {missing[0]!r} (and {len(missing) - 1} others)")
+        times = {name: layer_seconds[name] for name in times}
+        scale = sum(forward + backward for forward, backward in times.values()) / total
+    elif seconds_per_sample is not None:
+        scale = seconds_per_sample / total
+        times = {name: (scale * forward, scale * backward) for name, (forward, backward) in times.items()}
+    layers = tuple(_layer(graph, layer, *times[layer.name]) for layer in graph.inner)
+    return Facts(graph, profile, layers, scale, options, bare._models)
+
+
+def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float) -> LayerFacts:
+    batch = graph.batch
+    main, specs = layer.op.stages(layer.specs)[0]
+    trainable = [(p.name, prod(p.shape)) for p, _ in held(layer) if p.trainable]
+    biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
+    weighted = isinstance(main, Conv | ConvTranspose | Linear)
+    rooms = {d.label: d.room for d in layer.space.dims if d.label}
+    x, out = specs[0] if specs else None, layer.out
+    channel = (None if x is None else x.index("c"), out.index("c"))
+    return LayerFacts(
+        name=layer.name,
+        weighted=weighted,
+        inputs=sum(spec.volume for spec in layer.specs) // batch,
+        outputs=out.volume // batch,
+        weights=sum(size for _, size in trainable) - biases,
+        biases=biases,
+        filters=rooms.get("c", 0) if weighted else 0,
+        channels=rooms.get("k", 0) if weighted else 0,
+        gathered=tuple(_gathered(graph, layer)),
+        places=tuple((label, rooms[label]) for label in SPATIAL if label in rooms),
+        windows=_windows(layer) if isinstance(main, Conv | ConvTranspose | Pool) else (),
+        in_channels=1 if x is None or channel[0] is None else x.shape[channel[0]],
+        out_channels=1 if channel[1] is None else out.shape[channel[1]],
+        fed=bool(layer.inputs) and graph[layer.inputs[0]].end,
+        forward_s=forward_s,
+        backward_s=backward_s,
+    )
+
+
+def _gathered(graph: LayerGraph, layer: Layer) -> list[int]:
+    """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside)."""
+    own, found = layer.space.index("c"), []
+    for source, spec, maps in zip(layer.inputs, layer.specs, layer.space.needs, strict=False):
+        at = graph[source].space.index("c")
+        if not graph[source].end and at is not None and (own is None or maps[at].source != own):
+            found.append(spec.volume // graph.batch)
+    return found
+
+
+def _windows(layer: Layer) -> tuple[Window, ...]:
+    """The spatial dimensions in which an interior cell needs more of its input than lies under it."""
+    main, _ = layer.op.stages(layer.specs)[0]
+    assert isinstance(main, Conv | ConvTranspose | Pool)
+    x, space, found = layer.specs[0], layer.space, []
+    for i, kernel in enumerate(main.kernel, start=len(x.shape) - len(main.kernel)):
+        label, axis = space.dims[i].label, space.needs[0][i]
+        if label in SPATIAL and axis.source == i:
+            low, high = _reach(axis, space.dims[i].extent, x.shape[i])
+            found.append(Window(str(label), x.shape[i], space.dims[i].extent, kernel, low, high))
+    return tuple(found)
+
+
+def _reach(axis: AxisMap, out: int, extent: int) -> tuple[int, int]:
+    """How far past the cut in its middle the two halves of a dimension reach: upper half below it, lower half above."""
+    cut = out // 2
+    if cut == 0:
+        return 0, 0
+    at, own = np.array([cut]), cut * extent // out
+    start, stop = axis(at, at + 1)[0], axis(at - 1, at)[1]
+    return max(0, own - int(start[0])), max(0, int(stop[0]) - own)

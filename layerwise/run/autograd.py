@@ -1,0 +1,104 @@
+"""The network as one function of autograd, so that every rank goes through all of its backward pass; and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.ends import Sink
+from layerwise.ops.loss import Loss
+from layerwise.run.executor import Executor
+from layerwise.run.reducer import Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the network. number: the step's. factors: what the gradient of each output is multiplied by.
+
+    gradients: begins a backward pass. parameters: this rank's boxes, buffers among them. dtype: of an empty output.
+    """
+
+    executor: Executor
+    fed: Mapping[str, Tensor]
+    parameters: Mapping[str, Any]
+    training: bool
+    seed: int
+    number: int
+    dtype: torch.dtype
+    factors: Sequence[float]
+    gradients: Callable[[], Gradients]
+
+    def outputs(self, anchor: Tensor) -> tuple[Tensor, ...]:
+        """This rank's boxes of them; empty tensors where it has none. `anchor` asks for gradients, or does not."""
+        made: tuple[Tensor, ...] = _Function.apply(anchor, self)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Call) -> tuple[Tensor, ...]:
+        outputs, ctx.done = call.executor.forward(
+            call.fed,
+            call.parameters,
+            training=call.training,
+            seed=call.seed,
+            differentiate=anchor.requires_grad,
+            number=call.number,
+        )
+        ctx.call, ctx.empty = call, [out is None for out in outputs]
+        made = tuple(anchor.new_zeros(0, dtype=call.dtype) if out is None else out.clone() for out in outputs)
+        ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        if ctx.done is None:
+            raise LayerwiseError("backward through the same forward pass twice is not supported")
+        call: Call = ctx.call
+        scaled = [
+            None if empty else g if factor == 1 else g * factor
+            for g, empty, factor in zip(gradients, ctx.empty, call.factors, strict=True)
+        ]
+        into = call.gradients()
+        call.executor.backward(ctx.done, scaled, call.parameters, into, training=call.training, number=call.number)
+        with torch.no_grad():
+            into.finish()
+        ctx.done = None
+        return None, None
+
+
+def factors(graph: LayerGraph, part: float) -> list[float]:
+    """What makes gradients those of the mean over the global batch, where a rank's loss is the mean over its `part`."""
+    sink = graph.layers[-1]
+    assert isinstance(sink.op, Sink)
+    ops = [graph[name].main for name in sink.inputs]
+    return [1.0 if isinstance(op, Loss) and op.reduction == "sum" else part for op in ops]
+
+
+def sum_of_losses(mine: Tensor, comm: Comm) -> Tensor:
+    """All ranks' losses added up, on every rank."""
+    total: Tensor = _SumOfLosses.apply(mine, comm)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """Back: every rank has the same gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, comm: Comm) -> Tensor:
+        total: Tensor = mine.detach().clone().reshape(1)
+        if comm.size > 1:
+            comm.all_reduce(total, tuple(range(comm.size)), "io", "the loss").wait()
+        summed: Tensor = total.reshape(())
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -1,0 +1,100 @@
+"""What a search has found, as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from layerwise.cost.basis import basis, model_error, warnings
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import LayerPrice
+from layerwise.search.baselines import DepthFirst
+from layerwise.search.find import Candidate, SearchResult
+from layerwise.search.report.text import over_memory
+
+
+def as_dict(
+    model: CostModel,
+    result: SearchResult,
+    name: str,
+    seconds: Mapping[str, float],
+    enumerated: DepthFirst | None = None,
+) -> dict[str, Any]:
+    """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
+    best, optimum = result.best, result.optimum
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "gpus_per_node": model.devices.devices_per_node,
+        "profile": model.devices.name,
+        "batch": model.graph.batch,
+        "io": model.options.io,
+        "chosen": best.name,
+        **costs_json(best),
+        "samples_per_s": model.graph.batch / best.timeline.total_s,
+        "memory_capacity_bytes": model.devices.processor.memory_bytes,
+        "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
+        **strategy_json(model, best),
+        "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
+        "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
+        "optimal": optimum.proven,
+        "lower_bound_s": optimum.lower_bound_s,
+        "final_nodes": optimum.final_nodes,
+        "elimination_order": list(optimum.order),
+        "seconds": dict(seconds),
+        "configurations": result.configurations,
+        "compute_time": basis(model, best.price).as_dict(),
+        "model_error": model_error(result.baselines["data"].price, result.fastest.price),
+        "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
+        "simulated": {
+            "plans": len(result.simulated),
+            "fit": sum(c.fits for c in result.simulated),
+            "least_memory_bytes": min(c.price.memory_bytes for c in result.simulated),
+        },
+        "warnings": [*warnings(model), *([] if best.fits else [over_memory(result)])],
+        **({"depth_first": asdict(enumerated)} if enumerated else {}),
+    }
+
+
+def price_dict(model: CostModel, found: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
+    """One priced strategy, for a program."""
+    return {
+        "model": name,
+        "gpus": model.devices.count,
+        "batch": model.graph.batch,
+        **costs_json(found),
+        "baselines": {n: costs_json(c) for n, c in baselines.items()},
+        **strategy_json(model, found),
+        "layers": {n: layer_json(p) for n, p in found.price.layers.items()},
+    }
+
+
+def costs_json(found: Candidate) -> dict[str, float | bool]:
+    """What a strategy costs. bytes_moved is a step's, summed over devices; memory is one device's."""
+    return {
+        "step_time_s": found.price.step_time_s,
+        "timeline_s": found.timeline.total_s,
+        "bytes_moved": found.price.bytes_moved,
+        "memory_bytes": found.price.memory_bytes,
+        "fits": found.fits,
+    }
+
+
+def strategy_json(model: CostModel, found: Candidate) -> dict[str, Any]:
+    """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
+    strategy, placements = {}, {}
+    for layer in model.graph.layers:
+        if layer.end:
+            continue
+        config = found.strategy[layer.name]
+        labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
+        strategy[layer.name] = {label: config[label] for label in labels}
+        if config.placement == "strided":
+            placements[layer.name] = "strided"
+    return {"strategy": strategy, "placements": placements}
+
+
+def layer_json(price: LayerPrice) -> dict[str, float]:
+    """The terms of one layer."""
+    return {f: getattr(price, f) for f in LayerPrice.__dataclass_fields__ if f != "config"}

@@ -1,0 +1,204 @@
+"""Predicted beside measured seconds: of the step and of every layer's parts, and why they differ."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, mode
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from layerwise.errors import LayerwiseError
+from layerwise.ops.ends import Tied
+from layerwise.run.reducer import WAITING
+from layerwise.run.trace import Trace, clock_offset
+from layerwise.train.report import seconds_text
+
+if TYPE_CHECKING:
+    from layerwise.comm.base import Comm
+    from layerwise.plan import Plan
+    from layerwise.run.module import ParallelModule
+
+WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
+OFF = 0.1  # what is off by more than this is explained
+SMALL = 0.01  # of a step: less is not
+PARTS = ("compute_s", "transfers_s", "sync_s", "statistics_s")
+Key = tuple[str, str]  # layer, part
+Times = list[tuple[float, float]]  # start and end on rank 0's clock, one a step
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds of one part of a layer in a step, the slowest rank's; predicted is None where the plan says nothing.
+
+    waiting_s: of the rank that comes first, until the last one, `last`, has come.
+    """
+
+    predicted_s: float | None
+    measured_s: float
+    waiting_s: float = 0.0
+    last: int = 0
+
+    def beyond(self, step_s: float) -> bool:
+        """Whether it is off by more than a tenth, and by enough of the step to matter."""
+        off = abs(self.measured_s - (self.predicted_s or 0.0))
+        return self.predicted_s is not None and off > OFF * self.predicted_s and off > SMALL * step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """step: all of it. totals: of each part over all layers, and "exposed_sync_s", the sums that nothing hides."""
+
+    step: Part
+    totals: Mapping[str, Part]
+    layers: Mapping[str, Mapping[str, Part]]
+
+    def causes(self, name: str) -> list[str]:
+        """Why a layer is not as predicted; nothing where it is."""
+        found = []
+        for part, each in self.layers[name].items():
+            if each.beyond(self.step.measured_s):
+                what = {"compute_s": "layer", "transfers_s": "link", "sync_s": "link, in sums of gradients,"}.get(part)
+                way = "slower" if each.measured_s > (each.predicted_s or 0.0) else "faster"
+                found.append(f"{what or 'statistics'} {way} than its profile")
+            if each.waiting_s > SMALL * self.step.measured_s and each.waiting_s > OFF * each.measured_s:
+                found.append(f"waits {seconds_text(each.waiting_s)} for rank {each.last}")
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json."""
+
+        def row(part: Part) -> dict[str, object]:
+            known: dict[str, object] = {"predicted_s": part.predicted_s, "measured_s": part.measured_s}
+            return known | ({"waiting_s": part.waiting_s, "last_rank": part.last} if part.waiting_s else {})
+
+        layers = {
+            name: {key: row(part) for key, part in parts.items()} | {"causes": self.causes(name)}
+            for name, parts in self.layers.items()
+        }
+        totals = {key: row(part) for key, part in self.totals.items()}
+        return {"step": row(self.step), "totals": totals, "layers": layers}
+
+
+def check(plan: Plan, steps: int, accumulate: int) -> None:
+    """LayerwiseError where there is nothing to compare."""
+    if not plan.predicted_layers or "timeline_s" not in plan.predicted:
+        raise LayerwiseError("--compare: the plan says nothing of its layers' times: search again with this layerwise")
+    if accumulate > 1:
+        raise LayerwiseError("--compare: a plan's times are of one batch a step: leave out --accumulate")
+    if steps <= WARM:
+        raise LayerwiseError(f"--compare: the first {WARM} steps do not count: take more than {WARM}")
+
+
+def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float], comm: Comm) -> Comparison:
+    """Every rank calls this after training with this trace, and gets the same. seconds: of each step."""
+    offset_s = clock_offset(comm, time.perf_counter)
+    keys = dict(_keys(module))
+    mine: dict[str, Times] = {}
+    for span in trace.spans():
+        key = keys.get(f"{span.category} {span.name}")
+        if key is not None:
+            mine.setdefault("\0".join((*key, span.name)), []).append((span.start_s - offset_s, span.end_s - offset_s))
+    told = [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
+    found: dict[Key, list[Part]] = {}
+    for name in dict.fromkeys(name for one in told for name in one):
+        layer, part, _ = name.split("\0")
+        ranks = {rank: one[name][WARM:] for rank, one in enumerate(told) if one.get(name, ())[WARM:]}
+        if ranks:
+            found.setdefault((layer, part), []).append(_together(ranks, alone=part == "compute_s"))
+    return _comparison(module.plan, median(seconds[WARM:]), found)
+
+
+def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
+    """Which layer and part a span of this rank is of, by its category and name."""
+    yield f"sync {WAITING}", ("", "exposed_sync_s")
+    for step in module._executor(module.graph.batch).schedule.steps:
+        name = step.layer.name
+        for suffix in ("", " (backward)"):
+            yield f"compute {name}{suffix}", (name, "compute_s")
+            yield f"statistics {name}{suffix}", (name, "statistics_s")
+            for edge in step.edges:
+                if edge.transfer.sends or edge.transfer.receives:
+                    yield f"transfers {edge.what}{suffix}", (name, "transfers_s")
+        own = [name] if isinstance(step.layer.op, Tied) else [p for p in step.parameters if p is not None]
+        for parameter in own:
+            yield f"sync gradients of {parameter}", (name, "sync_s")
+
+
+def _together(ranks: Mapping[int, Times], *, alone: bool) -> Part:
+    """The median over the steps, of the slowest rank; what several ranks do together begins when the last has come."""
+    seconds, waiting, last = [], [], []
+    for number in range(min(map(len, ranks.values()))):
+        spans = {rank: times[number] for rank, times in ranks.items()}
+        if alone:
+            seconds.append(max(end - start for start, end in spans.values()))
+            continue
+        latest = max(spans, key=lambda rank: spans[rank][0])
+        ready = spans[latest][0]
+        seconds.append(max(max(end for _, end in spans.values()) - ready, 0.0))
+        waiting.append(ready - min(start for start, _ in spans.values()))
+        last.append(latest)
+    return Part(None, median(seconds), median(waiting) if waiting else 0.0, mode(last) if last else 0)
+
+
+def _comparison(plan: Plan, step_s: float, found: Mapping[Key, Sequence[Part]]) -> Comparison:
+    layers: dict[str, dict[str, Part]] = {}
+    for name in dict.fromkeys([*plan.predicted_layers, *(name for name, _ in found if name)]):
+        predicted = dict(plan.predicted_layers.get(name, {}))
+        if "statistics_s" in predicted and (name, "statistics_s") not in found:  # they are spans of compute
+            predicted["compute_s"] = predicted.get("compute_s", 0.0) + predicted.pop("statistics_s")
+        for key in PARTS:
+            if key in predicted or (name, key) in found:
+                parts = found.get((name, key), [])
+                worst = max(parts, key=lambda part: part.waiting_s, default=Part(None, 0.0))
+                waiting = sum(part.waiting_s for part in parts)
+                each = Part(predicted.get(key, 0.0), sum(part.measured_s for part in parts), waiting, worst.last)
+                layers.setdefault(name, {})[key] = each
+    totals = {}
+    for key in PARTS:
+        parts = [each[key] for each in layers.values() if key in each]
+        if parts:
+            totals[key] = Part(
+                sum(part.predicted_s or 0.0 for part in parts),
+                sum(part.measured_s for part in parts),
+                sum(part.waiting_s for part in parts),
+            )
+    exposed = found.get(("", "exposed_sync_s"))
+    if exposed:
+        totals["exposed_sync_s"] = Part(plan.predicted.get("exposed_sync_s"), exposed[0].measured_s)
+    return Comparison(Part(plan.predicted["timeline_s"], step_s), totals, layers)
+
+
+TITLES = {
+    "compute_s": "compute", "transfers_s": "transfers", "sync_s": "sums of gradients", "statistics_s": "statistics",
+    "exposed_sync_s": "sums that nothing hides",
+}  # fmt: skip
+
+
+def tables(found: Comparison) -> Iterator[Table]:
+    """The step and its parts; then the layers that are not as predicted."""
+    table = Table("", "predicted", "measured", "off by", box=None, pad_edge=False, header_style="bold")
+    for title, part in {"step": found.step, **{TITLES[key]: part for key, part in found.totals.items()}}.items():
+        table.add_row(title, *_numbers(part))
+        if part.waiting_s > SMALL * found.step.measured_s:
+            table.add_row(f"{title}: waiting for another rank", "", seconds_text(part.waiting_s), "")
+    yield table
+    rows = [(name, causes) for name in found.layers if (causes := found.causes(name))]
+    if rows:
+        table = Table("layer", "part", "predicted", "measured", "off by", "likely cause", box=None, pad_edge=False)
+        for name, causes in rows:
+            for number, (key, part) in enumerate(found.layers[name].items()):
+                first = number == 0
+                said = "; ".join(causes) if first else ""
+                table.add_row(name if first else "", TITLES[key], *_numbers(part), said)
+        yield table
+
+
+def _numbers(part: Part) -> tuple[str, str, str]:
+    if part.predicted_s is None:
+        return "", seconds_text(part.measured_s), ""
+    off = f"{part.measured_s / part.predicted_s - 1:+.0%}" if part.predicted_s else ""
+    return seconds_text(part.predicted_s), seconds_text(part.measured_s), off

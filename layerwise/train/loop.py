@@ -1,0 +1,239 @@
+"""Training: the steps of a plan on data, as one device would take them; and the accuracy on what was held out."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.importers.torch.structure import tensors
+from layerwise.plan import Plan
+from layerwise.train.data import Data, Schedule
+
+if TYPE_CHECKING:
+    from layerwise.comm.base import Kind
+    from layerwise.run.module import ParallelModule
+
+OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
+FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to train; lr None: the optimizer's usual one. clip: the largest norm that the gradient may have."""
+
+    optimizer: str = "sgd"
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    def optimizer_text(self) -> str:
+        """`momentum, lr 0.01, momentum 0.9, weight decay 0`: all that `build` depends on."""
+        lr = OPTIMIZERS[self.optimizer] if self.lr is None else self.lr
+        momentum = f", momentum {self.momentum:g}" if self.optimizer == "momentum" else ""
+        return f"{self.optimizer}, lr {lr:g}{momentum}, weight decay {self.weight_decay:g}"
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer: an element-wise one, so that a rank can step what it holds by itself."""
+        lr = OPTIMIZERS[self.optimizer] if self.lr is None else self.lr
+        if self.optimizer in ("sgd", "momentum"):
+            momentum = self.momentum if self.optimizer == "momentum" else 0.0
+            return torch.optim.SGD(parameters, lr, momentum, weight_decay=self.weight_decay)
+        kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, lr, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that is done. number: from 1; loss: the mean over all its samples; seconds: of the slowest rank."""
+
+    number: int
+    epoch: int
+    samples: int
+    loss: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Local:
+    """This rank's side of a step: losses of its batches, each with its weight in the mean over all samples."""
+
+    number: int
+    samples: int
+    losses: list[tuple[Tensor, float]]
+    seconds: float
+
+    def told(self) -> tuple[float, float]:
+        return math.fsum(float(loss) * weight for loss, weight in self.losses), self.seconds
+
+
+def schedule(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> Schedule:
+    """The steps of a plan on `count` samples. A batch that is too short to be cut as planned is left out."""
+    return Schedule(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
+
+
+def least(plan: Plan) -> int:
+    """Samples that a batch must have for every rank to have a part of every layer that is split by samples."""
+    samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
+    return max(samples, plan.gpus) if plan.io == "sample" else samples
+
+
+def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
+    """The mean over samples and positions, in float32 at least; dimension 1 is the classes."""
+    return nn.functional.cross_entropy(_wide(out), target)
+
+
+def _correct(out: Tensor, target: Tensor) -> Tensor:
+    """Which part of the samples and positions the prediction gets right; a target of -1 never is."""
+    return (out.argmax(1) == target).to(_wide(out).dtype).mean()
+
+
+def _wide(out: Tensor) -> Tensor:
+    return out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Takes steps. sent: bytes that this rank sent in the `full` steps, those whose batches were all whole."""
+
+    module: ParallelModule
+    data: Data
+    schedule: Schedule
+    optimizer: torch.optim.Optimizer
+    settings: Settings
+    sent: Counter[Kind] = field(default_factory=Counter)
+    full: int = 0
+
+    def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
+        """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
+
+        `after` is called after every step, with the number of steps done. Every rank must exhaust this alike.
+        """
+        waiting: list[_Local] = []
+        flush = first + 1
+        for number in range(first, steps):
+            waiting.append(self._step(number))
+            if after is not None:
+                after(number + 1)
+            if number + 1 in (flush, steps):
+                done = self._gather(waiting)
+                yield from done
+                # By seconds that are the same on every rank: all must gather after the same step.
+                flush = number + 1 + max(1, int(FLUSH_S / max(step.seconds for step in done)))
+                waiting = []
+
+    def _step(self, number: int) -> _Local:
+        module, batches = self.module, self.schedule.step(number)
+        samples = sum(len(batch) for batch in batches)
+        fed = [self._feed(batch) for batch in batches]
+        before = module.comm.sent.copy()
+        losses = []
+        start = self._now()
+        module.train()
+        self.optimizer.zero_grad()
+        for i, (batch, (inputs, target)) in enumerate(zip(batches, fed, strict=True)):
+            with nullcontext() if i + 1 == len(batches) else module.no_sync():
+                loss = self._loss(inputs, target, len(batch))
+                (loss * self._weight(len(batch), samples)).backward()  # type: ignore[no-untyped-call]
+            part = module.share(len(batch))
+            mine = len(batch) if module.io == "free" else part.stop - part.start
+            losses.append((loss.detach(), self._weight(mine, samples)))
+        if self.settings.clip is not None:
+            module.clip_grad_norm_(self.settings.clip)
+        self.optimizer.step()
+        seconds = self._now() - start
+        if samples == self.schedule.batch * self.schedule.accumulate:
+            self.full += 1
+            self.sent.update(module.comm.sent - before)
+        return _Local(number, samples, losses, seconds)
+
+    def _feed(self, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """This rank's samples of a batch, on its device. A rank makes no others."""
+        module, task = self.module, self.data.task
+        given, target = self.data.train.batch(numbers[module.share(len(numbers))])
+        inputs, left = task.feed(given, target, module.dtype)
+        return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
+
+    def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
+        """Io sample: of this rank's samples. Io free: of the whole batch, on every rank."""
+        task = self.data.task
+        if self.module.io == "free" and self.module.loss is not None:
+            assert target is not None
+            loss: Tensor = self.module(*inputs, target, batch=batch)
+            return loss
+        outputs = tensors(self.module(*inputs, batch=batch))
+        if target is None:
+            return outputs[task.answer].mean()
+        return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
+
+    def _weight(self, part: int, whole: int) -> float:
+        """Of the loss of some samples in that of all; a loss that is a sum needs none."""
+        loss = self.data.task.loss
+        return 1.0 if loss is not None and loss.reduction == "sum" else part / whole
+
+    def _gather(self, waiting: list[_Local]) -> list[Step]:
+        """Every rank's losses and times, in one round of messages."""
+        module = self.module
+        told = [json.loads(text) for text in module.comm.tell_all(json.dumps([local.told() for local in waiting]))]
+        steps = []
+        for local, ranks in zip(waiting, zip(*told, strict=True), strict=True):
+            losses, seconds = zip(*ranks, strict=True)
+            loss = losses[0] if module.io == "free" else math.fsum(losses)
+            epoch = self.schedule.epoch(local.number)
+            steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
+        return steps
+
+    def _now(self) -> float:
+        if self.module.device.type == "cuda":
+            torch.cuda.synchronize(self.module.device)
+        return time.perf_counter()
+
+
+def evaluate(module: ParallelModule, data: Data) -> float | None:
+    """The part of the held-out samples (or their positions) that is predicted right; None where that is not defined.
+
+    The last batch is filled up to the plan's size with samples that do not count. Every rank calls this.
+    """
+    task, held = data.task, data.held_out
+    if held is None or task.loss is not None:
+        return None
+    size, right, positions = module.plan.batch, 0.0, 0
+    loss, training = module.loss, module.training
+    module.eval()
+    try:
+        for first in range(0, held.count, size):
+            numbers = torch.arange(first, first + size)
+            real = numbers < held.count
+            share = module.share(size)
+            given, target = held.batch(torch.where(real, numbers, 0)[share])
+            target[~real[share]] = -1
+            inputs, left = task.feed(given, target, module.dtype)
+            assert left is not None
+            with torch.no_grad():
+                right += _right(module, inputs, left)
+            positions += int(real.sum()) * (target.numel() // len(target))
+    finally:
+        module.loss = loss
+        module.train(training)
+    counts = [float(text) for text in module.comm.tell_all(repr(right))]
+    return (counts[0] if module.io == "free" else sum(counts)) / positions
+
+
+def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor) -> int:
+    """How many of these predictions are right: this rank's, or with io free all."""
+    if module.loss is not None:
+        module.loss = _correct
+        part: Any = module(*inputs, target)
+    else:
+        first = tensors(module(*inputs))[0]
+        part = _correct(first, target.to(first.device))
+    return round(float(part) * target.numel())

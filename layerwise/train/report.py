@@ -1,0 +1,155 @@
+"""What a run prints: its beginning, a line or a bar for its steps, its end; and the same for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from layerwise.plan import Plan
+from layerwise.train.compare import Difference
+
+if TYPE_CHECKING:
+    from layerwise.comm.base import Kind
+    from layerwise.train.loop import Step
+
+KINDS: tuple[Kind, ...] = ("transfers", "sync", "statistics")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to. sent: bytes a step, of all ranks together; None where there was no whole step.
+
+    planned: bytes of a batch, as `ParallelModule.predicted_bytes` has them.
+    """
+
+    plan: Plan
+    steps: list[Step]
+    first: int  # steps done before, by the run that was resumed
+    accuracy: float | None
+    sent: Mapping[Kind, float] | None
+    planned: Mapping[Kind, float | None]
+    accumulate: int
+    compare: Difference | None
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median."""
+        return median(step.seconds for step in self.steps) if self.steps else None
+
+    @property
+    def predicted(self) -> dict[Kind, float | None]:
+        """What the plan says of `sent`. Every batch of a step has its transfers; gradients are summed once a step."""
+        times = {"transfers": self.accumulate, "sync": 1, "statistics": self.accumulate}
+        return {k: None if (each := self.planned[k]) is None else _whole(times[k] * each) for k in KINDS}
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json. What is not a number is null, as JSON has it."""
+        compare = None if self.compare is None else {k: _finite(v) for k, v in self.compare.as_dict().items()}
+        return {
+            "model": self.plan.model,
+            "io": self.plan.io,
+            "world_size": self.plan.gpus,
+            "steps": len(self.steps),
+            "losses": [_finite(step.loss) for step in self.steps],
+            "accuracy": self.accuracy,
+            "step_time_s": self.step_time_s,
+            "bytes_sent": None if self.sent is None else {kind: _whole(self.sent[kind]) for kind in KINDS},
+            "bytes_predicted": self.predicted,
+            "compare": compare,
+        }
+
+
+def beginning(plan: Plan, *, data: str, how: str) -> Table:
+    """What will be run."""
+    predicted = plan.predicted
+    table = _facts()
+    table.add_row("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}")
+    if "timeline_s" in predicted:
+        seconds = f"{seconds_text(predicted['timeline_s'])} a step, if measured on {plan.provenance.get('profile')}"
+        table.add_row("predicted", seconds)
+    table.add_row("data", data)
+    table.add_row("training", how)
+    return table
+
+
+def ending(result: Result, allowed: float, dtype: str) -> Table:
+    """What it came to."""
+    table = _facts()
+    steps = result.steps
+    if steps:
+        table.add_row(
+            "loss", f"{steps[0].loss:.6g} in step {steps[0].number}, {steps[-1].loss:.6g} in {steps[-1].number}"
+        )
+        rate = sum(step.samples for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
+        table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate:,.0f} samples/s")
+    if result.accuracy is not None:
+        table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
+    if result.sent is not None:
+        for kind in KINDS:
+            known = result.predicted[kind]
+            said = "" if known is None else f" (predicted: {decimal(int(known))})"
+            table.add_row(f"{kind} sent", f"{decimal(int(result.sent[kind]))} a step, all ranks{said}")
+    if result.compare is not None:
+        beyond = result.compare.beyond(allowed)
+        for name, value in result.compare.as_dict().items():
+            where = f", {result.compare.worst[name]}" if value and result.compare.worst.get(name, name) != name else ""
+            verdict = f" — more than {allowed:.0e}, which {dtype} allows" if name in beyond else ""
+            table.add_row(f"{name} off by", f"{value:.2e} of one device's{where}{verdict}")
+    return table
+
+
+@contextmanager
+def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step], None]]:
+    """A bar with loss and throughput on a terminal, else a line a step."""
+    if not out.is_terminal:
+        yield lambda step: out.print(line(step, steps), soft_wrap=True)
+        return
+    now = TextColumn("{task.fields[now]}")
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task("", total=steps, completed=first, now="")
+
+        def show(step: Step) -> None:
+            said = f"loss {step.loss:.4f}, {step.samples / max(step.seconds, 1e-9):,.0f} samples/s"
+            bar.update(task, completed=step.number, now=said)
+
+        yield show
+
+
+def line(step: Step, steps: int) -> str:
+    """`step 12/170  epoch 1  loss 2.3021  8.14 ms  983 samples/s`."""
+    rate = f"{step.samples / max(step.seconds, 1e-9):,.0f} samples/s"
+    return f"step {step.number}/{steps}  epoch {step.epoch}  loss {step.loss:.6g}  {seconds_text(step.seconds)}  {rate}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _facts() -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _whole(number: float) -> float:
+    """An int where it is one."""
+    return int(number) if float(number).is_integer() else number
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

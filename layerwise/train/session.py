@@ -1,0 +1,186 @@
+"""Session: one run of the command line, from loading the plan's network to what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from layerwise import __version__
+from layerwise.checkpoint import checkpoint
+from layerwise.checkpoint.weights_file import fingerprint, weights_file
+from layerwise.comm.base import Comm, Kind
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_planned
+from layerwise.plan import Plan
+from layerwise.run.load import load
+from layerwise.run.trace import Trace
+from layerwise.train.compare import Difference, Outcome, alone, difference, outcome
+from layerwise.train.data import load_data
+from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, schedule
+from layerwise.train.report import KINDS, Result
+
+
+class Session:
+    """Every rank makes one, with the same arguments, and calls the same methods in one order: resume, train, finish."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Comm,
+        *,
+        data: str,
+        settings: Settings,
+        model: str | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        dtype: str = "float32",
+        weights: str | None = None,
+        local_batch_norm: bool | None = None,
+        checkpoint_activations: bool = False,
+        compare: bool = False,
+        folder: str | None = None,
+        every: int | None = None,
+        trace: str | None = None,
+    ) -> None:
+        self.plan, self.comm, self.settings, self.folder, self.every = plan, comm, settings, folder, every
+        self.dtype, self.seed, self.first, self.steps = dtype, seed, 0, list[Step]()
+        self._trace_to, self._options = trace, (local_batch_norm, checkpoint_activations, weights)
+        digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
+        values = "" if weights is None else fingerprint(weights)
+        facts = {"plan": digest, "layerwise": __version__, "torch": torch.__version__}
+        comm.handshake(facts | {"the content of --weights": values})
+        self._network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
+        self.data = load_data(data, fuse(self._network.graph) if plan.fused else self._network.graph, seed)
+        self.schedule = schedule(plan, self.data.train.count, accumulate, seed)
+        comm.handshake({"data": self.data.fingerprint()[:12]})
+        self.trainer = self._trainer(comm)
+        self.module = self.trainer.module
+        if trace is not None:
+            self.module.trace = Trace(device=comm.device)
+        self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device))) if compare else None
+        self._compare = compare
+
+    def _trainer(self, comm: Comm) -> Trainer:
+        """A module on this network of ranks, at the beginning of its training."""
+        plan, (local, recompute, weights) = self.plan, self._options
+        gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
+        module = load(
+            plan,
+            self._network,
+            comm=comm,
+            device=comm.device,
+            dtype=torch.float64 if self.dtype == "float64" else torch.float32,
+            loss=cross_entropy if plan.io == "free" and not gathered else None,
+            weights=None if weights is None else weights_file(weights),
+            seed=self.seed,
+            local_batch_norm=local,
+            autocast=torch.bfloat16 if self.dtype == "bf16" else None,
+            checkpoint_activations=recompute,
+        )
+        return Trainer(module, self.data, self.schedule, self.settings.build(module.parameters()), self.settings)
+
+    def _progress(self, steps: int) -> dict[str, str | int]:
+        """What a checkpoint must know to go on with the next sample; all but "steps" must be the same then."""
+        size = self.schedule.batch * self.schedule.accumulate
+        return {
+            "steps": steps,
+            "data": self.data.name,
+            "samples a step": size,
+            "seed": self.seed,
+            "optimizer": self.settings.optimizer_text(),
+        }
+
+    def resume(self) -> Path | None:
+        """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
+        assert self.folder is not None
+        found = self.comm.tell_all(str(checkpoint.latest(self.folder) or ""))[0]  # rank 0's: all take the same
+        if not found:
+            return None
+        progress = checkpoint.load(found, self.module, self.trainer.optimizer)
+        here = self._progress(0)
+        for what, value in here.items():
+            if what != "steps" and progress.get(what) != value:
+                raise LayerwiseError(
+                    f"checkpoint {found!r} was trained with {what} {progress.get(what)}, here it is {value}: give the "
+                    "same, or start anew with --weights from layerwise export"
+                )
+        if self._compare:
+            single = self._single
+            alone(self.comm, lambda: checkpoint.load(found, single.module, single.optimizer) if single else None)
+        self.first = int(progress["steps"])
+        return Path(found)
+
+    def train(self, steps: int) -> Iterator[Step]:
+        """Yields each step up to the `steps`-th when its loss is known."""
+        for step in self.trainer.run(steps, self.first, self._save):
+            self.steps.append(step)
+            yield step
+        if self.folder is not None and self.steps and not (self.every and steps % self.every == 0):
+            checkpoint.save(self.folder, self.module, self.trainer.optimizer, self._progress(steps))
+
+    def _save(self, done: int) -> None:
+        if self.folder is not None and self.every and done % self.every == 0:
+            checkpoint.save(self.folder, self.module, self.trainer.optimizer, self._progress(done))
+
+    def finish(self) -> Result:
+        """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""
+        trace, self.module.trace = self.module.trace, None
+        if trace is not None and self._trace_to is not None:
+            trace.write(self._trace_to, self.comm)
+        sent = self._sent()
+        planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
+        compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
+        accuracy = evaluate(self.module, self.data)
+        predicted = self.module.predicted_bytes()
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, self.schedule.accumulate, compare)
+
+    def _sent(self) -> dict[Kind, float] | None:
+        """Bytes a whole step, of all ranks together."""
+        told = [json.loads(text) for text in self.comm.tell_all(json.dumps(dict(self.trainer.sent)))]
+        full = self.trainer.full
+        return {kind: sum(one.get(kind, 0) for one in told) / full for kind in KINDS} if full else None
+
+    def _difference(self, planned: Outcome) -> Difference:
+        """Takes the same steps on one device. On rank 0."""
+        assert self._single is not None
+        losses = [step.loss for step in self._single.run(self.first + len(self.steps), self.first)]
+        module = self._single.module
+        single = outcome(module, losses)
+        trained = {name for s in module.shards() if s.trainable for name in (s.name, *s.aliases)}
+        return difference(single, planned, trained)
+
+    def data_text(self) -> str:
+        """`digits: 1,438 samples to train on, 359 held out`."""
+        held = self.data.held_out
+        text = f"{self.data.name}: {self.data.train.count:,} samples to train on"
+        text += "" if held is None else f", {held.count:,} held out"
+        left = self.schedule.left_out
+        return text + (f"; the last {left} of an epoch are left out, too few for the plan's cuts" if left else "")
+
+    def how_text(self, steps: int) -> str:
+        """`170 steps (2 epochs of 85), sgd, float32 on cpu`."""
+        each, batches = self.schedule.per_epoch, self.schedule.accumulate
+        size = f" of {batches} batches" if batches > 1 else ""
+        return (
+            f"{steps} steps{size} ({steps / each:.3g} epochs of {each}), {self.settings.optimizer}, {self.dtype} on "
+            f"{self.comm.device.type}"
+        )
+
+    def notes(self) -> list[str]:
+        """What was written, and what the user should know."""
+        notes = []
+        if self.folder is not None and self.steps:
+            notes.append(f"checkpoint written to {checkpoint.latest(self.folder)}")
+        if self._trace_to is not None:
+            notes.append(f"trace written to {self._trace_to}: open it in ui.perfetto.dev")
+        if not self.steps:
+            notes.append(f"nothing to do: the checkpoint has {self.first} steps already")
+        if any(not abs(step.loss) < float("inf") for step in self.steps):
+            notes.append("the loss is no finite number any more: try a smaller --lr")
+        return notes

@@ -1,0 +1,190 @@
+"""Where samples come from: images of data sets, random numbers by position, tensors and datasets of the user's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.ops.random import combine, normal, uniform
+from layerwise.train.task import Feed, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Batch = tuple[tuple[Tensor, ...], Tensor]  # the model's inputs without the target; the target
+
+
+class Samples(Protocol):
+    """Numbered samples. What a number gives never depends on who else asks for what."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def batch(self, numbers: Tensor) -> Batch:
+        """These samples, first dimension (len(numbers),), on the CPU."""
+
+
+class MapStyle(Protocol):
+    """A map-style torch Dataset of (input, target) or ((input, ...), target)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Some of the samples, renumbered."""
+
+    samples: Samples
+    numbers: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        return self.samples.batch(self.numbers[numbers])
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Grey images (count, h, w), resized when they are asked for: all of them at 224 x 224 would be gigabytes."""
+
+    images: Tensor
+    labels: Tensor
+    sample: tuple[int, ...]  # (c, h, w), or (width,)
+
+    @property
+    def count(self) -> int:
+        return len(self.images)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        from torch.nn.functional import interpolate
+
+        flat = len(self.sample) == 1
+        side = math.isqrt(self.sample[0] - 1) + 1 if flat else 0  # the square that holds a vector of this width
+        size = (side, side) if flat else self.sample[1:]
+        images = interpolate(self.images[numbers, None], size, mode="bilinear", align_corners=False)
+        shaped = images.flatten(1)[:, : self.sample[0]] if flat else images.expand(-1, *self.sample)
+        return (shaped,), self.labels[numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Random inputs and targets: sample i is a function of (seed, i) alone."""
+
+    task: Task
+    count: int
+    seed: int
+
+    def batch(self, numbers: Tensor) -> Batch:
+        import torch
+
+        def drawn(stream: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
+            rows = [_drawn(combine(self.seed, stream, number), kind, shape, values) for number in numbers.tolist()]
+            return torch.stack(rows)
+
+        task = self.task
+        inputs = tuple(drawn(i, _kind(feed), feed.sample, feed.values) for i, feed in enumerate(task.inputs))
+        if task.labels:
+            kind = "int64"
+        elif task.loss is not None and (task.loss.classes or task.loss.fn in ("bce", "bce_logits", "kl")):
+            kind = "probability"
+        else:
+            kind = "float"
+        return inputs, drawn(len(inputs), kind, task.target_sample, task.classes)
+
+
+def _kind(feed: Feed) -> str:
+    return "float" if feed.spec.differentiable else feed.spec.dtype
+
+
+def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
+    """One sample: standard normal, in [0, 1), or integers below `values`."""
+    import torch
+
+    box = Box((0,) * len(shape), shape)
+    if kind == "float":
+        return normal(seed, box, shape)
+    fraction = uniform(seed, box, shape)
+    return fraction if kind == "probability" else (fraction * values).floor().to(getattr(torch, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Whole tensors, checked against the task when they are given."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.target)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        return tuple(x[numbers] for x in self.inputs), self.target[numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A map-style dataset, whose items are checked against the task as they come."""
+
+    items: MapStyle
+    task: Task
+    where: str
+
+    @property
+    def count(self) -> int:
+        return len(self.items)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        import torch
+
+        columns: list[tuple[Tensor, ...]] = []
+        for number in numbers.tolist():
+            item = self.items[number]
+            if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
+                raise LayerwiseError(f"{self.where}: item {number} is not (input, target)")
+            inputs = tuple(item[0]) if isinstance(item[0], tuple | list) else (item[0],)
+            columns.append(tuple(torch.as_tensor(x) for x in (*inputs, item[1])))
+        if len({tuple(x.shape for x in row) for row in columns}) > 1:
+            raise LayerwiseError(f"{self.where}: its items have different shapes; one batch must be one tensor")
+        *stacked, target = (torch.stack(column) for column in zip(*columns, strict=True))
+        return checked(self.task, tuple(stacked), target, self.where)
+
+
+def checked(task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str) -> Batch:
+    """The user's samples. LayerwiseError unless they are what the model takes."""
+    if len(inputs) != len(task.inputs):
+        names = ", ".join(feed.name for feed in task.inputs)
+        raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")
+    for feed, x in zip(task.inputs, inputs, strict=True):
+        _fits(x, feed.sample, feed.spec.differentiable, f"{where}: input {feed.name!r}")
+        if len(x) != len(target):
+            raise LayerwiseError(f"{where}: {len(x)} samples of input {feed.name!r}, but {len(target)} targets")
+        if not feed.spec.differentiable and feed.values > 2:
+            _below(x, feed.values, f"{where}: input {feed.name!r}")
+    _fits(target, task.target_sample, not task.labels, f"{where}: the target")
+    if task.labels:
+        _below(target, task.classes, f"{where}: the target (class indices)")
+    return inputs, target.long() if task.labels else target
+
+
+def _fits(x: Tensor, sample: tuple[int, ...], floating: bool, what: str) -> None:
+    if not x.ndim or tuple(x.shape[1:]) != sample:
+        raise LayerwiseError(f"{what} has shape {tuple(x.shape)}; the model takes {('samples', *sample)}")
+    if x.is_floating_point() != floating:
+        wanted = "floating-point numbers" if floating else "integers"
+        raise LayerwiseError(f"{what} has dtype {str(x.dtype).removeprefix('torch.')}; the model takes {wanted}")
+
+
+def _below(x: Tensor, values: int, what: str) -> None:
+    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+    if low < 0 or high >= values:
+        raise LayerwiseError(f"{what} has values from {low} to {high}; the model knows 0 to {values - 1}")

@@ -1,0 +1,96 @@
+"""One run at a time writes into a folder of checkpoints; what a killed run has left blocks nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from layerwise.__main__ import dispatch
+from layerwise.checkpoint.checkpoint import save
+from layerwise.checkpoint.sole_writer import MARK, sole_writer
+from layerwise.cli import run_main
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from tests.run.cut_modules import CutModule, cutting, tensors
+from tests.run.small_plans import plan
+
+HOLD = """
+import os, sys, time
+from layerwise.checkpoint.sole_writer import sole_writer
+with sole_writer(sys.argv[1]):
+    if not os.fork():  # as a data loader's worker
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that writes into the folder, with a worker."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_two_runs_into_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan("mlp:64x12x10", 8, 1).save("one.json")
+    flags = ["run", "one.json", "--steps", "1", "--checkpoint", "ck"]
+    with another_run(tmp_path / "ck") as other:
+        assert run_main(dispatch, flags) == 2
+        out, err = capsys.readouterr()
+        told = f"another run is writing checkpoints into 'ck' (process {other.pid} on "
+        assert err.startswith(f"layerwise: error: {told}")
+        assert (out, err.count("\n")) == ("", 1)
+        other.kill()  # its worker lives on
+        other.wait()
+        assert (tmp_path / "ck" / MARK).exists()
+        assert run_main(dispatch, flags) == 0
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
+
+
+def test_the_folder_is_free_afterwards_and_nothing_is_left(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "a" / "b"), sole_writer(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b" / MARK).read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / "a").exists()
+    with sole_writer(tmp_path / "a"), pytest.raises(RuntimeError), sole_writer(tmp_path / "b"):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mark_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / MARK).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"), sole_writer(tmp_path / "ck"):
+        pass
+    assert not (tmp_path / "precious").exists()
+
+
+def test_saving_where_another_run_saves(tmp_path: Path) -> None:
+    whole = tensors(0)
+    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
+    with (
+        another_run(tmp_path),
+        pytest.raises(LayerwiseError, match=r"no checkpoint was saved .*: another run is writing"),
+    ):
+        save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == [MARK]
+    save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]

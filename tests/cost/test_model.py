@@ -1,0 +1,125 @@
+"""Tables: every entry is what the layer or the edge costs by itself, whatever else was asked for before."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from layerwise.config import Config, SearchSpace
+from layerwise.cost import transfer
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.transfer import telling_devices
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.ops.combine import Concat
+from layerwise.ops.conv import Conv
+from layerwise.ops.linear import Linear
+from layerwise.ops.norm import BatchNorm
+from layerwise.ops.pointwise import Binary, Cast, Unary
+from layerwise.ops.view import Reshape
+from layerwise.tensor import TensorSpec
+from tests.cost import brute, networks
+
+DIMS = ("n", "c", "l", "k")
+
+
+def residual() -> LayerGraph:
+    """Branches, a concat, two blocks alike, a late input, and a flatten."""
+    b = GraphBuilder("residual")
+    x = b.input("x", TensorSpec((6, 4, 6), ("n", "c", "l")))
+    ends = [networks.add(b, f"branch{i}", networks.pointwise_conv(2 + i, 1), [x]) for i in range(2)]
+    x = networks.add(b, "concat", Concat(1), ends)
+    for i in range(2):
+        y = networks.add(b, f"conv{i}", Conv(5, (3,), (1,), ((1, 1),), (1,)), [x])
+        y = networks.add(b, f"norm{i}", BatchNorm(), [y])
+        y = networks.add(b, f"add{i}", Binary("add"), [y, x])
+        x = networks.add(b, f"relu{i}", Unary("relu"), [y])
+    x = networks.add(b, "flatten", Reshape((6, 30)), [x])
+    return fuse(b.finish([networks.add(b, "linear", Linear(3), [x])]))
+
+
+def configurations(model: CostModel, most: int | None = None) -> dict[str, tuple[Config, ...]]:
+    where = SearchSpace(model.devices.count, DIMS, spread=True)
+    inner = {layer.name for layer in model.graph.inner}
+    return {
+        layer.name: where.configurations(layer.space.dims)[:most] if layer.name in inner else (model.end_config(layer),)
+        for layer in model.graph.layers
+    }
+
+
+@pytest.mark.parametrize("chunk", [1, 3000, transfer.CHUNK])
+def test_every_entry_is_the_cost_of_that_pair_alone(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CHUNK", chunk)
+    model = CostModel(residual(), brute.machine((2, 6), ports=(1, 2)))
+    configs = configurations(model)
+    assert max(map(len, configs.values())) > 30
+    tables = model.tables(configs)
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    alone = CostModel(model.graph, model.devices)
+    for layer in model.graph.layers:
+        found = [float(alone.node_cost(layer, (c,)).total[0]) for c in configs[layer.name]]
+        assert tables.node[layer.name] == pytest.approx(found)
+    for edge in model.graph.edges():
+        pairs = list(product(range(len(configs[edge[0]])), range(len(configs[edge[1]]))))
+        for i, j in [pairs[p] for p in rng.permutation(len(pairs))[:60]]:
+            ends = ((configs[edge[0]][i],), (configs[edge[1]][j],))
+            assert tables.transfer[edge][i, j] == pytest.approx(float(alone.edge_cost(edge, *ends)[0, 0]))
+
+
+def test_layers_alike_share_what_is_alike_only() -> None:
+    """Of three equal linear layers the first computes no gradient of its input, and nobody sends it one."""
+    b = GraphBuilder("alike")
+    x = b.input("x", TensorSpec((8, 8), ("n", "c")))
+    for i in range(3):
+        x = networks.add(b, f"linear{i}", Linear(8), [x])
+    model = CostModel(b.finish([x]), brute.machine((4,)))
+    tables = model.tables(dict.fromkeys(model.graph.by_name, (Config.of({"n": 4}), Config.of({"c": 4}))))
+    assert (tables.node["linear0"] < tables.node["linear1"]).all()
+    assert (tables.node["linear1"] == tables.node["linear2"]).all()
+    inputs, inner = tables.transfer["x", "linear0", 0], tables.transfer["linear0", "linear1", 0]
+    assert inner[0, 1] == 2 * inputs[0, 1] > 0
+    assert (inner == tables.transfer["linear1", "linear2", 0]).all()
+    assert inputs[0, 0] == inner[0, 0] == 0
+
+
+def test_edges_alike_but_for_their_element_type_are_not_alike() -> None:
+    b = GraphBuilder("cast")
+    x = networks.add(b, "linear", Linear(8), [b.input("x", TensorSpec((8, 8), ("n", "c")))])
+    for dtype in ("float32", "float16"):
+        y = networks.add(b, dtype, Cast(dtype), [x])
+        x = networks.add(b, f"after_{dtype}", Linear(8), [y])
+    model = CostModel(b.finish([x]), brute.machine((4,)), CostOptions(link_model="sum"))
+    ends = (Config.of({"n": 4}),), (Config.of({"c": 4}),)
+    whole, half = (model.edge_cost((dtype, f"after_{dtype}", 0), *ends) for dtype in ("float32", "float16"))
+    assert whole == pytest.approx(2 * half)
+
+
+def test_a_quick_table_is_a_lower_bound_of_the_exact_one() -> None:
+    """Close to it, but not it; and neither is mistaken for the other afterwards."""
+    model = CostModel(residual(), brute.machine((2, 4, 12), ports=(1, 2, 4)))
+    configs = configurations(model, most=60)
+    few = telling_devices(model.devices)
+    quick, exact = model.tables(configs, watched=few).transfer, model.tables(configs).transfer
+    alone = CostModel(model.graph, model.devices).tables(configs).transfer
+    for edge, found in exact.items():
+        assert (found == alone[edge]).all()
+        assert (quick[edge] <= found * (1 + 1e-9)).all()
+        assert quick[edge].sum() > 0.5 * found.sum()
+    assert any((quick[edge] < 0.99 * found).any() for edge, found in exact.items())
+
+
+def test_progress_is_reported_edge_by_edge() -> None:
+    model = CostModel(residual(), brute.machine((2,)))
+    seen: list[tuple[int, int]] = []
+    model.tables(configurations(model), lambda done, of: seen.append((done, of)))
+    edges = len(list(model.graph.edges()))
+    assert seen == [(i + 1, edges) for i in range(edges)]
+
+
+@pytest.mark.parametrize(("devices", "degree"), [(4, 4), (6, 6), (8, 6)])
+def test_the_ends_have_the_samples_over_as_many_devices_as_there_are(devices: int, degree: int) -> None:
+    model = CostModel(residual(), brute.machine((devices,)), CostOptions())
+    assert {model.end_config(model.graph[name]) for name in ("x", "outputs")} == {Config.of({"n": degree})}

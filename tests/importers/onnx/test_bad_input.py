@@ -1,0 +1,287 @@
+"""Bad .onnx files: each one clear line, nothing outside the model's folder is read, nothing large is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.onnx import constants as onnx_constants
+from layerwise.importers.onnx.file import read_onnx
+from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from tests.importers.onnx.compute import info, node, random, tensor, write
+
+
+def refused(path: Path, *words: str, batch: int | None = None) -> str:
+    """The message, which is one line and has all these words."""
+    with pytest.raises(LayerwiseError) as caught:
+        from_onnx(path, batch=batch)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1000
+    for word in words:
+        assert word in message, message
+    return message
+
+
+def relu(path: Path, shape: Sequence[int | str | None] = ("N", 4), **more: object) -> Path:
+    return write(path, [node("Relu", "x", out="y", name="act")], shape, **more)  # type: ignore[arg-type]
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    refused(tmp_path / "none.onnx", "there is no file", "none.onnx")
+    refused(tmp_path, "is no file")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"PK\x03\x04rest of a .pt2", b"{}", b"\0" * 99]
+)
+def test_other_formats(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    refused(path, "m.onnx", "not an ONNX")
+
+
+def test_text_formats_are_not_guessed(tmp_path: Path) -> None:
+    """onnx.load goes by the suffix."""
+    relu(tmp_path / "m.onnx")
+    onnx.save(onnx.load(tmp_path / "m.onnx"), tmp_path / "m.json")
+    refused(tmp_path / "m.json", "not an ONNX file")
+
+
+def test_truncated(tmp_path: Path) -> None:
+    nodes = [node("Gemm", "x", "w", out="h"), node("Relu", "h", out="y")]
+    whole = write(tmp_path / "m.onnx", nodes, ["N", 8], [random("w", 8, 8)]).read_bytes()
+    path = tmp_path / "t.onnx"
+    for end in range(0, len(whole) - 1, 7):
+        path.write_bytes(whole[:end])
+        refused(path)
+
+
+def test_a_file_larger_than_protobuf(tmp_path: Path) -> None:
+    with (tmp_path / "m.onnx").open("wb") as file:
+        file.truncate(1 << 40)
+    refused(tmp_path / "m.onnx", "ONNX allows", "external data")
+
+
+@pytest.mark.parametrize("opset", [1, 6, onnx.defs.onnx_opset_version() + 1, 1 << 40, -1])
+def test_opsets(opset: int, tmp_path: Path) -> None:
+    refused(relu(tmp_path / "m.onnx", opset=opset), f"opset {opset} is not supported; use 7 to", "version_converter")
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    refused(relu(tmp_path / "m.onnx", ir=onnx.IR_VERSION + 1), "IR version", "upgrade onnx")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (
+            [node("Hardmax", "x", out="y", name="h")],
+            ["'h'", "Hardmax", "(domain ai.onnx, ", "register_op('ai.onnx::Hardmax'"],
+        ),
+        ([node("LSTM", "x", "w", "r", out="y", hidden_size=2)], ["'LSTM_0'", "LSTM", "ai.onnx"]),
+        ([node("Frobnicate", "x", out="y", name="f")], ["Frobnicate", "(Name: f"]),
+        ([node("Conv", "x", "x", out="y")], ["'Conv_0' (Conv)", "'W' is computed from the input"]),
+        ([node("Relu", "z", out="y")], ["no valid ONNX model", "'z'"]),
+        ([node("Relu", "x", "x", out="y")], ["no valid ONNX model"]),
+        ([node("Elu", "x", out="y", alpha="big")], ["no valid ONNX model", "alpha"]),
+        ([node("MatMul", "x", "bad", out="y")], ["MatMul"]),
+        ([node("Reshape", "x", "i", out="y")], ["Reshape"]),
+        ([node("Concat", "x", "bad", out="y", axis=7)], ["Concat"]),
+        ([node("Gather", "x", "x", out="y")], ["Gather"]),
+        ([node("Cast", "x", out="y", to=TensorProto.FLOAT8E5M2)], ["Cast", "float8e5m2"]),
+        ([node("Constant", out="y", value=tensor("", 1.0))], ["no output depends on an input"]),
+        ([node("Pad", "x", "i", out="y", mode="mirror")], ["Pad", "'mirror'"]),
+        ([node("Relu", "x", out="y"), node("Add", "y", "bad", out="z")], ["Add", "ncompatible dimensions"]),
+    ],
+)
+def test_operators(nodes: list[onnx.NodeProto], words: list[str], tmp_path: Path) -> None:
+    stored = [random("bad", 5, 5), random("w", 1, 8, 4), random("r", 1, 8, 2), tensor("i", [9, 9, 9, 9, 9, 9])]
+    path = write(tmp_path / "m.onnx", nodes, [2, 3, 4], stored)
+    refused(path, *words)
+
+
+def test_control_flow(tmp_path: Path) -> None:
+    then = helper.make_graph([node("Relu", "x", out="t")], "t", [], [info("t", None)])
+    other = helper.make_graph([node("Neg", "x", out="e")], "e", [], [info("e", None)])
+    nodes = [
+        node("ReduceSum", "x", out="s", keepdims=0),
+        node("Greater", "s", "zero", out="c"),
+        node("If", "c", out="y", then_branch=then, else_branch=other, name="choice"),
+    ]
+    path = write(tmp_path / "m.onnx", nodes, ["N", 4], [tensor("zero", 0.0)])
+    refused(path, "'choice'", "control flow (If)", "depends on data")
+
+
+def test_inputs_that_are_no_tensors(tmp_path: Path) -> None:
+    sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)
+    path = write(tmp_path / "m.onnx", [node("SequenceLength", "x", out="y")], [sequence], dtype=TensorProto.INT64)
+    refused(path, "input 'x' is no tensor (sequence_type)")
+    path = write(tmp_path / "s.onnx", [node("Identity", "x", out="y")], [info("x", [2], TensorProto.STRING)],
+                 dtype=TensorProto.STRING)  # fmt: skip
+    refused(path, "input 'x'", "element type")
+
+
+@pytest.mark.parametrize("shape", [["N", "h", 4], ["N", None, 4], [3, 5, 0], [2, 3, -7]])
+def test_shapes_left_open(shape: list[int | str | None], tmp_path: Path) -> None:
+    refused(relu(tmp_path / "m.onnx", shape), "input 'x': dimension", "left open", "fixed size", batch=2)
+
+
+def test_an_input_without_a_shape(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [node("Relu", "x", out="y")], [info("x", None)])
+    refused(path, "'shape' of 'type' is required")
+
+
+def test_no_samples(tmp_path: Path) -> None:
+    refused(relu(tmp_path / "m.onnx", []), "no input has a sample dimension")
+
+
+@pytest.mark.parametrize("batch", [0, -3, True, 1.5])
+def test_batches(batch: int, tmp_path: Path) -> None:
+    refused(relu(tmp_path / "m.onnx"), "the global batch must be at least 1", batch=batch)
+
+
+def test_integers_where_floats_are_needed(tmp_path: Path) -> None:
+    x = info("x", ["N", 4], TensorProto.INT32)
+    weight = tensor("w", np.ones((4, 3), np.int32))
+    path = write(tmp_path / "m.onnx", [node("MatMul", "x", "w", out="y")], [x], [weight], dtype=TensorProto.INT32)
+    refused(path, "'MatMul_0' (linear) has weights but works on int32: cast to float")
+    path = write(tmp_path / "c.onnx", [node("Sigmoid", "x", out="y")], [x], dtype=TensorProto.INT32)
+    refused(path, "Sigmoid", "unsupported type: tensor(int32)")
+
+
+def test_functions_that_explode(tmp_path: Path) -> None:
+    """Thirty functions, each of which calls the one before it twice."""
+    functions = []
+    for i in range(30):
+        op, domain = (f"F{i - 1}", "f") if i else ("Relu", "")
+        body = [node(op, "a", out="b", domain=domain), node(op, "b", out="c", domain=domain)]
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+        functions.append(helper.make_function("f", f"F{i}", ["a"], ["c"], body, opsets))
+    path = write(tmp_path / "m.onnx", [node("F29", "x", out="y", domain="f")], ["N", 4], domains=["f"])
+    model = onnx.load(path)
+    model.functions.extend(functions)
+    onnx.save(model, path)
+    refused(path, "functions expand to")
+
+
+def test_shapes_that_contradict_a_weight(tmp_path: Path) -> None:
+    nodes = [node("Conv", "x", "w", out="y", kernel_shape=[5, 5])]
+    path = write(tmp_path / "m.onnx", nodes, [1, 3, 8, 8], [random("w", 4, 3, 3, 3)])
+    refused(path, "Conv", "kernel")
+    nodes = [node("Conv", "x", "w", out="y", group=2)]
+    refused(write(tmp_path / "g.onnx", nodes, [1, 3, 8, 8], [random("w", 4, 3, 3, 3)]), "Conv")
+
+
+# ---- external data
+
+
+def external(folder: Path, location: str, *, shape: tuple[int, ...] = (4, 3), **entries: str) -> Path:
+    """A model of which the only weight is in another file."""
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": location, **entries}.items():
+        weight.external_data.add(key=key, value=value)
+    return write(folder / "m.onnx", [node("MatMul", "x", "w", out="y")], ["N", shape[0]], [weight])
+
+
+def test_external_data(tmp_path: Path) -> None:
+    values = np.arange(14, dtype=np.float32)
+    (tmp_path / "weights").mkdir()
+    values.tofile(tmp_path / "weights" / "w.bin")
+    path = external(tmp_path, "weights/w.bin", offset="8", length="48")
+    assert from_onnx(path, batch=2).parameter_count() == 12
+    np.testing.assert_array_equal(load_onnx_weights(path)["w"], values[2:].reshape(4, 3))
+    (tmp_path / "inside").symlink_to(tmp_path / "weights")
+    assert from_onnx(external(tmp_path, "./inside/w.bin")).batch == 1
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["/etc/hostname", "../w.bin", "a/../../w.bin", "", "..", "C:\\w.bin", "..\\w.bin", "a\0b", "//host/w", "."],
+)
+def test_external_data_outside_of_the_folder(location: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    np.zeros(12, np.float32).tofile(tmp_path / "w.bin")
+    refused(external(folder, location), "external data of tensor 'w'")
+
+
+def test_external_data_through_links(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    np.zeros(12, np.float32).tofile(tmp_path / "w.bin")
+    (folder / "w.bin").symlink_to(tmp_path / "w.bin")
+    refused(external(folder, "w.bin"), "leads out of the model's own folder")
+    (folder / "up").symlink_to(tmp_path)
+    refused(external(folder, "up/w.bin"), "leads out of the model's own folder")
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"offset": "4"}, "truncated"),
+        ({"offset": "-8"}, "truncated"),
+        ({"offset": "many"}, "cannot be read"),
+        ({"length": "44"}, "44 bytes do not hold (4, 3)"),
+    ],
+)
+def test_external_data_of_another_size(entries: dict[str, str], words: str, tmp_path: Path) -> None:
+    np.zeros(12, np.float32).tofile(tmp_path / "w.bin")
+    refused(external(tmp_path, "w.bin", **entries), "external data of tensor 'w'", words)
+
+
+def test_missing_external_data(tmp_path: Path) -> None:
+    refused(external(tmp_path, "w.bin"), "no file 'w.bin' beside the model")
+    refused(external(tmp_path, "m.onnx", shape=(1 << 40, 1 << 20)), "truncated")
+
+
+def test_constants_of_external_data_are_checked_too(tmp_path: Path) -> None:
+    hidden = TensorProto(name="", data_type=TensorProto.INT64, dims=[2], data_location=TensorProto.EXTERNAL)
+    hidden.external_data.add(key="location", value="/etc/hostname")
+    nodes = [node("Constant", out="c", value=hidden), node("Reshape", "x", "c", out="y")]
+    refused(write(tmp_path / "m.onnx", nodes, [2, 4]), "not a path inside the model's own folder")
+
+
+def test_reading_runs_nothing(tmp_path: Path) -> None:
+    """Python operators and metadata in a file are data."""
+    path = relu(tmp_path / "m.onnx")
+    model = onnx.load(path)
+    model.metadata_props.add(key="run", value=f"__import__('os').system('touch {tmp_path}/ran')")
+    model.graph.node[0].doc_string = "!touch ran"
+    onnx.save(model, path)
+    from_onnx(path)
+    assert read_onnx(path).graph.node[0].op_type == "Relu"
+    assert not (tmp_path / "ran").exists()
+
+
+def many_constants(path: Path, count: int, elements: int) -> Path:
+    """A file of a few kB which computes constants of 8 bytes an element."""
+    stored = [tensor("zero", 0), tensor("one", 1), tensor("many", elements), tensor("axes", [0])]
+    nodes, last = [], "x"
+    for i in range(count):
+        nodes += [
+            node("Range", "zero", "many", "one", out=f"r{i}"),
+            node("ReduceMean", f"r{i}", out=f"i{i}", keepdims=0),
+            node("Cast", f"i{i}", out=f"m{i}", to=TensorProto.FLOAT),
+            node("Add", last, f"m{i}", out=f"y{i}" if i < count - 1 else "y"),
+        ]
+        last = f"y{i}"
+    return write(path, nodes, ["N", 4], stored)
+
+
+def test_a_small_file_of_many_constants_does_not_take_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 constants of half a GiB each; here of half a MiB, with as much less room."""
+    monkeypatch.setattr(onnx_constants, "FOLD_BYTES", 2**20)
+    path = many_constants(tmp_path / "bomb.onnx", 24, 2**16 - 1)
+    assert path.stat().st_size < 8000
+    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 1 MiB"):
+        from_onnx(path, batch=2)
+    assert len(from_onnx(many_constants(tmp_path / "few.onnx", 2, 2**12), batch=2).inner) == 2

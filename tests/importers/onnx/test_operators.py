@@ -1,0 +1,340 @@
+"""ONNX operators: what is imported computes what ONNX's own test cases and reference say."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from layerwise.importers.onnx.ops.table import TABLE
+from layerwise.ops.resample import Interpolate
+from tests.importers.onnx.compute import compute, info, node, random, tensor, write
+
+Array = np.ndarray
+
+# Cases that say something else than the operator does: inference with a cache, random numbers, no tensor, 0/0; and the
+# mean of a loss over the elements that are not ignored (ours is a mean over samples).
+OTHER = ("with_past", "training_dropout", "training_mode", "bf16", "bfloat16", "cast", "l2normalization_axis_0")
+IGNORED_MEANS = ("nllloss_NCd1d2_no_weight_reduction_mean_ii", "nllloss_NCd1_ii", "sce_mean_no_weight_ii")
+# Every operator of the table that has a case must be seen to work in at least one.
+# Strings and 8-bit numbers, opset 1, samples repeated: see VARIANTS. Identity alone has nothing to plan.
+NO_CASE = {"Cast", "CastLike", "Identity", "Not", "Tile"}
+# What is not imported of these is asked for by their cases.
+MORE_OUTPUTS = ("LayerNormalization", "Dropout", "MaxPool", "BatchNormalization", "Attention")
+
+
+def _cases() -> list[object]:
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(collect_testcases(None))
+
+
+def _fed(case: object, keep: int, path: Path) -> list[Array]:
+    """Writes the case's model with all inputs but the first `keep` stored in it."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)  # type: ignore[attr-defined]
+    values = case.data_sets[0][0]  # type: ignore[attr-defined]
+    inputs = list(model.graph.input)
+    for given, value in list(zip(inputs, values, strict=False))[keep:]:
+        if isinstance(value, (np.ndarray, np.generic)):
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), given.name))
+    del model.graph.input[:]
+    model.graph.input.extend(inputs[:keep])
+    if model.graph.node[0].op_type in MORE_OUTPUTS:
+        del model.graph.output[1:]
+    onnx.save(model, path)
+    return list(values[:keep])
+
+
+def _attempt(path: Path) -> tuple[LayerGraph | None, str]:
+    """The graph, or why not."""
+    try:
+        return from_onnx(path), ""
+    except LayerwiseError as error:
+        return None, str(error)
+
+
+def test_onnx_cases(tmp_path: Path) -> None:
+    """ONNX's backend tests: whatever is imported computes what they say; the rest is refused with a reason."""
+    path, seen, wrong = tmp_path / "m.onnx", Counter[str](), defaultdict(list)
+    with_case = set()
+    for i, case in enumerate(_cases()):
+        name = case.name.removeprefix("test_")  # type: ignore[attr-defined]
+        sets = case.data_sets  # type: ignore[attr-defined]
+        if name.endswith("_expanded") and i % 4:  # the same, written out: one in four will do
+            continue
+        if not sets or any(word in name for word in OTHER) or name.startswith(IGNORED_MEANS):
+            continue
+        known = case.model.graph.node[0].op_type in TABLE  # type: ignore[attr-defined]
+        for keep in (1, 2, 3) if known else (1,):
+            fed = _fed(case, keep, path)
+            graph, said = _attempt(path)
+            assert "\n" not in said
+            assert "please report" not in said, said
+            if graph is None:
+                continue
+            nodes = case.model.graph.node  # type: ignore[attr-defined]
+            got = compute(graph, fed, load_onnx_weights(path))
+            for ours, theirs in zip(got, sets[0][1], strict=False):
+                if ours.ndim == 1 and theirs.ndim == 0:  # a loss: ours has a number a sample
+                    ours = ours.sum() if "sum" in name else ours.mean()
+                if not np.allclose(ours.astype(np.float64), theirs.astype(np.float64), 2e-3, 1e-3, equal_nan=True):
+                    wrong[name].append((ours, theirs))
+            seen.update({n.op_type for n in nodes if len(nodes) == 1})
+            break
+        with_case.update(n.op_type for n in case.model.graph.node)  # type: ignore[attr-defined]
+    assert not wrong, list(wrong)
+    assert sum(seen.values()) > 450
+    assert {op for op in TABLE if "-" not in op} & with_case - NO_CASE <= set(seen)
+
+
+# ---- the same operator as older opsets wrote it: ONNX's reference knows them all
+
+
+def refer(path: Path, x: Array) -> Array:
+    return np.asarray(ReferenceEvaluator(onnx.load(path)).run(None, {"x": x})[0])
+
+
+VARIANTS = {
+    "squeeze 7": (7, [node("Squeeze", "x", out="y", axes=[1, 3])], [2, 1, 4, 1], []),
+    "squeeze 13": (13, [node("Squeeze", "x", "a", out="y")], [2, 1, 4, 1], [tensor("a", [1, -1])]),
+    "squeeze all": (13, [node("Squeeze", "x", out="y")], [2, 1, 4, 1], []),
+    "unsqueeze 7": (7, [node("Unsqueeze", "x", out="y", axes=[1, 3])], [2, 4], []),
+    "unsqueeze 13": (13, [node("Unsqueeze", "x", "a", out="y")], [2, 4], [tensor("a", [-1, 1])]),
+    "slice 7": (7, [node("Slice", "x", out="y", starts=[1, -3], ends=[9, -1], axes=[1, 2])], [2, 4, 5], []),
+    "slice 10": (
+        10,
+        [node("Slice", "x", "s", "e", "a", "t", out="y")],
+        [2, 8, 5],
+        [tensor("s", [-1, 0]), tensor("e", [-100, 9]), tensor("a", [1, 2]), tensor("t", [-2, 3])],
+    ),
+    "clip 7": (7, [node("Clip", "x", out="y", min=-0.5, max=0.25)], [2, 4], []),
+    "clip 11": (11, [node("Clip", "x", "", "m", out="y")], [2, 4], [tensor("m", 0.25)]),
+    "pad 7": (7, [node("Pad", "x", out="y", pads=[0, 0, 1, 2, 0, 0, 3, 0], value=2.5)], [2, 3, 4, 4], []),
+    "pad 11": (
+        11,
+        [node("Pad", "x", "p", "v", out="y", mode="constant")],
+        [2, 3, 4, 4],
+        [tensor("p", [0, 0, 1, 2, 0, 0, 3, 0]), tensor("v", 2.5)],
+    ),
+    "pad 18": (
+        18,
+        [node("Pad", "x", "p", "", "a", out="y", mode="reflect")],
+        [2, 3, 4, 4],
+        [tensor("p", [1, 2, 0, 1]), tensor("a", [3, 2])],
+    ),
+    "resize 11": (
+        11,
+        [node("Resize", "x", "r", "s", out="y", mode="linear", coordinate_transformation_mode="half_pixel")],
+        [2, 3, 4, 4],
+        [tensor("s", [1.0, 1.0, 2.0, 0.75]), tensor("r", [0.0] * 8)],
+    ),
+    "resize 13": (
+        13,
+        [node("Resize", "x", "", "", "z", out="y", mode="linear", coordinate_transformation_mode="align_corners")],
+        [2, 3, 4, 4],
+        [tensor("z", [2, 3, 7, 5])],
+    ),
+    "resize 18": (18, [node("Resize", "x", "", "", "z", out="y", axes=[3, 2])], [2, 3, 4, 4], [tensor("z", [8, 12])]),
+    "mean 7": (7, [node("ReduceMean", "x", out="y", axes=[2, -1], keepdims=0)], [2, 3, 4, 5], []),
+    "mean 18": (18, [node("ReduceMean", "x", "a", out="y")], [2, 3, 4, 5], [tensor("a", [2, -1])]),
+    "sum 11": (11, [node("ReduceSum", "x", out="y", axes=[1])], [2, 3, 4], []),
+    "sum 13": (13, [node("ReduceSum", "x", "a", out="y", keepdims=0)], [2, 3, 4], [tensor("a", [1])]),
+    "split 7": (7, [node("Split", "x", out=["y", "b"], axis=1, split=[1, 3])], [2, 4], []),
+    "split 11 even": (11, [node("Split", "x", out=["y", "b"], axis=-1)], [2, 4], []),
+    "split 13": (13, [node("Split", "x", "s", out=["y", "b"], axis=1)], [2, 4], [tensor("s", [3, 1])]),
+    "split 18": (18, [node("Split", "x", out=["y", "b", "c"], axis=1, num_outputs=3)], [2, 7], []),
+    "softmax 13": (13, [node("Softmax", "x", out="y")], [2, 3, 4], []),
+    "flatten 7": (7, [node("Flatten", "x", out="y", axis=2)], [2, 3, 4, 5], []),
+    "flatten 11": (11, [node("Flatten", "x", out="y", axis=-1)], [2, 3, 4, 5], []),
+    "reshape 13": (13, [node("Reshape", "x", "s", out="y")], [2, 6, 4], [tensor("s", [0, -1, 8])]),
+    "expand 8": (8, [node("Expand", "x", "s", out="y")], [2, 1, 4], [tensor("s", [3, 1])]),
+    "tile 7": (7, [node("Tile", "x", "s", out="y")], [2, 1, 4], [tensor("s", [1, 3, 2])]),
+    "gemm 7": (
+        7,
+        [node("Gemm", "x", "w", "c", out="y", transA=1, transB=1, alpha=0.5, beta=2.0)],
+        [4, 3],
+        [random("w", 5, 4), random("c", 3, 1)],
+    ),
+    "gemm 11": (11, [node("Gemm", "x", "w", "c", out="y")], [4, 3], [random("w", 3, 5), random("c", 1, 5)]),
+    "matmul left": (13, [node("MatMul", "w", "x", out="y")], [2, 3, 4], [random("w", 5, 3)]),
+    "matmul stack": (13, [node("MatMul", "x", "w", out="y")], [2, 3, 4], [random("w", 2, 4, 5)]),
+    "gather several": (13, [node("Gather", "x", "i", out="y", axis=1)], [2, 5], [tensor("i", [[0, -1], [3, 3]])]),
+    "gather one": (13, [node("Gather", "x", "i", out="y", axis=-1)], [2, 3, 5], [tensor("i", -2)]),
+    "space to depth": (13, [node("SpaceToDepth", "x", out="y", blocksize=2)], [2, 3, 4, 6], []),
+    "depth to space 7": (7, [node("DepthToSpace", "x", out="y", blocksize=2)], [2, 8, 3, 2], []),
+    "depth to space crd": (13, [node("DepthToSpace", "x", out="y", blocksize=2, mode="CRD")], [2, 8, 3, 2], []),
+    "sum of many": (8, [node("Sum", "x", "b", "x", "s", out="y")], [2, 4], [random("b", 4), tensor("s", 2.0)]),
+    "mean of many": (13, [node("Mean", "x", "b", "x", out="y")], [2, 4], [random("b", 4)]),
+    "max of many": (13, [node("Max", "x", "b", "s", out="y")], [2, 4], [random("b", 4), tensor("s", 0.1)]),
+    "swapped": (13, [node("Sub", "b", "x", out="y")], [2, 4], [random("b", 3, 2, 4)]),
+    "number first": (13, [node("Div", "b", "x", out="y")], [2, 4], [tensor("b", [2.0])]),
+    "concat with stored": (13, [node("Concat", "x", "b", out="y", axis=0)], [2, 4], [random("b", 3, 4)]),
+    "lrn even": (13, [node("LRN", "x", out="y", size=4, alpha=0.5, beta=0.6, bias=1.5)], [7, 7, 3, 3], []),
+    "einsum": (13, [node("Einsum", "x", "w", out="y", equation="bsd,dhe->bhse")], [2, 3, 4], [random("w", 4, 2, 5)]),
+    "where": (
+        13,
+        [node("Greater", "x", "z", out="c"), node("Where", "c", "x", "m", out="y")],
+        [2, 4],
+        [tensor("z", 0.0), tensor("m", -7.0)],
+    ),
+    "not": (
+        15,
+        [
+            node("Less", "x", "z", out="c"),
+            node("Not", "c", out="n"),
+            node("Cast", "n", out="f", to=1),
+            node("CastLike", "f", "x", out="y"),
+        ],
+        [2, 4],
+        [tensor("z", 0.0)],
+    ),
+    "rotary": (
+        23,
+        [node("RotaryEmbedding", "x", "cos", "sin", out="y")],
+        [2, 3, 4, 8],
+        [random("cos", 2, 4, 4), random("sin", 2, 4, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, tmp_path: Path) -> None:
+    opset, nodes, shape, stored = VARIANTS[variant]
+    path = write(tmp_path / "m.onnx", nodes, shape, stored, opset=opset, ir=4)
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    (got, *_) = compute(from_onnx(path), [x], load_onnx_weights(path))
+    np.testing.assert_allclose(got, refer(path, x), rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_over_all_that_follows(tmp_path: Path) -> None:
+    """Before opset 13 (onnx's reference knows only the newer form)."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    exp = np.exp(x)
+    for opset in (7, 11, 12):
+        path = write(tmp_path / "m.onnx", [node("Softmax", "x", out="y")], [2, 3, 4], opset=opset)
+        np.testing.assert_allclose(
+            compute(from_onnx(path), [x], {})[0], exp / exp.sum((1, 2), keepdims=True), rtol=1e-5
+        )
+        path = write(tmp_path / "m.onnx", [node("LogSoftmax", "x", out="y", axis=2)], [2, 3, 4], opset=opset)
+        wanted = np.log(exp / exp.sum(2, keepdims=True))
+        np.testing.assert_allclose(compute(from_onnx(path), [x], {})[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("opset", [7, 9, 10])
+def test_upsampling_before_resize_11(opset: int, tmp_path: Path) -> None:
+    stored = [] if opset == 7 else [tensor("s", [1.0, 1.0, 2.0, 3.0])]
+    scales = {"scales": [1.0, 1.0, 2.0, 3.0]} if opset == 7 else {}
+    nodes = [node("Upsample" if opset < 10 else "Resize", "x", *(t.name for t in stored), out="y", **scales)]
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    (got,) = compute(from_onnx(write(tmp_path / "m.onnx", nodes, [2, 3, 4, 5], stored, opset=opset)), [x], {})
+    np.testing.assert_array_equal(got, x.repeat(2, 2).repeat(3, 3))
+    nodes[0].attribute.append(helper.make_attribute("mode", "linear"))
+    with pytest.raises(LayerwiseError, match=r"mode 'linear' with coordinates 'asymmetric'.*opset 11 or newer"):
+        from_onnx(write(tmp_path / "m.onnx", nodes, [2, 3, 4, 5], stored, opset=opset))
+
+
+def test_a_negative_pad_cuts(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [node("Pad", "x", "p", out="y")], [2, 4, 5], [tensor("p", [0, 1, -1, 0, -2, 0])])
+    x = np.random.default_rng(0).standard_normal((2, 4, 5)).astype(np.float32)
+    wanted = np.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :3, 1:]
+    np.testing.assert_array_equal(compute(from_onnx(path), [x], {})[0], wanted)
+
+
+WINDOWS = [
+    {"kernel_shape": [3, 2], "pads": [1, 0, 0, 1], "strides": [2, 1]},
+    {"kernel_shape": [3, 3], "auto_pad": "SAME_UPPER", "strides": [2, 2]},
+    {"kernel_shape": [2, 3], "auto_pad": "SAME_LOWER", "strides": [2, 3]},
+    {"kernel_shape": [3, 3], "auto_pad": "VALID", "strides": [2, 2]},
+    {"kernel_shape": [2, 2], "dilations": [2, 1]},
+    {},
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("op", ["Conv", "MaxPool", "AveragePool", "ConvTranspose"])
+def test_windows(op: str, window: dict[str, list[int] | str], tmp_path: Path) -> None:
+    """Asymmetric pads and auto_pad; a kernel_shape that is not given is the weight's."""
+    kernel = window.get("kernel_shape", [3, 3])
+    attributes = dict(window) if op.startswith("Conv") else {**window, "kernel_shape": kernel}
+    if op == "AveragePool":
+        attributes.pop("dilations", None)
+    if op == "ConvTranspose" and "pads" in attributes:
+        attributes["output_padding"] = [1, 0]
+    inputs = ["x", "w", "b"] if op.startswith("Conv") else ["x"]
+    weight = random("w", 4, 2, *kernel) if op == "Conv" else random("w", 4, 3, *kernel)
+    grouped = {"group": 2} if op == "Conv" else {}
+    nodes = [node(op, *inputs, out="y", **attributes, **grouped)]
+    stored = [weight, random("b", 4 if op == "Conv" else 3)] if len(inputs) > 1 else []
+    path = write(tmp_path / "m.onnx", nodes, [2, 4, 9, 8], stored, opset=11)
+    x = np.random.default_rng(0).standard_normal((2, 4, 9, 8)).astype(np.float32)
+    (got,) = compute(from_onnx(path), [x], load_onnx_weights(path))
+    if op.startswith("Conv") or "auto_pad" not in window:  # with it, pooling in the reference is wrong (onnx 1.23)
+        np.testing.assert_allclose(got, refer(path, x), rtol=1e-3, atol=1e-4)
+
+
+def test_transposed_convolution_of_a_given_size(tmp_path: Path) -> None:
+    nodes = [node("ConvTranspose", "x", "w", out="y", strides=[3, 2], output_shape=[10, 8])]
+    path = write(tmp_path / "m.onnx", nodes, [1, 1, 3, 3], [random("w", 1, 2, 3, 3)])
+    x = np.random.default_rng(0).standard_normal((1, 1, 3, 3)).astype(np.float32)
+    np.testing.assert_allclose(compute(from_onnx(path), [x], load_onnx_weights(path))[0], refer(path, x), rtol=1e-4)
+
+
+def test_nearest_neighbours_that_are_torchs(tmp_path: Path) -> None:
+    """ONNX has 24 kinds; those that take other positions than both of ours are refused."""
+    for where in ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"):
+        for rounding in ("floor", "ceil", "round_prefer_floor", "round_prefer_ceil"):
+            for size in ([2, 3, 8, 12], [2, 3, 2, 3], [2, 3, 5, 7], [2, 3, 3, 5]):
+                nodes = [node("Resize", "x", "", "", "z", out="y", coordinate_transformation_mode=where,
+                              nearest_mode=rounding)]  # fmt: skip
+                path = write(tmp_path / "m.onnx", nodes, [2, 3, 4, 6], [tensor("z", size)])
+                x = np.random.default_rng(0).standard_normal((2, 3, 4, 6)).astype(np.float32)
+                graph, said = _attempt(path)
+                if graph is None:
+                    assert "is not supported; export with" in said
+                    assert (where, rounding) != ("asymmetric", "floor")
+                    continue
+                assert isinstance(graph["Resize_0"].op, Interpolate)
+                np.testing.assert_array_equal(compute(graph, [x], {})[0], refer(path, x))
+
+
+def test_einsum_is_a_matrix_product(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [node("Einsum", "x", "z", out="y", equation="bhqd,bhkd->bhqk")],
+                 [info("x", [2, 3, 4, 5]), info("z", [2, 3, 6, 5])])  # fmt: skip
+    graph = from_onnx(path, batch=4)
+    assert [la.op.kind for la in graph.layers] == ["input", "input", "permute", "matmul", "sink"]
+    assert graph.layers[-1].specs[0].shape == (4, 3, 4, 6)
+
+
+def test_losses_have_a_number_a_sample(tmp_path: Path) -> None:
+    labels = info("t", ["N", 5], TensorProto.INT64)
+    nodes = [
+        node("SoftmaxCrossEntropyLoss", "x", "t", out="loss", ignore_index=-100),
+        node("Mul", "loss", "two", out="y"),
+    ]
+    path = write(tmp_path / "m.onnx", nodes, [info("x", ["N", 10, 5]), labels], [tensor("two", 2.0)])
+    graph = from_onnx(path, batch=6)
+    assert graph.layers[-1].specs[0].describe() == "(n=6)"
+
+
+def test_precisions(tmp_path: Path) -> None:
+    for code, name in (
+        (TensorProto.BFLOAT16, "bfloat16"),
+        (TensorProto.FLOAT16, "float16"),
+        (TensorProto.DOUBLE, "float64"),
+    ):
+        weight = helper.make_tensor("w", code, [4, 3], np.ones(12))
+        nodes = [node("Cast", "x", out="c", to=code), node("MatMul", "c", "w", out="m"), node("Relu", "m", out="y")]
+        graph = from_onnx(write(tmp_path / "m.onnx", nodes, ["N", 4], [weight], dtype=code), batch=2)
+        assert {layer.out.dtype for layer in graph.layers[1:-1]} == {name}

@@ -1,0 +1,112 @@
+"""A model that computes with the number of samples itself is refused; one that follows its shapes is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.comm.thread import run_threads
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.run.load import load
+from tests.run.plans import random_plan
+
+
+class Model(nn.Module):
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.linear(x))
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda x: x / x.shape[0],
+    "len": lambda x: x * len(x),
+    "numel": lambda x: x * x.numel(),
+    "a sum": lambda x: x + x.sum(0, keepdim=True) / x.shape[0],
+    "roll": lambda x: x.roll(1, 0),
+}
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(0, keepdim=True),
+    "view": lambda x: x.view(x.shape[0], 3, 2).relu().reshape(x.shape[0], -1),
+    "expand": lambda x: x + torch.ones(1, 6).expand(x.shape[0], -1),
+    "roll of features": lambda x: x.roll(1, 1),
+    "fixed": lambda x: x.view(4, 2, 3).transpose(1, 2).flatten(1),
+}
+
+
+@pytest.mark.parametrize("last", WRONG.values(), ids=WRONG)
+def test_what_computes_with_the_number_of_samples_is_refused(last: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(LayerwiseError, match="depends on the number of samples by more than its shape"):
+        network_of(Model(last), (torch.randn(4, 6),), 8, "test")
+
+
+@pytest.mark.parametrize("last", RIGHT.values(), ids=RIGHT)
+def test_what_follows_its_shapes_is_not(last: Callable[[Tensor], Tensor]) -> None:
+    assert network_of(Model(last), (torch.randn(4, 6),), 8, "test").graph.batch == 8
+
+
+def test_windows_are_told_from_samples() -> None:
+    """Four windows, four samples: a mask for each window looks like a row a sample, until there are more."""
+
+    def windows(x: Tensor) -> Tensor:
+        mask = torch.arange(4.0)[:, None, None] * torch.ones(4, 2, 3)
+        masks = mask[None].expand(x.shape[0], -1, -1, -1).reshape(-1, 2, 3)
+        return x.reshape(-1, 2, 3) + masks
+
+    graph = network_of(Model(lambda x: windows(x.repeat(1, 4))), (torch.randn(4, 6),), 8, "test").graph
+    assert graph.batch == 8
+    assert graph.layers[-1].specs[0].describe() == "(n=32, 2, 3)"
+
+
+class ShiftedWindows(nn.Module):
+    """A block of torchvision's Swin transformer: windows of 4 x 4 positions of an image of 8 x 8, shifted by 2."""
+
+    places: Tensor
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.randn(49, heads))
+        at = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")).flatten(1)
+        apart = at[:, :, None] - at[:, None, :] + 3
+        self.register_buffer("places", (apart[0] * 7 + apart[1]).flatten())
+
+    def forward(self, image: Tensor) -> Tensor:
+        n, _, _, c = image.shape
+        x = image.roll((-2, -2), (1, 2)).view(n, 2, 4, 2, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(n * 4, 16, c)
+        q, k, v = self.qkv(x).reshape(x.size(0), 16, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        scores = q.matmul(k.transpose(-2, -1)) + self.bias[self.places].view(16, 16, -1).permute(2, 0, 1).unsqueeze(0)
+        regions = x.new_zeros(8, 8)
+        for i, rows in enumerate((slice(0, -4), slice(-4, -2), slice(-2, None))):
+            for j, columns in enumerate((slice(0, -4), slice(-4, -2), slice(-2, None))):
+                regions[rows, columns] = 3 * i + j
+        regions = regions.view(2, 4, 2, 4).permute(0, 2, 1, 3).reshape(4, 16)
+        mask = regions.unsqueeze(1) - regions.unsqueeze(2)
+        mask = mask.masked_fill(mask != 0, -100.0).masked_fill(mask == 0, 0.0)
+        scores = scores.view(x.size(0) // 4, 4, self.heads, 16, 16) + mask.unsqueeze(1).unsqueeze(0)
+        y = scores.view(-1, self.heads, 16, 16).softmax(-1).matmul(v).transpose(1, 2).reshape(x.size(0), 16, c)
+        y = self.out(y).view(n, 2, 2, 4, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(n, 8, 8, c)
+        return y.roll((2, 2), (1, 2))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 8])
+def test_shifted_windows_at_any_example_batch(samples: int) -> None:
+    """Four windows and four (or two) samples: that more of them cannot follow asks for a third trace, too."""
+    torch.manual_seed(0)
+    model, x = ShiftedWindows().double(), torch.randn(2 * samples, 8, 8, 8).double()
+    network = network_of(model, (x[:samples],), 2 * samples, "test")
+    plan = random_plan(fuse(network.graph), 2, 0, "sample")
+
+    def run(comm: Comm) -> None:
+        made = load(plan, network, comm=comm, dtype=torch.float64)
+        torch.testing.assert_close(made(x[made.share()]), model(x)[made.share()], rtol=1e-9, atol=1e-12)
+
+    run_threads(2, run)

@@ -1,0 +1,80 @@
+"""What cannot be imported from PyTorch is one clear line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.torch import constants as torch_constants
+from layerwise.importers.torch.from_torch import from_torch
+from tests.importers.zoo import Function
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_control_flow_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        LayerwiseError, match=r"model 'Branch': torch.export fails with .*must not depend on data"
+    ) as caught:
+        from_torch(Branch(), (torch.randn(4),))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    cond = Function(lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)))
+    with pytest.raises(LayerwiseError, match=r"control flow .* depends on data"):
+        from_torch(cond, (torch.randn(4),))
+    with pytest.raises(LayerwiseError, match=r"layer 'item': size \w+ depends on data"):
+        from_torch(Function(lambda x: x * x.max().item()), (torch.randn(4),))
+
+
+def test_wrong_inputs_are_one_clear_line() -> None:
+    for inputs, said in (((torch.randn(2, 4, 8, 8),), "expected input"), ((1, 2, 3), "too many")):
+        with pytest.raises(LayerwiseError, match=f"{said}.*check that the model runs on these") as caught:
+            from_torch(nn.Conv2d(3, 4, 3), inputs)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(LayerwiseError, match=r"needs an nn.Module, .* not str"):
+        from_torch("vgg16", (torch.randn(2),))  # type: ignore[arg-type]
+    for nothing in (nn.Identity(), Function(lambda x: torch.ones(3)), Function(lambda x: None)):
+        with pytest.raises(LayerwiseError, match="computes nothing from its inputs"):
+            from_torch(nothing, (torch.randn(2, 3),))
+
+
+def test_unknown_operators_say_what_to_do() -> None:
+    with pytest.raises(
+        LayerwiseError, match=re.escape("layer 'lstm': operator aten::lstm.input is unknown; register it")
+    ):
+        from_torch(nn.LSTM(8, 8, batch_first=True), (torch.randn(4, 5, 8),))
+    normalised = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    with pytest.raises(LayerwiseError, match="remove_parametrizations"):
+        from_torch(normalised, (torch.randn(4, 3, 8, 8),))
+    computed = Function(lambda x, w: F.conv2d(x, w))
+    with pytest.raises(LayerwiseError, match="its weight is computed in the forward pass"):
+        from_torch(computed, (torch.randn(4, 3, 8, 8), torch.randn(4, 3, 3, 3)))
+
+
+def test_outputs_that_are_not_made() -> None:
+    """Positions of maxima are no part of a layer; nobody may use them."""
+    x = torch.randn(4, 3, 8, 8)
+    assert from_torch(Function(lambda x: x.max(1)[0]), (x,)).layers[-2].out.shape == (4, 8, 8)
+    for function in (lambda x: x.max(1)[1] + 1, lambda x: x.max(1), lambda x: F.max_pool2d(x, 2, return_indices=True)):
+        with pytest.raises(LayerwiseError, match=r"an output that layerwise does not make"):
+            from_torch(Function(function), (x,))
+
+
+def test_many_constants_do_not_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file can ask for any number of them: here a hundred and fifty of 1 MiB, with room for a hundred."""
+    monkeypatch.setattr(torch_constants, "MOST_BYTES", 100 << 20)
+
+    def sums(count: int) -> nn.Module:
+        return Function(lambda x: x + sum(torch.arange(2**17) * i for i in range(count)).sum())  # type: ignore[union-attr]
+
+    with pytest.raises(LayerwiseError, match=r"constants that the model computes, .* take more than 100 MiB in all"):
+        from_torch(sums(40), (torch.randn(4),))
+    from_torch(sums(3), (torch.randn(4),))

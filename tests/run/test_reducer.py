@@ -1,0 +1,25 @@
+"""Buckets of gradients: the same on every rank of a group, whatever else a rank has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from layerwise.partition.buckets import FIRST_BUCKET_BYTES
+from layerwise.run.reducer import Replicas
+
+
+def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:
+    """Ranks 0 and 2 alone have the last layer; the others' first gradients are of the layers before it."""
+    names = ["last", "third", "second", "first"]
+    items = FIRST_BUCKET_BYTES // 4 + 1
+    parameters = {name: nn.Parameter(torch.empty(items, device="meta")) for name in names}
+    everyone = (0, 1, 2, 3)
+
+    def shared(rank: int) -> list[list[str]]:
+        own = names if rank in (0, 2) else names[1:]
+        groups = {name: (0, 2) if name == "last" else everyone for name in own}
+        made = Replicas({name: parameters[name] for name in own}, own, groups)
+        return [bucket.names for bucket in made.buckets if bucket.group == everyone]
+
+    assert shared(0) == shared(1) == [["third"], ["second", "first"]]
