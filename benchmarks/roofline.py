@@ -207,10 +207,9 @@ def predicted(layer: Layer, config: Config, wanted: Sequence[bool], processor: P
 
 def kind(layer: Layer) -> str:
     """`conv 3x3+batch_norm+relu`."""
-    stages = [op for op, _ in layer.op.stages(layer.specs)]
-    names = [str(getattr(op, "fn", op.kind)) for op in stages]
-    if isinstance(stages[0], Conv):
-        names[0] += " " + "x".join(map(str, stages[0].kernel))
+    names = [stage.label for stage in layer.stages]
+    if isinstance(layer.main, Conv):
+        names[0] += " " + "x".join(map(str, layer.main.kernel))
     return "+".join(names)
 
 
@@ -219,7 +218,7 @@ def figure_1(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: s
     flows, rows, done = graph.has_gradient, [], set()
     for layer in graph.inner:
         wanted = tuple(flows[name] for name in layer.inputs)
-        if not isinstance(layer.op.stages(layer.specs)[0][0], Conv) or (layer.op, layer.specs) in done:
+        if not isinstance(layer.main, Conv) or (layer.op, layer.specs) in done:
             continue
         done.add((layer.op, layer.specs))
         row: Row = {"layer": layer.name}

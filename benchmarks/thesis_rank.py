@@ -91,7 +91,7 @@ def bandwidth() -> float:
 
 def by_inputs(graph: LayerGraph, ranks: int) -> dict[str, Config]:
     """TorchAD-NN's model parallelism: linear layers split by inputs, all else serial."""
-    linear = {layer.name: isinstance(layer.op.stages(layer.specs)[0][0], Linear) for layer in graph.inner}
+    linear = {layer.name: isinstance(layer.main, Linear) for layer in graph.inner}
     return {name: Config.of({"k": ranks}) if split else Config() for name, split in linear.items()}
 
 

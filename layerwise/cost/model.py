@@ -19,9 +19,8 @@ from layerwise.cost.gathers import are_gathers, gather_s
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Dim, Maps, space
+from layerwise.ops.base import Dim, Maps
 from layerwise.ops.ends import Constant, Sink, Tied
-from layerwise.ops.fused import gradients_wanted
 from layerwise.partition.place import fed_config, input_maps
 from layerwise.tensor import TensorSpec
 
@@ -190,21 +189,18 @@ class CostModel:
     def statistics_of(self, layer: Layer, lay: Layout) -> list[Collective]:
         """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
         found: list[Collective] = []
-        flows = self.graph.flows_back(layer)
-        wanted = gradients_wanted(layer.op, layer.specs, flows, [p.trainable for p in layer.space.parameters])
-        for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
-            s = space(stage, specs)
-            statistics = stage.statistics(specs, s.out)
-            if statistics is None or (self.options.local_batch_norm and stage.kind == "batch_norm"):
+        for stage, gradients in zip(layer.stages, self.graph.gradients(layer), strict=True):
+            out, statistics = stage.space.out, stage.statistics(local_batch_norm=self.options.local_batch_norm)
+            if statistics is None:
                 continue
-            degrees = lay.own_degrees if number else lay.degrees
+            degrees = lay.own_degrees if stage.epilogue else lay.degrees
             extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
             keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
-            each = statistics.per_key / statistics.block * max(s.out.item_bytes, 4)  # sums of 16-bit values are float32
+            each = statistics.per_key / statistics.block * max(out.item_bytes, 4)  # sums of 16-bit values are float32
             size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
             spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
-            total = degrees[:, spare].prod(1) * prod(s.out.shape[i] for i in statistics.keys) * each
-            found += [self._collective(size, total, lay, keys, number > 0)] * (1 + wanted[number])
+            total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
+            found += [self._collective(size, total, lay, keys, stage.epilogue)] * (1 + gradients.inputs)
         return found
 
     def reductions_of(self, layer: Layer, lay: Layout) -> list[Collective]:
@@ -212,7 +208,7 @@ class CostModel:
         ks = layer.space.reductions
         if not ks or (lay.degrees[:, ks.start :] == 1).all():
             return []
-        main = space(*layer.op.stages(layer.specs)[0]).out
+        main = layer.stages[0].space.out
         extents = largest_extents(layer.space.dims, lay.degrees)[:, : ks.start]
         size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
         total = lay.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
@@ -220,10 +216,7 @@ class CostModel:
 
     def reduces_back(self, layer: Layer) -> bool:
         """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
-        count = len(space(*layer.op.stages(layer.specs)[0]).parameters)
-        trained = any(p.trainable for p in layer.space.parameters[:count])
-        flows = self.graph.flows_back(layer)
-        return trained or gradients_wanted(layer.op, layer.specs, flows, [False] * len(layer.space.parameters))[0]
+        return self.graph.gradients(layer)[0].result
 
     def traffic(self, edge: Edge, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Traffic:
         """Load of one direction of an edge for all pairs of configurations."""

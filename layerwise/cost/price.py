@@ -14,7 +14,6 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import space
 from layerwise.ops.ends import Tied
 from layerwise.partition.place import input_maps
 
@@ -167,7 +166,7 @@ def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
     if isinstance(layer.op, Tied):
         return total
     rank = len(layer.out.shape)
-    for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
-        extents = largest_extents(layer.space.dims[:rank], lay.own_degrees if number else lay.degrees)
-        total += prod(np.ravel(extents).tolist()) * space(stage, specs).out.item_bytes
+    for stage in layer.stages:
+        extents = largest_extents(layer.space.dims[:rank], lay.own_degrees if stage.epilogue else lay.degrees)
+        total += prod(np.ravel(extents).tolist()) * stage.space.out.item_bytes
     return total

@@ -7,16 +7,24 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import networkx as nx
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Op, Parameter, Space, space
+from layerwise.ops.base import Op, Parameter, Space, Stage, space
 from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.ops.pointwise import Unary
 from layerwise.tensor import TensorSpec
 
 SINK = "outputs"  # the name of the sink
+
+
+class StageGradients(NamedTuple):
+    """Whether the backward pass of a stage makes a gradient of what it reads, and is given one of its result."""
+
+    inputs: bool
+    result: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,12 @@ class Layer:
     followers: tuple[str, ...] = ()  # names of the fused followers, in order
     frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
     space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)  # the main operator, then the epilogue
 
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "space", space(self.op, self.specs))
+            object.__setattr__(self, "stages", self.op.stages(self.specs))
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.name!r} ({self.op.kind}): {error}") from None
         if self.frozen:
@@ -55,7 +65,12 @@ class Layer:
     @property
     def main(self) -> Op:
         """The operator, without its followers and the views of its inputs."""
-        return self.op.stages(self.specs)[0][0]
+        return self.stages[0].op
+
+    @property
+    def kinds(self) -> str:
+        """`conv+batch_norm+relu`: what it is made of, for people."""
+        return "+".join(stage.label for stage in self.stages)
 
     @property
     def end(self) -> bool:
@@ -68,6 +83,15 @@ class Layer:
         if isinstance(self.op, Tied):
             return self.name not in self.frozen
         return any(p.trainable for p in self.space.parameters)
+
+    def gradients(self, flows: Sequence[bool]) -> tuple[StageGradients, ...]:
+        """Which gradients each stage makes. flows: whether one is wanted of each of the layer's inputs."""
+        made: list[StageGradients] = []
+        for stage in self.stages:
+            inputs = any(flows[stage.inputs]) or (stage.epilogue and made[-1].result)
+            trains = any(p.trainable for p in self.space.parameters[stage.parameters])
+            made.append(StageGradients(inputs, inputs or trains))
+        return tuple(made)
 
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Model's name and description of the parameters that live in this layer."""
@@ -155,14 +179,18 @@ class LayerGraph:
         goes_on = self.has_gradient[layer.name] or isinstance(layer.op, Sink)
         return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
+    def gradients(self, layer: Layer) -> tuple[StageGradients, ...]:
+        """Which gradients each stage of a layer makes."""
+        return layer.gradients(self.flows_back(layer))
+
     @cached_property
     def dtype(self) -> str:
         """The element type of the model: of what its weights are multiplied with, else of its first numbers."""
-        for kinds in (("conv", "conv_transpose", "linear", "embedding", "tied"), None):
+        for weighted in (True, False):
             for layer in self.layers:
-                op, specs = layer.op.stages(layer.specs)[0]
-                if (kinds is None or op.kind in kinds) and "float" in (dtype := space(op, specs).out.dtype):
-                    return dtype
+                main = layer.stages[0]
+                if (main.op.weights or not weighted) and main.space.out.differentiable:
+                    return main.space.out.dtype
         return "float32"
 
     @cached_property

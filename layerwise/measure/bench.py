@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
-from layerwise.ops.stages import needed_box, run_stages, stages_of
+from layerwise.ops.stages import local_stages, needed_box, run_stages
 
 SCALE = 0.05  # of random values: activations and gradients stay in the range of normal numbers
 
@@ -74,7 +74,7 @@ class Bench:
     def __init__(self, task: Task, mode: Mode) -> None:
         layer, where = task.layer, task.layer.space
         self.task, self.mode = task, mode
-        self.stages = stages_of(layer.op, layer.specs, where, task.cell, task.owned)
+        self.stages = local_stages(layer.stages, layer.specs, task.cell, task.owned)
         needs = zip(layer.specs, where.needs, where.late_inputs, strict=True)
         inputs = [
             mode.filled(needed_box(maps, task.owned if late else task.cell).shape, spec.dtype, _bound(layer))
@@ -153,9 +153,9 @@ class Bench:
 
 def _bound(layer: Layer) -> int:
     """Integer inputs are ids below this: rows of an embedding, classes of a loss."""
-    main, specs = layer.op.stages(layer.specs)[0]  # specs: after the views
-    if main.kind == "loss" and len(specs[0].shape) > 1:
-        return specs[0].shape[1]
+    main, x = layer.main, layer.stages[0].specs[:1]
+    if main.kind == "loss" and len(x[0].shape) > 1:
+        return x[0].shape[1]
     return int(getattr(main, "count", 2))
 
 

@@ -40,7 +40,7 @@ def full_layers(graph: LayerGraph) -> tuple[FullLayer, ...]:
     """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
     found: list[FullLayer] = []
     for layer in graph.inner:
-        op, specs = layer.op.stages(layer.specs)[0]
+        op, specs = layer.main, layer.stages[0].specs
         chained = layer.inputs[:1] == (found[-1].name if found else graph.layers[0].name,) and len(layer.inputs) == 1
         if not isinstance(op, Linear) or len(layer.out.shape) != 2 or not chained:
             raise LayerwiseError(

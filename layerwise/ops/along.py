@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
-from layerwise.ops.base import Extents, Kept, Maps, Op, dim_index, merge_labels, same
+from layerwise.ops.base import Extents, Kept, Local, Maps, Op
+from layerwise.ops.specs import dim_index, merge_labels, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)

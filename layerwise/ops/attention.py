@@ -11,14 +11,13 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Box, identity, scaled, whole
-from layerwise.ops.base import Extents, Gemm, Kept, Maps, Op, broadcast, merge_labels, only
+from layerwise.ops.base import Extents, Gemm, Kept, Local, Maps, Op
 from layerwise.ops.random import drop
+from layerwise.ops.specs import broadcast, merge_labels, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class Attention(Op):
     """
 
     kind: ClassVar[str] = "attention"
+    autocast: ClassVar[bool] = True
     causal: bool = False
     mask: bool = False
     scale: float | None = None

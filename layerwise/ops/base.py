@@ -8,27 +8,36 @@ transfers, the gradient synchronisation, the memory and the run time of the oper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import lru_cache
-from math import lcm
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, identity, needed, whole
+from layerwise.geometry import AxisMap, Box, needed
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerwise.ops.local import Local
-
 Extents = NDArray[np.int64]  # (..., dimensions of the iteration space): extents of boxes
 Counts = NDArray[np.float64]  # (...): one number a box
 Maps = tuple[AxisMap, ...]  # one a dimension of a tensor
+T = TypeVar("T")
+
+
+class Role(Enum):
+    """What an operator is in a network."""
+
+    COMPUTE = auto()
+    INPUT = auto()  # a tensor that the data loader feeds
+    CONSTANT = auto()  # a tensor that is neither fed nor trained: every device makes its own
+    TIED = auto()  # a parameter that several layers use: each use is an edge
+    SINK = auto()  # where all outputs meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +138,36 @@ class Space:
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A cell of an operator's iteration space.
+
+    space: the whole operator's; specs: of its whole inputs; cell: the box of output dimensions and reductions that is
+    computed; needs: the box of each input that the kernel is given. peers: how many devices share the operator's
+    statistics; all_reduce sums a tensor over them (no gradient of its own; the tensor may be overwritten), None where
+    this device has all that it needs. seed: of the random numbers at this step, equal on all devices.
+    """
+
+    space: Space
+    specs: tuple[TensorSpec, ...]
+    cell: Box
+    needs: tuple[Box, ...]
+    training: bool = True
+    all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
+    seed: int = 0
+
+    @property
+    def out(self) -> Box:
+        """The box of the output that is computed."""
+        rank = len(self.space.out.shape)
+        return Box(self.cell.lo[:rank], self.cell.hi[:rank])
+
+    def spans(self, *dims: int) -> bool:
+        """Whether the output box is whole in these dimensions."""
+        shape = self.space.out.shape
+        return all(self.cell.lo[i] == 0 and self.cell.hi[i] == shape[i] for i in dims)
+
+
 class Op(ABC):
     """An operator: a frozen dataclass of its attributes (never of shapes, except where the network names them).
 
@@ -138,6 +177,10 @@ class Op(ABC):
 
     kind: ClassVar[str]
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
+    role: ClassVar[Role] = Role.COMPUTE
+    autocast: ClassVar[bool] = False  # autocast computes it in 16 bits, or leaves it in them
+    weights: ClassVar[bool] = False  # has weights whose element type is the model's
+    local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only
 
     @property
@@ -178,9 +221,11 @@ class Op(ABC):
         """The forward pass as matrix products, where it is (then `flops` is theirs)."""
         return ()
 
-    def stages(self, inputs: Sequence[TensorSpec]) -> tuple[tuple[Op, tuple[TensorSpec, ...]], ...]:
-        """The operators that run one after the other, each with its input specs. All share the output's dimensions."""
-        return ((self, tuple(inputs)),)
+    def stages(self, inputs: Sequence[TensorSpec]) -> tuple[Stage, ...]:
+        """The operators that run one after the other. All share the output's dimensions."""
+        where = space(self, tuple(inputs))
+        views = ((),) * len(inputs)
+        return (Stage(self, tuple(inputs), where, views, slice(len(inputs)), slice(len(where.parameters))),)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         """What it all-reduces among its own cells, forward; the backward pass does the same again."""
@@ -217,6 +262,39 @@ class Op(ABC):
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One operator of a layer at given shapes: the main one, or one of the epilogue."""
+
+    op: Op
+    specs: tuple[TensorSpec, ...]  # of all its inputs, behind their views
+    space: Space  # of `op` on `specs`
+    views: tuple[tuple[Op, ...], ...]  # the chain of views in front of each input that comes from outside the layer
+    inputs: slice  # which of the layer's inputs those are
+    parameters: slice  # which of the layer's parameters are its
+    slot: int | None = None  # which of its inputs is the result so far; None: it is the main operator
+
+    @property
+    def epilogue(self) -> bool:
+        """Whether it comes after the reduction over k, and so works on what a device owns of the output."""
+        return self.slot is not None
+
+    @property
+    def label(self) -> str:
+        """`relu`: the function or the kind of its operator, for people."""
+        return str(getattr(self.op, "fn", "") or self.op.kind)
+
+    def outside(self, row: Sequence[T]) -> list[T]:
+        """Of a row with an entry for each of its inputs, the entries of those from outside the layer."""
+        return [entry for i, entry in enumerate(row) if i != self.slot]
+
+    def statistics(self, *, local_batch_norm: bool = False) -> Statistics | None:
+        """What it all-reduces; None too where batch norms take statistics of each device's own samples."""
+        if local_batch_norm and self.op.local_statistics:
+            return None
+        return self.op.statistics(self.specs, self.space.out)
+
+
 @lru_cache(maxsize=65536)
 def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
     """The iteration space of `op` on `inputs`. Cached: repeated blocks of a network share one Space."""
@@ -237,63 +315,3 @@ def volumes(maps: Maps, lo: Extents, hi: Extents) -> Counts:
     first, last = needed(maps, lo, hi)
     total: Counts = np.prod(last - first, axis=-1, dtype=np.float64) * (hi > lo).all(-1)  # an empty box needs nothing
     return total
-
-
-def same(spec: TensorSpec) -> Maps:
-    """Every dimension needs its own interval."""
-    return tuple(identity(extent, i) for i, extent in enumerate(spec.shape))
-
-
-def broadcast(spec: TensorSpec | tuple[int, ...], out: TensorSpec) -> Maps:
-    """Maps of an operand that broadcasts to `out` by numpy's rule."""
-    shape = spec.shape if isinstance(spec, TensorSpec) else spec
-    skip = len(out.shape) - len(shape)
-    return tuple(
-        identity(extent, i + skip) if extent == out.shape[i + skip] else whole(extent) for i, extent in enumerate(shape)
-    )
-
-
-def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype: str) -> TensorSpec:
-    """A spec of `shape`, each dimension labelled by the first candidate (aligned right) that spans it."""
-    dims: list[str | None] = []
-    units: list[int] = []
-    for i, extent in enumerate(shape):
-        label: str | None = None
-        unit = 1
-        for spec in candidates:
-            j = i - (len(shape) - len(spec.shape))
-            if j >= 0 and spec.shape[j] == extent:
-                label = label or spec.dims[j]
-                unit = lcm(unit, spec.units[j])  # also of a dimension without a label: a view may bind it
-        if label in dims:
-            label = None
-        dims.append(label)
-        units.append(unit)
-    return TensorSpec(shape, tuple(dims), dtype, tuple(units))
-
-
-def resized(spec: TensorSpec, extents: tuple[int, ...]) -> TensorSpec:
-    """`spec` with other extents of its last dimensions, of which positions need windows.
-
-    A merged dimension among them is not split any more: windows do not end at multiples of its unit.
-    """
-    lead = len(spec.shape) - len(extents)
-    labels = (None if unit > 1 else d for d, unit in zip(spec.dims[lead:], spec.units[lead:], strict=True))
-    ones = (1,) * len(extents)
-    return TensorSpec(
-        (*spec.shape[:lead], *extents), (*spec.dims[:lead], *labels), spec.dtype, (*spec.units[:lead], *ones)
-    )
-
-
-def dim_index(dim: int, spec: TensorSpec) -> int:
-    """`dim`, which may count from the end, as an index."""
-    rank = len(spec.shape)
-    if not -rank <= dim < rank:
-        raise LayerwiseError(f"dimension {dim} of {spec.describe()}: there are only {rank}")
-    return dim % rank
-
-
-def only(spec: TensorSpec, dims: Sequence[int]) -> TensorSpec:
-    """`spec` with only these of its dimensions, in this order."""
-    shape, units = (tuple(row[i] for i in dims) for row in (spec.shape, spec.units))
-    return TensorSpec(shape, tuple(spec.dims[i] for i in dims), spec.dtype, units)

@@ -12,14 +12,13 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, merge_labels, only
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
 from layerwise.ops.pointwise import promoted
+from layerwise.ops.specs import dim_index, merge_labels, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class Concat(Op):
     """Any number of inputs one after the other along `dim`. No FLOPs: it copies."""
 
     kind: ClassVar[str] = "concat"
+    autocast: ClassVar[bool] = True
     dim: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:

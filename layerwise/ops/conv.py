@@ -13,8 +13,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, scaled, whole, window
-from layerwise.ops.base import Dim, Extents, Gemm, Kept, Maps, Op, Parameter, volumes
-from layerwise.ops.local import Local
+from layerwise.ops.base import Dim, Extents, Gemm, Kept, Local, Maps, Op, Parameter, volumes
 from layerwise.ops.windows import given, interval, margins, padded
 from layerwise.tensor import TensorSpec
 
@@ -29,6 +28,8 @@ class Conv(Op):
     """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
+    autocast: ClassVar[bool] = True
+    weights: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -130,6 +131,8 @@ class ConvTranspose(Op):
     """The adjoint of a convolution: (n, c, *spatial) with (c, out_channels/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv_transpose"
+    autocast: ClassVar[bool] = True
+    weights: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

@@ -10,13 +10,12 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
-from layerwise.ops.base import Counts, Dim, Extents, Kept, Maps, Op, Parameter, same
+from layerwise.ops.base import Counts, Dim, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.specs import same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class Embedding(Op):
     """
 
     kind: ClassVar[str] = "embedding"
+    weights: ClassVar[bool] = True
     count: int
     width: int
     dtype: str = "float32"

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from layerwise.geometry import scaled, whole
-from layerwise.ops.base import Counts, Extents, Maps, Op
+from layerwise.ops.base import Counts, Extents, Maps, Op, Role
 from layerwise.tensor import TensorSpec
 
 
@@ -18,6 +18,7 @@ class Input(Op):
     """A tensor that the data loader feeds."""
 
     kind: ClassVar[str] = "input"
+    role: ClassVar[Role] = Role.INPUT
     spec: TensorSpec
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -35,6 +36,8 @@ class Tied(Input):
     """A parameter that several layers use: a source whose uses are edges."""
 
     kind: ClassVar[str] = "tied"
+    role: ClassVar[Role] = Role.TIED
+    weights: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Constant(Input):
     """A tensor that nobody feeds or trains (a mask, position ids): every device makes its own, nothing is sent."""
 
     kind: ClassVar[str] = "constant"
+    role: ClassVar[Role] = Role.CONSTANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Sink(Op):
     """Where all outputs meet: it needs its samples of each of them."""
 
     kind: ClassVar[str] = "sink"
+    role: ClassVar[Role] = Role.SINK
     batch: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:

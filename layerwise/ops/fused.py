@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from layerwise.ops.base import Dim, Maps, Op, Parameter, Space, space
+from layerwise.ops.base import Dim, Maps, Op, Parameter, Stage, space
 from layerwise.tensor import TensorSpec
 
 
@@ -36,54 +36,50 @@ class Fused(Op):
     followers: tuple[Follower, ...] = ()
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
-        return self._spaces(inputs)[-1].out
+        return self.stages(inputs)[-1].space.out
 
-    def stages(self, inputs: Sequence[TensorSpec]) -> tuple[tuple[Op, tuple[TensorSpec, ...]], ...]:
+    def stages(self, inputs: Sequence[TensorSpec]) -> tuple[Stage, ...]:
         viewed = [viewed_spec(spec, chain) for spec, chain in zip(inputs, self.views, strict=True)]
-        count = len(viewed) - sum(f.extras for f in self.followers)
-        stages: list[tuple[Op, tuple[TensorSpec, ...]]] = [(self.main, tuple(viewed[:count]))]
-        running = space(*stages[0]).out
-        for follower in self.followers:
-            specs = viewed[count : count + follower.extras]
-            count += follower.extras
-            specs.insert(follower.slot, running)
-            stages.append((follower.op, tuple(specs)))
-            result = space(follower.op, tuple(specs)).out
-            assert result.shape == running.shape, f"{follower.op} changes the shape: it cannot follow"
-            running = result
+        extras = [f.extras for f in self.followers]
+        ops = [(self.main, None, len(viewed) - sum(extras)), *((f.op, f.slot, f.extras) for f in self.followers)]
+        stages: list[Stage] = []
+        first, held = 0, 0  # of the inputs and the parameters of the next stage
+        for op, slot, count in ops:
+            rows = slice(first, first + count)
+            specs = viewed[rows]
+            if slot is not None:
+                specs.insert(slot, stages[-1].space.out)
+            where = space(op, tuple(specs))
+            assert slot is None or where.out.shape == specs[slot].shape, f"{op} changes the shape: it cannot follow"
+            parameters = slice(held, held + len(where.parameters))
+            stages.append(Stage(op, tuple(specs), where, self.views[rows], rows, parameters, slot))
+            first, held = rows.stop, parameters.stop
         return tuple(stages)
 
-    def _spaces(self, inputs: Sequence[TensorSpec]) -> list[Space]:
-        return [space(op, specs) for op, specs in self.stages(inputs)]
-
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        first, *rest = self._spaces(inputs)
-        direct = list(first.needs)
-        for follower, s in zip(self.followers, rest, strict=True):
-            direct += [maps for i, maps in enumerate(s.needs) if i != follower.slot]
+        direct = [maps for stage in self.stages(inputs) for maps in stage.outside(stage.space.needs)]
         return tuple(
             through_views(maps, spec, chain) for maps, spec, chain in zip(direct, inputs, self.views, strict=True)
         )
 
     def late_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
-        extras = sum(f.extras for f in self.followers)
-        return (False,) * (len(inputs) - extras) + (True,) * extras
+        return tuple(stage.epilogue for stage in self.stages(inputs) for _ in stage.views)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
-        first, *rest = self._spaces(inputs)
-        late = [replace(p, name=f"{i}.{p.name}", late=True) for i, s in enumerate(rest) for p in s.parameters]
-        return (*first.parameters, *late)
+        first, *rest = self.stages(inputs)
+        late = [replace(p, name=f"{i}.{p.name}", late=True) for i, s in enumerate(rest) for p in s.space.parameters]
+        return (*first.space.parameters, *late)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
-        first = self._spaces(inputs)[0]
+        first = self.stages(inputs)[0].space
         return first.dims[len(first.out.shape) :]
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        barred = (i for s in self._spaces(inputs) for i, d in enumerate(s.dims[: len(out.shape)]) if d.label is None)
-        return frozenset(barred)
+        spaces = (stage.space for stage in self.stages(inputs))
+        return frozenset(i for s in spaces for i, d in enumerate(s.dims[: len(out.shape)]) if d.label is None)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        chains, before, after = [], [], []
+        chains, after = [], []
         for chain, old, new in zip(self.views, inputs, new_inputs, strict=True):
             views = []
             for view in chain:
@@ -91,11 +87,9 @@ class Fused(Op):
                 old, new = view.output(old), again.output(new)
                 views.append(again)
             chains.append(tuple(views))
-            before.append(old)
             after.append(new)
-        count = len(before) - sum(f.extras for f in self.followers)
-        old_inputs, new_inputs = tuple(before[:count]), tuple(after[:count])
-        main = self.main.rebatch(old_inputs, space(self.main, old_inputs).out, new_inputs)
+        first = self.stages(inputs)[0]
+        main = self.main.rebatch(first.specs, first.space.out, tuple(after[first.inputs]))
         return replace(self, main=main, views=tuple(chains))
 
     def at_batch(self, batch: int) -> Op:
@@ -108,27 +102,6 @@ class Fused(Op):
             "views": [[v.rows() for v in chain] for chain in self.views],
             "followers": [{"op": f.op.rows(), "slot": f.slot, "extras": f.extras} for f in self.followers],
         }
-
-
-def gradients_wanted(
-    op: Op, inputs: Sequence[TensorSpec], flows: Sequence[bool], trained: Sequence[bool] | None = None
-) -> list[bool]:
-    """For each of an operator's stages, whether the backward pass goes on to what it reads.
-
-    flows: whether a gradient flows back to each of `inputs`; trained: whether one is made of each of its parameters
-    (default: of none that is a buffer; a layer knows which are frozen).
-    """
-    result: list[bool] = []
-    running, taken, used = False, 0, 0
-    for number, (stage, specs) in enumerate(op.stages(inputs)):
-        outside = len(specs) - (number > 0)
-        running = running or any(flows[taken : taken + outside])
-        taken += outside
-        result.append(running)
-        own = [p.trainable for p in space(stage, specs).parameters]
-        running = running or any(own if trained is None else trained[used : used + len(own)])
-        used += len(own)
-    return result
 
 
 def viewed_spec(spec: TensorSpec, chain: Sequence[Op]) -> TensorSpec:

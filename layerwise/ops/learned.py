@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Parameter, broadcast
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.specs import broadcast
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole
-from layerwise.ops.base import Dim, Extents, Gemm, Kept, Maps, Op, Parameter, merge_labels, only
+from layerwise.ops.base import Dim, Extents, Gemm, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.specs import merge_labels, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,8 @@ class Linear(Op):
     """
 
     kind: ClassVar[str] = "linear"
+    autocast: ClassVar[bool] = True
+    weights: ClassVar[bool] = True
     out_features: int
     bias: bool = True
     transposed: bool = False
@@ -90,6 +91,7 @@ class MatMul(Op):
     """
 
     kind: ClassVar[str] = "matmul"
+    autocast: ClassVar[bool] = True
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         a, b = inputs

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Statistics, merge_labels, only, same, volumes
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Statistics, volumes
 from layerwise.ops.counted import counted_mean
+from layerwise.ops.specs import merge_labels, only, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerwise.ops.local import Local
 
 # Primitive operations an element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
 WORK = {"cross_entropy": 7, "nll": 1, "mse": 3, "l1": 3, "smooth_l1": 5, "bce": 6, "bce_logits": 7, "kl": 5}

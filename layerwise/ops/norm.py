@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole, window
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Parameter, Statistics, same, volumes
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter, Statistics, volumes
+from layerwise.ops.specs import same
 from layerwise.ops.statistics import Samples, normalised, update
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 class _Norm(Op):
@@ -41,6 +40,7 @@ class BatchNorm(_Norm):
     """
 
     kind: ClassVar[str] = "batch_norm"
+    local_statistics: ClassVar[bool] = True
     pointwise: ClassVar[bool] = True
     affine: bool = True
     eps: float = 1e-5

@@ -14,15 +14,15 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, identity, whole
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, Parameter, broadcast, merge_labels, same
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
 from layerwise.ops.functions import binary, unary
 from layerwise.ops.random import drop
+from layerwise.ops.specs import broadcast, merge_labels, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerwise.ops.local import Local
 
 # Names as in torch or torch.nn.functional; `x_scalar` is torch.x(input, a), `rx_scalar` torch.x(a, input).
 # In comments: `arguments`, where there are any.

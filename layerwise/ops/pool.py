@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, resized, volumes
-from layerwise.ops.local import Local
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, volumes
+from layerwise.ops.specs import resized
 from layerwise.ops.windows import Interval, along, constant, given, interval, margins, padded
 from layerwise.tensor import TensorSpec
 
@@ -32,6 +32,7 @@ class Pool(Op):
     """
 
     kind: ClassVar[str] = "pool"
+    autocast: ClassVar[bool] = True
     mode: Literal["max", "average", "lp"]
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

@@ -8,13 +8,12 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerwise.geometry import AxisMap, identity, whole
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, only
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
+from layerwise.ops.specs import dim_index, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, identity, whole, window
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, resized
-from layerwise.ops.local import Local
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
+from layerwise.ops.specs import resized
 from layerwise.ops.windows import Interval, Taps, given, interval, margins, padded, taps_of, weighted
 from layerwise.tensor import TensorSpec
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from layerwise.geometry import whole
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, same
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
+from layerwise.ops.specs import dim_index, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 @dataclass(frozen=True, slots=True)

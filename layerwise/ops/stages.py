@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerwise.geometry import Box, needed
-from layerwise.ops.base import Maps, Op, Space, space
-from layerwise.ops.fused import Fused, viewed_spec
-from layerwise.ops.local import Local
+from layerwise.ops.base import Local, Maps, Op, Stage, space
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -23,39 +21,27 @@ Chain = tuple[tuple[Op, Local], ...]  # views of one input, first applied first
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One operator of a layer: the main one, or a follower whose input `slot` is the running result.
+class LocalStage:
+    """A stage on the device that computes a cell of it."""
 
-    views: of each input that comes from outside. parameters: the operator's name of each, and its place among the
-    layer's.
-    """
-
-    op: Op
+    stage: Stage
     local: Local
-    views: tuple[Chain, ...]
-    slot: int | None
-    parameters: Mapping[str, int]
+    views: tuple[Chain, ...]  # of each input that comes from outside
+    parameters: Mapping[str, int]  # by the operator's names, their places among the layer's
 
 
-def stages_of(op: Op, specs: tuple[TensorSpec, ...], where: Space, cell: Box, owned: Box) -> tuple[Stage, ...]:
-    """The stages of one cell of a layer: the main operator on `cell`, its followers on the box that is `owned`.
+def local_stages(
+    stages: Sequence[Stage], inputs: Sequence[TensorSpec], cell: Box, owned: Box
+) -> tuple[LocalStage, ...]:
+    """The stages of one cell of a layer: the main operator on `cell`, the epilogue on the box that is `owned`.
 
-    where: the layer's space, of whose iteration space `cell` is a box; `owned` differs where k is split.
+    inputs: the layer's; cell: a box of its iteration space; `owned` differs from it where k is split.
     """
-    fused = op if isinstance(op, Fused) else Fused(op, ((),) * len(specs))
-    at = {p.name: i for i, p in enumerate(where.parameters)}
-    taken = len(specs) - sum(f.extras for f in fused.followers)
-    found = [_stage(fused.main, specs[:taken], fused.views[:taken], None, cell, at, "")]
-    for i, follower in enumerate(fused.followers):
-        rows = slice(taken, taken + follower.extras)
-        taken += follower.extras
-        inner = (follower.slot, found[-1].local.space.out)
-        found.append(_stage(follower.op, specs[rows], fused.views[rows], inner, owned, at, f"{i}."))
-    return tuple(found)
+    return tuple(_local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell) for stage in stages)
 
 
 def run_stages(
-    stages: Sequence[Stage],
+    stages: Sequence[LocalStage],
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     *,
@@ -71,13 +57,14 @@ def run_stages(
     """
     given = list(inputs)
     result: Tensor | None = None
-    for number, stage in enumerate(stages):
-        values = [_viewed(given.pop(0), chain) for chain in stage.views]
+    for number, own in enumerate(stages):
+        stage = own.stage
+        values = [_viewed(given.pop(0), chain) for chain in own.views]
         if stage.slot is not None:
             assert result is not None
             values.insert(stage.slot, result)
-        named = {name: parameters[i] for name, i in stage.parameters.items()}
-        local = replace(stage.local, training=training, seed=seed(number), all_reduce=all_reduce(number))
+        named = {name: parameters[i] for name, i in own.parameters.items()}
+        local = replace(own.local, training=training, seed=seed(number), all_reduce=all_reduce(number))
         if number == 0 and reduce is not None:
             late = {p.name for p in local.space.parameters if p.late}
             total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in late}))
@@ -94,26 +81,12 @@ def needed_box(maps: Maps, box: Box) -> Box:
     return Box(tuple(lo.tolist()), tuple(hi.tolist()))
 
 
-def _stage(
-    op: Op,
-    outside: Sequence[TensorSpec],
-    views: Sequence[Sequence[Op]],
-    inner: tuple[int, TensorSpec] | None,
-    box: Box,
-    at: Mapping[str, int],
-    prefix: str,
-) -> Stage:
-    specs = [viewed_spec(spec, chain) for spec, chain in zip(outside, views, strict=True)]
-    slot = None
-    if inner is not None:
-        slot = inner[0]
-        specs.insert(slot, inner[1])
-    where = space(op, tuple(specs))
-    needs = [needed_box(maps, box) for maps in where.needs]
-    outer = [need for i, need in enumerate(needs) if i != slot]
-    chains = tuple(_chain(c, spec, need) for c, spec, need in zip(views, outside, outer, strict=True))
-    own = {p.name: at[prefix + p.name] for p in where.parameters}
-    return Stage(op, Local(where, tuple(specs), box, tuple(needs)), chains, slot, own)
+def _local_stage(stage: Stage, inputs: Sequence[TensorSpec], box: Box) -> LocalStage:
+    needs = tuple(needed_box(maps, box) for maps in stage.space.needs)
+    chains = tuple(_chain(*row) for row in zip(stage.views, inputs, stage.outside(needs), strict=True))
+    places = range(stage.parameters.stop)[stage.parameters]
+    parameters = {p.name: i for p, i in zip(stage.space.parameters, places, strict=True)}
+    return LocalStage(stage, Local(stage.space, stage.specs, box, needs), chains, parameters)
 
 
 def _chain(views: Sequence[Op], spec: TensorSpec, wanted: Box) -> Chain:

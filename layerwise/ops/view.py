@@ -19,14 +19,13 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, fixed, identity, whole, window
 from layerwise.geometry.axis import Step
-from layerwise.ops.base import Counts, Extents, Kept, Maps, Op, dim_index, only
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
 from layerwise.ops.merge import heads, ones, reshaped, starts
+from layerwise.ops.specs import dim_index, only
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layerwise.ops.local import Local
 
 
 class View(Op):

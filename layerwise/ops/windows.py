@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerwise.ops.local import Local
+from layerwise.ops.base import Local
 
 if TYPE_CHECKING:
     import torch

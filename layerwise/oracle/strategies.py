@@ -15,7 +15,6 @@ from math import prod
 from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import space
 from layerwise.oracle.formulas.phases import Limit
 from layerwise.plan import nearest
 
@@ -56,8 +55,8 @@ class UnreachableError(LayerwiseError):
 
 def weighted(graph: LayerGraph) -> list[Layer]:
     """Convolutions, linear layers and what else multiplies by a matrix of weights."""
-    mains = ((layer, layer.op.stages(layer.specs)[0]) for layer in graph.inner)
-    return [layer for layer, main in mains if any(len(p.shape) > 1 and p.trainable for p in space(*main).parameters)]
+    mains = ((layer, layer.stages[0].space.parameters) for layer in graph.inner)
+    return [layer for layer, parameters in mains if any(len(p.shape) > 1 and p.trainable for p in parameters)]
 
 
 def room(layer: Layer, label: str) -> int:

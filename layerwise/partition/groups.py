@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import space
 from layerwise.partition.boxes import Each
 from layerwise.partition.place import Place
 
@@ -43,11 +42,9 @@ def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) 
     `cost.compute.fullest.shared_statistics` says the same of all configurations at once.
     """
     found = []
-    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
-        of_stage = op.statistics(specs, space(op, specs).out)
-        local = local_batch_norm and op.kind == "batch_norm"
-        boxes = at.at(late=number > 0).each
-        group = () if of_stage is None or local else sharing(boxes, device, of_stage.over)
+    for stage in layer.stages:
+        summed = stage.statistics(local_batch_norm=local_batch_norm)
+        group = () if summed is None else sharing(at.at(stage.epilogue).each, device, summed.over)
         found.append(group if len(group) > 1 else ())
     return tuple(found)
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from layerwise.config import Config, layout
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Maps, same
+from layerwise.ops.base import Maps
 from layerwise.ops.ends import Constant, Input, Sink, Tied
+from layerwise.ops.specs import same
 from layerwise.partition.boxes import Boxes, Ints
 from layerwise.tensor import TensorSpec
 

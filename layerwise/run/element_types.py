@@ -16,9 +16,7 @@ import torch
 
 from layerwise.comm.base import Comm, Kind, all_reduce_share
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import space
 from layerwise.ops.ends import Sink, Tied
-from layerwise.ops.fused import gradients_wanted
 from layerwise.run.reducer import Replicas
 from layerwise.run.schedule import Schedule, Step
 from layerwise.run.work import Work
@@ -68,35 +66,24 @@ def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Me
     if step.work.reduction is not None:
         owned, rank = dict(step.work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
-        back = owned[rank].volume * (len(owned) - 1) * _reduces_back(graph, layer)
-        partial = step.work.stages[0].local.space.out
-        real = schedule.real(partial.dtype, layer.main.kind).itemsize
+        back = owned[rank].volume * (len(owned) - 1) * graph.gradients(layer)[0].result
+        partial = layer.stages[0].space.out
+        real = schedule.real(partial.dtype, autocast=layer.main.autocast).itemsize
         yield "transfers", (forward + back) * partial.item_bytes, (forward * again + back) * real
     yield from _statistics(step.work, graph, layer, schedule, again)
 
 
 def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
-    wanted = _wanted(graph, layer, [p.trainable for p in layer.space.parameters])
-    for stage, group, back in zip(work.stages, work.statistics, wanted, strict=True):
-        out, box = stage.local.space.out, stage.local.out
-        statistics = stage.op.statistics(stage.local.specs, out)
+    gradients = graph.gradients(layer)
+    for stage, cell, group, (back, _) in zip(layer.stages, work.stages, work.statistics, gradients, strict=True):
+        out, box = stage.space.out, cell.local.out
+        statistics = stage.statistics()
         if statistics is not None and group:
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
             member = len(group), group.index(schedule.comm.rank)
             by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
             real = all_reduce_share(elements * max(schedule.real(out.dtype).itemsize, SUMS_BYTES), *member)
             yield "statistics", by_plan * (1 + back), real * (again + back)
-
-
-def _wanted(graph: LayerGraph, layer: Layer, trained: list[bool]) -> list[bool]:
-    return gradients_wanted(layer.op, layer.specs, graph.flows_back(layer), trained)
-
-
-def _reduces_back(graph: LayerGraph, layer: Layer) -> bool:
-    """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
-    parameters = layer.space.parameters
-    main = len(space(*layer.op.stages(layer.specs)[0]).parameters)
-    return any(p.trainable for p in parameters[:main]) or _wanted(graph, layer, [False] * len(parameters))[0]
 
 
 def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]:
@@ -106,8 +93,7 @@ def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]
         if isinstance(layer.op, Tied):
             planned[layer.name] = layer.out.item_bytes
         else:
-            stages = [space(*stage) for stage in layer.op.stages(layer.specs)]
-            each = [s.out.item_bytes for s in stages for _ in s.parameters]
+            each = [stage.space.out.item_bytes for stage in layer.stages for _ in stage.space.parameters]
             planned |= {name: each[i] for i, name in enumerate(layer.parameters) if i not in layer.tied}
     for name, bucket in replicas.of.items():
         p, member = replicas.parameters[name], (len(bucket.group), bucket.group.index(rank))

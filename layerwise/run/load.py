@@ -18,8 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
-from layerwise.ops.base import space
-from layerwise.ops.ends import Sink
+from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
@@ -111,9 +110,9 @@ def _check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
     if dtype_name(dtype) == graph.dtype:
         return
     for layer in graph.layers:
-        for op, specs in layer.op.stages(layer.specs):
-            out = space(op, specs).out
-            if out.differentiable and out.dtype != graph.dtype and not isinstance(op, Sink):
+        for stage in layer.stages:
+            out = stage.space.out
+            if out.differentiable and out.dtype != graph.dtype and layer.op.role is not Role.SINK:
                 raise LayerwiseError(
                     f"layer {layer.name!r} computes in {out.dtype} and the model in {graph.dtype}, so it cannot be run "
                     f"in {dtype_name(dtype)}: load it with dtype=torch.{graph.dtype}, or bring all of it to one type"

@@ -17,9 +17,6 @@ from layerwise.plan import Plan
 from layerwise.run.place import places
 from layerwise.run.work import Work, work
 
-# Operators whose output autocast makes, or leaves, in 16 bits.
-SHORT = ("conv", "conv_transpose", "linear", "matmul", "attention", "pool", "concat")
-
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -112,11 +109,11 @@ class Schedule:
         """The element type that a layer's output has on the wire."""
         if not layer.out.differentiable and isinstance(layer.op, Input):
             return None
-        return self.real(layer.out.dtype, layer.main.kind)
+        return self.real(layer.out.dtype, autocast=layer.main.autocast)
 
-    def real(self, dtype: str, kind: str = "") -> torch.dtype:
-        """What an element type of the graph is in this run, made by an operator of that kind."""
-        if self.autocast is not None and dtype == self.graph.dtype and kind in SHORT:
+    def real(self, dtype: str, *, autocast: bool = False) -> torch.dtype:
+        """What an element type of the graph is in this run; autocast: made by an operator that has `Op.autocast`."""
+        if autocast and self.autocast is not None and dtype == self.graph.dtype:
             return self.autocast
         return real(dtype, self.graph, self.dtype)
 

@@ -15,8 +15,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.base import Parameter, same, space
+from layerwise.ops.base import Parameter
 from layerwise.ops.ends import Tied
+from layerwise.ops.specs import same
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
@@ -210,7 +211,7 @@ def _batches(graph: LayerGraph) -> Counter[str]:
     """How often a step calls each batch norm, by its module's name. The counter of an instance norm stays 0."""
     found: Counter[str] = Counter()
     for layer in graph.layers:
-        kinds = (op.kind for op, specs in layer.op.stages(layer.specs) for _ in space(op, specs).parameters)
+        kinds = (stage.op.kind for stage in layer.stages for _ in stage.space.parameters)
         for kind, name in zip(kinds, layer.parameters, strict=True):
             module, _, last = name.rpartition(".")
             if kind == "batch_norm" and last == "running_mean":

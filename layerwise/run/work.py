@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm, Group
 from layerwise.graph.layer import Layer
 from layerwise.ops.random import combine
-from layerwise.ops.stages import Stage, run_stages, stages_of
+from layerwise.ops.stages import LocalStage, local_stages, run_stages
 from layerwise.partition.groups import Reduction, reduction, statistics
 from layerwise.partition.place import Place
 
@@ -23,7 +23,7 @@ class Work:
 
     name: str
     number: int
-    stages: tuple[Stage, ...]
+    stages: tuple[LocalStage, ...]
     statistics: tuple[Group, ...]
     reduction: Reduction | None
 
@@ -48,7 +48,7 @@ def work(layer: Layer, number: int, place: Place, rank: int, *, local_batch_norm
     cell, owned = place.cells.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
         return None
-    stages = stages_of(layer.op, layer.specs, layer.space, cell, owned)
+    stages = local_stages(layer.stages, layer.specs, cell, owned)
     summed = statistics(layer, place, rank, local_batch_norm=local_batch_norm)
     return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
 

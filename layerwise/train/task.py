@@ -128,7 +128,7 @@ def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss,
     slot = next((i for i, feed in enumerate(feeds) if feed.name == source), None)
     if slot is None:
         raise LayerwiseError(f"the target of loss {end.name!r} is computed, not an input: no data set can feed it")
-    prediction = end.op.stages(end.specs)[0][1][0]
+    prediction = end.stages[0].specs[0]
     inputs = (*feeds[:slot], *feeds[slot + 1 :])
     return Task(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
 

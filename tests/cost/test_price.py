@@ -15,7 +15,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import space
 from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant, Tied
 from layerwise.ops.linear import Linear
@@ -53,7 +52,7 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
     sums = np.zeros(layer.out.shape, np.int64)
     for _, cell, _ in brute.holdings(strategy[layer.name], layer.space, count):
         sums[tuple(slice(*ends) for ends in zip(cell.lo, cell.hi, strict=True))[: sums.ndim]] += 1
-    main = space(*layer.op.stages(layer.specs)[0]).out
+    main = layer.stages[0].space.out
     return total + int(2 * (sums - 1).sum()) * main.item_bytes
 
 
@@ -76,12 +75,12 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
     """Of each key that r devices have, 2(r-1) copies of its numbers, 4 bytes at least; also back from what trains."""
     total = 0
     trains, sources = False, iter(layer.inputs)
-    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
-        flows = [model.has_gradient[next(sources)] for _ in specs[int(number > 0) :]]
+    for number, stage in enumerate(layer.stages):
+        flows = [model.has_gradient[next(sources)] for _ in stage.specs[int(number > 0) :]]
         trains = trains or any(flows)
         directions = 1 + trains
-        trains |= any(p.trainable for p in space(op, specs).parameters)
-        statistics = op.statistics(specs, space(op, specs).out)
+        trains |= any(p.trainable for p in stage.space.parameters)
+        statistics = stage.statistics()
         if statistics:
             copies: dict[tuple[int, ...], int] = {}
             for _, _, own in brute.holdings(config, layer.space, devices):

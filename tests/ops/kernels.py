@@ -18,8 +18,7 @@ from torch import Tensor
 
 from layerwise.config import REDUCE_ORDER
 from layerwise.geometry import Box, boundaries
-from layerwise.ops.base import Op, Space, space
-from layerwise.ops.local import Local
+from layerwise.ops.base import Local, Op, Space, space
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, needed, values
 from tests.ops.harness import parameters as random_parameters
@@ -169,8 +168,7 @@ class Meeting:
 
 def introduce(op: Op, specs: tuple[TensorSpec, ...], cells: Sequence[Cell], cuts: Sequence[int]) -> list[Meeting]:
     """Give all cells that differ only along the dimensions of the operator's statistics an all-reduce."""
-    spaces = [(stage, inputs, space(stage, inputs).out) for stage, inputs in op.stages(specs)]
-    found = {s.over for stage, inputs, out in spaces if (s := stage.statistics(inputs, out))}
+    found = {s.over for stage in op.stages(specs) if (s := stage.statistics())}
     meetings = []
     for over in found:
         assert len(found) == 1, f"{op}: statistics over several sets of dimensions"

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from layerwise.geometry import Box
 from layerwise.ops.attention import Attention
-from layerwise.ops.base import Op, space
+from layerwise.ops.base import Local, Op, space
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.local import Local
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary
 from layerwise.ops.pool import AdaptivePool, Pool

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.ops.attention import Attention
-from layerwise.ops.base import Op, space
+from layerwise.ops.base import Local, Op, space
 from layerwise.ops.embed import Embedding
 from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.local import Local
 from layerwise.ops.random import uniform
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import each, needed, values

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.ops.base import Op, space
-from layerwise.ops.local import Local
+from layerwise.ops.base import Local, Op, space
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.softmax import Softmax
 from layerwise.tensor import TensorSpec

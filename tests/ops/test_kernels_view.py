@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.ops.base import Op, space
+from layerwise.ops.base import Local, Op, space
 from layerwise.ops.combine import Concat
 from layerwise.ops.fused import through_views, viewed_spec
-from layerwise.ops.local import Local
 from layerwise.ops.merge import reshaped
 from layerwise.ops.pointwise import Unary
 from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice

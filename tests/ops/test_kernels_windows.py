@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from layerwise.geometry import Box
-from layerwise.ops.base import Op, space
+from layerwise.ops.base import Local, Op, space
 from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.local import Local
 from layerwise.ops.pool import AdaptivePool, Pool
 from layerwise.ops.resample import Interpolate, Pad
 from layerwise.tensor import TensorSpec

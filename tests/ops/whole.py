@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.ops.base import Op, space
-from layerwise.ops.local import Local
+from layerwise.ops.base import Local, Op, space
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, needed
 

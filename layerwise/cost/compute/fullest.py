@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from layerwise.config import Layout
 from layerwise.geometry import Box, boundaries, needed
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Maps, Op, Space, space
+from layerwise.ops.base import Maps, Space
 from layerwise.ops.ends import Tied
-from layerwise.ops.fused import Fused
 
 Ints = NDArray[np.int64]
 
@@ -90,12 +89,11 @@ def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
 
     wanted: whether the gradient of each of its inputs is; uses: how many gradients of its output are added up.
     """
-    op: Op = layer.op
-    main, views, followers = (op.main, op.views, op.followers) if isinstance(op, Fused) else (op, (), ())
+    chains = (chain for stage in layer.stages for chain in stage.views if chain)
     named = {
-        "op": main.rows(),
-        "views": [[view.kind for view in chain] for chain in views if chain],
-        "followers": [[f.op.rows(), f.slot, f.extras] for f in followers],
+        "op": layer.main.rows(),
+        "views": [[view.kind for view in chain] for chain in chains],
+        "followers": [[stage.op.rows(), stage.slot, len(stage.views)] for stage in layer.stages[1:]],
         "inputs": [spec.dtype for spec in layer.specs],
         "gradients": [int(w) for w in wanted],
         "uses": uses,
@@ -120,13 +118,13 @@ def extents(layer: Layer, lay: Layout, cells: Fullest, *, local_batch_norm: bool
 def shared_statistics(layer: Layer, lay: Layout, *, local_batch_norm: bool) -> list[Ints]:
     """For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does)."""
     found = []
-    for number, (stage, specs) in enumerate(layer.op.stages(layer.specs)):
-        statistics = stage.statistics(specs, space(stage, specs).out)
+    for stage in layer.stages:
+        statistics = stage.statistics()
         if statistics is None:
             continue
-        degrees = lay.own_degrees if number else lay.degrees
+        degrees = lay.own_degrees if stage.epilogue else lay.degrees
         among = degrees[:, list(statistics.over)].prod(1)
-        local = local_batch_norm and stage.kind == "batch_norm"
+        local = stage.statistics(local_batch_norm=local_batch_norm) is None
         found.append(((among > 1) & (not local)).astype(np.int64))
     return found
 

@@ -18,8 +18,9 @@ from layerwise.config import Layout
 from layerwise.geometry import AxisMap, boundaries
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
-from layerwise.ops.base import Dim, Gemm, Maps, Parameter, same, space
+from layerwise.ops.base import Dim, Gemm, Maps, Parameter, Role
 from layerwise.ops.ends import Tied
+from layerwise.ops.specs import same
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -127,8 +128,7 @@ def held(layer: Layer) -> list[tuple[Parameter, int]]:
         return [
             (Parameter(layer.name, out.shape, same(out), trainable=out.differentiable and layer.trains), out.item_bytes)
         ]
-    stages = [space(*stage) for stage in layer.op.stages(layer.specs)]
-    item_bytes = [s.out.item_bytes for s in stages for _ in s.parameters]
+    item_bytes = [stage.space.out.item_bytes for stage in layer.stages for _ in stage.space.parameters]
     rows = enumerate(zip(layer.space.parameters, item_bytes, strict=True))
     return [row for i, row in rows if i not in layer.tied]
 
@@ -152,21 +152,17 @@ def rooflines(
     """Forward and backward: a layer's stages one after the other, as an eager framework runs them."""
     peak = processor.peak(dtype)
     forward, backward = Roofline(len(lay.degrees), processor), Roofline(len(lay.degrees), processor)
-    wanted = False  # whether the gradient of the running result is
-    taken = used = 0
-    for number, (stage, inputs) in enumerate(layer.op.stages(layer.specs)):
-        s, at = space(stage, inputs), lay.own_degrees if number else lay.degrees  # followers come after the reduction
-        dims = layer.space.dims[: len(s.dims)]  # not the stage's: a follower may be cut more coarsely than its leader
-        fed = needs_gradient[taken : taken + len(inputs) - (number > 0)]  # of the inputs but the running result
-        taken += len(fed)
-        trains = any(p.trainable for p in layer.space.parameters[used : used + len(s.parameters)])
-        used += len(s.parameters)
+    for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
+        s, inputs, at = stage.space, stage.specs, lay.own_degrees if stage.epilogue else lay.degrees
+        dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
+        fed = needs_gradient[stage.inputs]  # of the inputs but the running result
+        trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
         extents = largest_extents(dims, at)
         read = sum(largest_box(m, dims, at) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
         weights = sum(largest_box(p.maps, dims, lay.own_degrees if p.late else at) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
-        gemms = stage.gemms(inputs, extents)
+        gemms = stage.op.gemms(inputs, extents)
         if gemms:
             forward.add(_sum([gemm_s(g, processor, peak) for g in gemms]), moved)
             if any(fed[:1]):  # gradient of the inputs: (rows x columns) @ (columns x depth)
@@ -175,12 +171,11 @@ def rooflines(
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
                 backward.add(_sum(times), moved)
-        elif not stage.view and stage.kind not in ("input", "tied", "sink"):
-            arithmetic = stage.flops(inputs, extents) / peak
+        elif not stage.op.view and stage.op.role is Role.COMPUTE:
+            arithmetic = stage.op.flops(inputs, extents) / peak
             forward.add(arithmetic, moved)
-            if wanted or trains or any(fed):  # reads the output's gradient and what was saved, writes the input's
+            if gradients.result:  # reads the output's gradient and what was saved, writes the input's
                 backward.add(arithmetic, moved + read)
-        wanted = wanted or trains or any(fed)
     return forward, backward
 
 

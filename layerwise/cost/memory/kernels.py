@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Kept, space
-from layerwise.ops.fused import gradients_wanted
+from layerwise.ops.base import Kept
 from layerwise.partition.place import Place
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class StageMemory:
     """One operator of a layer. Bytes are (N,): made, its result; extra, there, back: see ops.base.Kept.
 
     slots: the layer's inputs that it reads. tracked: whether its result has a gradient; running: whether that of the
@@ -35,26 +34,21 @@ class Stage:
     view: bool
 
 
-def stages_of(layer: Layer, at: Place, flows: Sequence[bool], split: bool) -> list[Stage]:
+def stages_of(layer: Layer, at: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
     """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
-    found: list[Stage] = []
-    trained = [p.trainable for p in layer.space.parameters]
-    wanted = gradients_wanted(layer.op, layer.specs, flows, trained)
-    taken, used, running = 0, 0, False
-    for number, (op, specs) in enumerate(layer.op.stages(layer.specs)):
-        where, boxes = space(op, specs), at.at(late=number > 0)
+    found: list[StageMemory] = []
+    running = False
+    for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
+        where, boxes = stage.space, at.at(stage.epilogue)
         dims, rank = len(where.dims), len(where.out.shape)
-        kept = op.kept(specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
+        kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = at.owned.volume * where.out.item_bytes
         extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.there, kept.back))
-        if split and not number:  # partial sums; what leaves of them and what comes; then backward those of all
+        if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
             partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
             there, back = there + 3 * partial, back + 2 * partial
-        slots = tuple(range(taken, taken + len(specs) - (number > 0)))
-        taken += len(slots)
-        tracked = wanted[number] or any(trained[used : used + len(where.parameters)])
-        used += len(where.parameters)
-        found.append(Stage(kept, made, extra, there, back, slots, tracked, running, op.view))
-        running = tracked
+        slots = tuple(range(stage.inputs.stop)[stage.inputs])
+        found.append(StageMemory(kept, made, extra, there, back, slots, gradients.result, running, stage.op.view))
+        running = gradients.result
     return found

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from layerwise.cost.compute.roofline import OPTIMIZERS, held
 from layerwise.cost.memory.allocations import NOBODY, Ledger, Ref, part
-from layerwise.cost.memory.kernels import Stage, stages_of
+from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.memory.moved import Moved, moved, outputs
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
@@ -87,7 +87,7 @@ class _Step:
                     rows.append((size, np.where(shared, 0.0, size)))
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
-    def _stages(self, layer: Layer) -> list[Stage]:
+    def _stages(self, layer: Layer) -> list[StageMemory]:
         flows = self.model.graph.flows_back(layer)
         return stages_of(layer, self.at[layer.name], flows, self.strategy[layer.name]["k"] > 1)
 

@@ -71,11 +71,9 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
     name, rows = signature(layer, flows, uses), extents(layer, lay, cells, local_batch_norm=local)
     both = rooflines(layer, lay, flows, model.devices.processor, model.options.dtype)
     predicted = model.node_cost(layer, tuple(configs)).compute
-    stages = [op for op, _ in layer.op.stages(layer.specs)]
     statistics = iter(shared_statistics(layer, lay, local_batch_norm=local))
     columns = [
-        np.zeros(len(rows), np.int64) if op.statistics(specs, op.output(*specs)) is None else next(statistics)
-        for op, specs in layer.op.stages(layer.specs)
+        np.zeros(len(rows), np.int64) if stage.statistics() is None else next(statistics) for stage in layer.stages
     ]
     rank = len(layer.out.shape)
     found: dict[Extents, Wanted] = {}
@@ -85,8 +83,8 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
             task = Task(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
             forward, backward = (Work(*work.work[i].tolist()) for work in both)
             time = float(predicted.forward[i] + predicted.backward[i])
-            what = "+".join(str(getattr(op, "fn", "") or op.kind) for op in stages)
-            found[row] = Wanted(name, row, what, task, time, _bytes(layer, row, len(stages)), forward, backward)
+            held = _bytes(layer, row, len(layer.stages))
+            found[row] = Wanted(name, row, layer.kinds, task, time, held, forward, backward)
     return list(found.values())
 
 

@@ -169,7 +169,7 @@ def facts_of(
 
 def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float) -> LayerFacts:
     batch = graph.batch
-    main, specs = layer.op.stages(layer.specs)[0]
+    main, specs = layer.main, layer.stages[0].specs
     trainable = [(p.name, prod(p.shape)) for p, _ in held(layer) if p.trainable]
     biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
     weighted = isinstance(main, Conv | ConvTranspose | Linear)
@@ -208,7 +208,7 @@ def _gathered(graph: LayerGraph, layer: Layer) -> list[int]:
 
 def _windows(layer: Layer) -> tuple[Window, ...]:
     """The spatial dimensions in which an interior cell needs more of its input than lies under it."""
-    main, _ = layer.op.stages(layer.specs)[0]
+    main = layer.main
     assert isinstance(main, Conv | ConvTranspose | Pool)
     x, space, found = layer.specs[0], layer.space, []
     for i, kernel in enumerate(main.kernel, start=len(x.shape) - len(main.kernel)):

@@ -66,9 +66,7 @@ def short(config: Config) -> str:
 
 def kind(layer: Layer) -> str:
     """`conv+batch_norm+relu`: what a layer is made of."""
-    stages = [op for op, _ in layer.op.stages(layer.specs)]
-    names = [str(getattr(op, "fn", "") or op.kind) for op in stages]
-    return "+".join(names)
+    return layer.kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""Specs: what operators derive from the TensorSpecs of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Maps
+from layerwise.tensor import TensorSpec
+
+
+def same(spec: TensorSpec) -> Maps:
+    """Every dimension needs its own interval."""
+    return tuple(identity(extent, i) for i, extent in enumerate(spec.shape))
+
+
+def broadcast(spec: TensorSpec | tuple[int, ...], out: TensorSpec) -> Maps:
+    """Maps of an operand that broadcasts to `out` by numpy's rule."""
+    shape = spec.shape if isinstance(spec, TensorSpec) else spec
+    skip = len(out.shape) - len(shape)
+    return tuple(
+        identity(extent, i + skip) if extent == out.shape[i + skip] else whole(extent) for i, extent in enumerate(shape)
+    )
+
+
+def merge_labels(shape: tuple[int, ...], candidates: Sequence[TensorSpec], dtype: str) -> TensorSpec:
+    """A spec of `shape`, each dimension labelled by the first candidate (aligned right) that spans it."""
+    dims: list[str | None] = []
+    units: list[int] = []
+    for i, extent in enumerate(shape):
+        label: str | None = None
+        unit = 1
+        for spec in candidates:
+            j = i - (len(shape) - len(spec.shape))
+            if j >= 0 and spec.shape[j] == extent:
+                label = label or spec.dims[j]
+                unit = lcm(unit, spec.units[j])  # also of a dimension without a label: a view may bind it
+        if label in dims:
+            label = None
+        dims.append(label)
+        units.append(unit)
+    return TensorSpec(shape, tuple(dims), dtype, tuple(units))
+
+
+def resized(spec: TensorSpec, extents: tuple[int, ...]) -> TensorSpec:
+    """`spec` with other extents of its last dimensions, of which positions need windows.
+
+    A merged dimension among them is not split any more: windows do not end at multiples of its unit.
+    """
+    lead = len(spec.shape) - len(extents)
+    labels = (None if unit > 1 else d for d, unit in zip(spec.dims[lead:], spec.units[lead:], strict=True))
+    ones = (1,) * len(extents)
+    return TensorSpec(
+        (*spec.shape[:lead], *extents), (*spec.dims[:lead], *labels), spec.dtype, (*spec.units[:lead], *ones)
+    )
+
+
+def dim_index(dim: int, spec: TensorSpec) -> int:
+    """`dim`, which may count from the end, as an index."""
+    rank = len(spec.shape)
+    if not -rank <= dim < rank:
+        raise LayerwiseError(f"dimension {dim} of {spec.describe()}: there are only {rank}")
+    return dim % rank
+
+
+def only(spec: TensorSpec, dims: Sequence[int]) -> TensorSpec:
+    """`spec` with only these of its dimensions, in this order."""
+    shape, units = (tuple(row[i] for i in dims) for row in (spec.shape, spec.units))
+    return TensorSpec(shape, tuple(spec.dims[i] for i in dims), spec.dtype, units)
