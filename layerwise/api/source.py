@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, load_network, network_of
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.tensorfile import dtype_name
 
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor]
@@ -49,8 +49,7 @@ def dtype_of(network: Network) -> torch.dtype:
     """Of the parameters (they must have one), else the network's."""
     found: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
-        own = [name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen]
-        for name in [layer.name] if isinstance(layer.op, Tied) else own:
+        for name in (name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen):
             value = network.value(name)
             if isinstance(value, Tensor) and value.is_floating_point():
                 found.setdefault(value.dtype, name)
@@ -87,10 +86,8 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
 def _check_types(made: Network) -> None:
     """LayerwiseError where whole numbers meet weights: the trace takes that, the kernels do not."""
     for layer in made.graph.inner:
-        if (
-            any(p.trainable or name in layer.frozen for name, p in layer.own_parameters())
-            and not layer.out.differentiable
-        ):
+        weights = any(p.trainable or name in layer.frozen for name, p in layer.own_parameters())
+        if weights and layer.role is not Role.TIED and not layer.out.differentiable:
             raise LayerwiseError(
                 f"layer {layer.name!r} is given {layer.specs[0].dtype}, but its weights need floating-point numbers: "
                 "give example_inputs of the type that the model is called with"

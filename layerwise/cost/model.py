@@ -14,13 +14,12 @@ from layerwise.config import Config, Layout, layout
 from layerwise.cost.collectives import Group, all_reduce_s, group_of, groups, reduce_scatter_s, sync_rate
 from layerwise.cost.compute.fullest import gradient_uses
 from layerwise.cost.compute.measured import Measurements, chosen
-from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
+from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, largest_box, largest_extents
 from layerwise.cost.gathers import are_gathers, gather_s
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, traffic
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Dim, Maps
-from layerwise.ops.ends import Constant, Sink, Tied
+from layerwise.ops.base import Dim, Maps, Role
 from layerwise.partition.place import fed_config, input_maps
 from layerwise.tensor import TensorSpec
 
@@ -149,7 +148,7 @@ class CostModel:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
         measured, options = self.measurements, self.options
         if layer.end:
-            if measured is not None and isinstance(layer.op, Sink):
+            if measured is not None and layer.role is Role.SINK:
                 return measured.sink_time(layer, lay)
             zeros = np.zeros(len(lay.degrees))
             return ComputeTime(zeros, zeros, zeros, zeros, zeros)
@@ -165,7 +164,7 @@ class CostModel:
         """What is synchronised after the backward pass, one entry for each kind of box."""
         by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
         zero = np.zeros(len(lay.degrees))
-        for p, item_bytes in held(layer):
+        for _, p, item_bytes in layer.held():
             if p.trainable:
                 degrees = lay.own_degrees if p.late else lay.degrees
                 keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
@@ -174,7 +173,7 @@ class CostModel:
                 total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
                 by_keys[keys, p.late] = size, total
         found = [self._collective(*sizes, lay, keys, late) for (keys, late), sizes in by_keys.items()]
-        return [self._replicated(c) for c in found] if isinstance(layer.op, Tied) else found
+        return [self._replicated(c) for c in found] if layer.role is Role.TIED else found
 
     def _replicated(self, c: Collective) -> Collective:
         """Of a tied parameter: uncut, it is not on one device but on all, and its gradient is summed over them."""
@@ -228,7 +227,7 @@ class CostModel:
         A tied parameter that is not cut does not travel either (see `edge_cost`).
         """
         source, target = self.graph[edge[0]], self.graph[edge[1]]
-        if isinstance(source.op, Constant) or (self.options.io == "free" and (source.end or target.end)):
+        if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):
             return 0
         return 2 if self.has_gradient[edge[0]] and self.has_gradient[edge[1]] else 1
 
@@ -254,7 +253,7 @@ class CostModel:
         if key not in self._seconds:
             self._seconds[key] = self._transfer_s(times, *ends, watched)
         cost = self._seconds[key].copy()
-        if isinstance(self.graph[edge[0]].op, Tied):  # uncut, it is replicated: see gradients_of
+        if self.graph[edge[0]].role is Role.TIED:  # uncut, it is replicated: see gradients_of
             cost[[config.total == 1 for config in sources]] = 0.0
         return cost
 

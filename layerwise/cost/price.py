@@ -9,12 +9,12 @@ import numpy as np
 
 from layerwise.config import Config, check
 from layerwise.cost.collectives import wire_bytes
-from layerwise.cost.compute.roofline import OPTIMIZERS, held, largest_box, largest_extents
+from layerwise.cost.compute.roofline import OPTIMIZERS, largest_box, largest_extents
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.partition.place import input_maps
 
 
@@ -83,7 +83,7 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
         for slot, source in enumerate(layer.inputs):
             edge, ends = (source, layer.name, slot), ((strategy[source],), (config,))
             transfer_s += float(model.edge_cost(edge, *ends)[0, 0])
-            replicated = isinstance(model.graph[source].op, Tied) and strategy[source].total == 1
+            replicated = model.graph[source].role is Role.TIED and strategy[source].total == 1
             times = 0 if replicated else model.directions(edge)
             load = model.traffic(edge, *ends)
             transfer_bytes += times * float(load.total_bytes.sum())
@@ -152,7 +152,7 @@ def _parameter_bytes(model: CostModel, layer: Layer, config: Config) -> float:
     """Parameters, gradients and optimizer state."""
     lay = model.layout(layer, (config,))
     total = 0.0
-    for p, item_bytes in held(layer):
+    for _, p, item_bytes in layer.held():
         degrees = lay.own_degrees if p.late else lay.degrees
         copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
@@ -163,7 +163,7 @@ def _held_bytes(model: CostModel, layer: Layer, config: Config) -> float:
     """Parameters, gradients, optimizer state and what every stage makes, whether or not the backward pass needs it."""
     total = _parameter_bytes(model, layer, config)
     lay = model.layout(layer, (config,))
-    if isinstance(layer.op, Tied):
+    if layer.role is Role.TIED:
         return total
     rank = len(layer.out.shape)
     for stage in layer.stages:

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Op
+from layerwise.ops.base import Op, Role
 from layerwise.ops.combine import Concat
-from layerwise.ops.ends import Input, Sink
 from layerwise.ops.fused import Follower, Fused
-from layerwise.ops.pointwise import Cast, Dropout, Unary
 from layerwise.ops.view import Expand, Permute, Reshape
 
 
@@ -52,11 +50,11 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
 def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
     """The views that `f` can move in front of, the nearest first: used by nothing else, nor is what they show."""
     found: list[Layer] = []
-    if isinstance(f.op, (Unary, Dropout, Cast)) and not (isinstance(f.op, Dropout) and (f.op.channels or f.op.samples)):
+    if f.op.elementwise:
         view = layers[f.inputs[0]]
         while isinstance(view.op, (Reshape, Permute)) and uses[view.name] == 1:
             source = layers[view.inputs[0]]
-            if uses[source.name] > 1 or isinstance(source.op, Input):
+            if uses[source.name] > 1 or source.role is not Role.COMPUTE:
                 break
             found.append(view)
             view = source
@@ -126,7 +124,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
     for layer in graph.layers:
         if layer.op.view and len(users[layer.name]) == 1 and not (isinstance(layer.op, Expand) and layer.op.samples):
             (user,), (source,) = users[layer.name], layer.inputs
-            if not isinstance(graph[user].op, Sink) and graph[user].inputs.index(layer.name) < len(graph[user].specs):
+            if graph[user].role is not Role.SINK and graph[user].inputs.index(layer.name) < len(graph[user].specs):
                 chains[layer.name] = (*chains.get(source, ()), layer.op)
                 origin[layer.name] = origin.get(source, source)
 
@@ -149,7 +147,7 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
         if len(users[source]) == 1
         and graph[source].out.shape == layer.out.shape
         and not graph[source].op.view
-        and not isinstance(graph[source].op, Input)
+        and graph[source].role is Role.COMPUTE
         and all(m.source == j and not m.steps for j, m in enumerate(layer.space.needs[i]))
     ]
     return max(slots, key=lambda i: order[layer.inputs[i]], default=None)

@@ -7,14 +7,15 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 import networkx as nx
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Op, Parameter, Space, Stage, space
+from layerwise.ops.base import Op, Parameter, Role, Space, Stage, space
 from layerwise.ops.ends import Input, Sink, Tied
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.specs import same
 from layerwise.tensor import TensorSpec
 
 SINK = "outputs"  # the name of the sink
@@ -63,6 +64,10 @@ class Layer:
         return self.space.out
 
     @property
+    def role(self) -> Role:
+        return self.op.role
+
+    @property
     def main(self) -> Op:
         """The operator, without its followers and the views of its inputs."""
         return self.stages[0].op
@@ -75,12 +80,12 @@ class Layer:
     @property
     def end(self) -> bool:
         """Whether nothing is chosen here: data comes in, a constant is made, or outputs go."""
-        return isinstance(self.op, Input | Sink) and not isinstance(self.op, Tied)
+        return self.role in (Role.INPUT, Role.CONSTANT, Role.SINK)
 
     @property
     def trains(self) -> bool:
         """Whether a gradient is made of any of its parameters."""
-        if isinstance(self.op, Tied):
+        if self.role is Role.TIED:
             return self.name not in self.frozen
         return any(p.trainable for p in self.space.parameters)
 
@@ -93,11 +98,21 @@ class Layer:
             made.append(StageGradients(inputs, inputs or trains))
         return tuple(made)
 
-    def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Model's name and description of the parameters that live in this layer."""
-        for i, (name, parameter) in enumerate(zip(self.parameters, self.space.parameters, strict=True)):
-            if i not in self.tied:
-                yield name, parameter
+    def held(self) -> list[tuple[str, Parameter, int]]:
+        """The parameters that live in this layer: the model's name, the description, and the bytes an element.
+
+        A tied parameter lives in the layer that is its source, not in those that use it.
+        """
+        if self.role is Role.TIED:
+            trainable = self.out.differentiable and self.trains
+            return [(self.name, Parameter(self.name, self.out.shape, same(self.out), trainable), self.out.item_bytes)]
+        item_bytes = [stage.space.out.item_bytes for stage in self.stages for _ in stage.space.parameters]
+        rows = zip(self.parameters, self.space.parameters, item_bytes, strict=True)
+        return [row for i, row in enumerate(rows) if i not in self.tied]
+
+    def own_parameters(self) -> list[tuple[str, Parameter]]:
+        """As `held`, without the bytes."""
+        return [(name, parameter) for name, parameter, _ in self.held()]
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class LayerGraph:
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
         assert len(self.by_name) == len(self.layers), "layer names must be unique"
-        assert isinstance(self.layers[-1].op, Sink)
+        assert self.layers[-1].role is Role.SINK
 
     def __getitem__(self, name: str) -> Layer:
         return self.by_name[name]
@@ -119,9 +134,7 @@ class LayerGraph:
     @property
     def batch(self) -> int:
         """Samples a step."""
-        sink = self.layers[-1].op
-        assert isinstance(sink, Sink)
-        return sink.batch
+        return self.layers[-1].out.shape[0]
 
     @property
     def inner(self) -> tuple[Layer, ...]:
@@ -143,9 +156,9 @@ class LayerGraph:
 
     def parameter_count(self) -> int:
         """Trainable parameters of the model."""
-        tied = sum(layer.out.volume for layer in self.layers if isinstance(layer.op, Tied) and layer.trains)
-        sizes = {name: _volume(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}
-        return tied + sum(sizes.values())
+        return sum(
+            {name: prod(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}.values()
+        )
 
     def to_networkx(self) -> nx.MultiDiGraph[str]:
         """Nodes carry `layer`, edges are keyed by slot."""
@@ -176,7 +189,7 @@ class LayerGraph:
 
     def flows_back(self, layer: Layer) -> tuple[bool, ...]:
         """For each of a layer's inputs, whether this layer sends a gradient back to it."""
-        goes_on = self.has_gradient[layer.name] or isinstance(layer.op, Sink)
+        goes_on = self.has_gradient[layer.name] or layer.role is Role.SINK
         return tuple(goes_on and self.has_gradient[name] for name in layer.inputs)
 
     def gradients(self, layer: Layer) -> tuple[StageGradients, ...]:
@@ -217,19 +230,18 @@ class LayerGraph:
         """Parameters to which no gradient comes back, as none goes through a detach. Of a graph that is not fused."""
         reached: set[str] = set()
         for layer in reversed(self.layers):
-            passes = layer.out.differentiable and not (isinstance(layer.op, Unary) and layer.op.fn == "detach")
-            if isinstance(layer.op, Sink) or (layer.name in reached and passes):
+            passes = layer.out.differentiable and not layer.op.detaches
+            if layer.role is Role.SINK or (layer.name in reached and passes):
                 reached.update(layer.inputs)
-        away = [layer for layer in self.layers if layer.name not in reached and not isinstance(layer.op, Sink)]
-        tied = {layer.name for layer in away if isinstance(layer.op, Tied)}
-        own = {name for layer in away for name, p in layer.own_parameters() if p.trainable or name in layer.frozen}
-        return frozenset(tied | own)
+        away = [layer for layer in self.layers if layer.name not in reached and layer.role is not Role.SINK]
+        held = ((layer, *row) for layer in away for row in layer.own_parameters())
+        return frozenset(name for layer, name, p in held if p.trainable or name in layer.frozen)
 
     def freeze(self, names: Collection[str]) -> LayerGraph:
         """The same network, of which the parameters `names`, and no others, are not trained."""
         layers = []
         for layer in self.layers:
-            held = (layer.name,) if isinstance(layer.op, Tied) else layer.parameters
+            held = (layer.name,) if layer.role is Role.TIED else layer.parameters
             frozen = tuple(name for name in held if name in names)
             layers.append(layer if frozen == layer.frozen else replace(layer, frozen=frozen))
         return LayerGraph(tuple(layers), self.name)
@@ -243,13 +255,7 @@ class LayerGraph:
         done: dict[str, Layer] = {}
         for layer in self.layers:
             specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])
-            op = layer.op
-            if isinstance(op, Input) and not isinstance(op, Tied):
-                op = type(op)(_rebatched(op.spec, self.batch, batch))
-            elif isinstance(op, Sink):
-                op = Sink(batch)
-            else:
-                op = op.rebatch(layer.specs, layer.out, specs).at_batch(batch)
+            op = layer.op.rebatch(layer.specs, layer.out, specs).at_batch(self.batch, batch)
             done[layer.name] = replace(layer, op=op, specs=specs)
         return LayerGraph(tuple(done.values()), self.name)
 
@@ -276,7 +282,7 @@ class GraphBuilder:
     def add(self, name: str, op: Op, inputs: Sequence[str], parameters: Sequence[str] = ()) -> str:
         """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here."""
         specs = tuple(self._layers[i].out for i in inputs)
-        tied = tuple(i for i, p in enumerate(parameters) if p in self._layers and isinstance(self._layers[p].op, Tied))
+        tied = tuple(i for i, p in enumerate(parameters) if p in self._layers and self._layers[p].role is Role.TIED)
         edges = (*inputs, *(parameters[i] for i in tied))
         unique, count = name, 1
         while unique in self._layers or unique == SINK:
@@ -294,7 +300,7 @@ class GraphBuilder:
             if layer.name in needed:
                 needed.update(layer.inputs)
         kept = [layer for layer in self._layers.values() if layer.name in needed]
-        batches = [layer.out.shape[0] for layer in kept if type(layer.op) is Input and layer.out.index("n") == 0]
+        batches = [layer.out.shape[0] for layer in kept if layer.role is Role.INPUT and layer.out.index("n") == 0]
         if not batches:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
@@ -309,23 +315,9 @@ def _untrained(where: Space, which: tuple[int, ...]) -> Space:
     return replace(where, parameters=tuple(parameters))
 
 
-def _rebatched(spec: TensorSpec, old: int, new: int) -> TensorSpec:
-    shape = tuple(
-        extent // old * new if label == "n" else extent for label, extent in zip(spec.dims, spec.shape, strict=True)
-    )
-    return TensorSpec(shape, spec.dims, spec.dtype, spec.units)
-
-
 def _rows(value: object) -> object:
     if isinstance(value, Op):
         return value.rows()
     if isinstance(value, TensorSpec):
         return [value.shape, value.dims, value.dtype, value.units]
     return str(value)
-
-
-def _volume(shape: Sequence[int]) -> int:
-    out = 1
-    for s in shape:
-        out *= s
-    return out

@@ -13,7 +13,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.torch.build import Stored
 from layerwise.importers.torch.from_torch import import_module
 from layerwise.importers.torch.structure import Structure
-from layerwise.ops.ends import Constant
+from layerwise.ops.base import Role
 
 MORE = 3  # times the example's samples, where sizes of the network may happen to be their number
 
@@ -77,5 +77,5 @@ def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGrap
 
 
 def _facts(layer: Layer) -> tuple[object, ...]:
-    op = None if isinstance(layer.op, Constant) else layer.op.rows()
+    op = None if layer.role is Role.CONSTANT else layer.op.rows()
     return layer.name, op, layer.inputs, layer.parameters, layer.out.shape

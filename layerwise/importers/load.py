@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.models import find, names
-from layerwise.ops.ends import Tied
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -145,8 +144,7 @@ def network_of(
 
 def _names(graph: LayerGraph) -> list[str]:
     """Parameters and buffers of a graph, tied ones included."""
-    own = [name for layer in graph.layers for name, _ in layer.own_parameters()]
-    return own + [layer.name for layer in graph.layers if isinstance(layer.op, Tied)]
+    return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
 class _Lazy(Mapping[str, Callable[[], object]]):

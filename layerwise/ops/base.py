@@ -188,6 +188,16 @@ class Op(ABC):
         """Whether training changes its buffers, also where nobody reads its output."""
         return False
 
+    @property
+    def detaches(self) -> bool:
+        """Whether no gradient goes back through it."""
+        return False
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it makes every element of its one input into another, in a tensor of any shape."""
+        return False
+
     @abstractmethod
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         """The output's shape, labels and type. Raises LayerwiseError where the shapes do not fit."""
@@ -239,8 +249,8 @@ class Op(ABC):
         """The same operator at another batch; only those that name sizes (reshape, expand) change."""
         return self
 
-    def at_batch(self, batch: int) -> Op:
-        """The same operator for `batch` samples, where its inputs do not tell (Expand of a class token)."""
+    def at_batch(self, old: int, new: int) -> Op:
+        """The same operator for `new` samples, not `old`, where its inputs do not tell (Expand of a class token)."""
         return self
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,11 +14,7 @@ from layerwise.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Input(Op):
-    """A tensor that the data loader feeds."""
-
-    kind: ClassVar[str] = "input"
-    role: ClassVar[Role] = Role.INPUT
+class _Source(Op):
     spec: TensorSpec
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -30,18 +26,33 @@ class Input(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
 
+    def at_batch(self, old: int, new: int) -> Op:
+        rows = zip(self.spec.dims, self.spec.shape, strict=True)
+        return replace(self, spec=replace(self.spec, shape=tuple(s // old * new if d == "n" else s for d, s in rows)))
+
 
 @dataclass(frozen=True, slots=True)
-class Tied(Input):
+class Input(_Source):
+    """A tensor that the data loader feeds."""
+
+    kind: ClassVar[str] = "input"
+    role: ClassVar[Role] = Role.INPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Tied(_Source):
     """A parameter that several layers use: a source whose uses are edges."""
 
     kind: ClassVar[str] = "tied"
     role: ClassVar[Role] = Role.TIED
     weights: ClassVar[bool] = True
 
+    def at_batch(self, old: int, new: int) -> Op:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
-class Constant(Input):
+class Constant(_Source):
     """A tensor that nobody feeds or trains (a mask, position ids): every device makes its own, nothing is sent."""
 
     kind: ClassVar[str] = "constant"
@@ -73,5 +84,5 @@ class Sink(Op):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return np.zeros(extents.shape[:-1])
 
-    def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        return self  # LayerGraph.rebatch, which knows the batch, makes a new sink
+    def at_batch(self, old: int, new: int) -> Op:
+        return Sink(new)

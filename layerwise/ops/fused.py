@@ -92,8 +92,8 @@ class Fused(Op):
         main = self.main.rebatch(first.specs, first.space.out, tuple(after[first.inputs]))
         return replace(self, main=main, views=tuple(chains))
 
-    def at_batch(self, batch: int) -> Op:
-        return replace(self, main=self.main.at_batch(batch))
+    def at_batch(self, old: int, new: int) -> Op:
+        return replace(self, main=self.main.at_batch(old, new))
 
     def rows(self) -> dict[str, object]:
         return {

@@ -44,8 +44,8 @@ class Learned(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def at_batch(self, batch: int) -> Op:
-        return replace(self, shape=(batch, *self.shape[1:]))
+    def at_batch(self, old: int, new: int) -> Op:
+        return replace(self, shape=(new, *self.shape[1:]))
 
     def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return parameters["value"].expand(at.out.shape)

@@ -94,8 +94,13 @@ class Unary(Op):
 
     kind: ClassVar[str] = "unary"
     pointwise: ClassVar[bool] = True
+    elementwise = True
     fn: str
     arguments: tuple[float, ...] = ()
+
+    @property
+    def detaches(self) -> bool:
+        return self.fn == "detach"
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
@@ -248,6 +253,10 @@ class Dropout(Op):
     channels: bool = False
     samples: bool = False  # stochastic depth
 
+    @property
+    def elementwise(self) -> bool:
+        return not (self.channels or self.samples)
+
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         if not 0 <= self.p <= 1:
             raise LayerwiseError(f"a dropout probability must lie in [0, 1], not {self.p}")
@@ -283,6 +292,7 @@ class Cast(Op):
 
     kind: ClassVar[str] = "cast"
     pointwise: ClassVar[bool] = True
+    elementwise = True
     dtype: str
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:

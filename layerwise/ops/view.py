@@ -269,8 +269,8 @@ class Expand(View):
                 shape[j] = new
         return replace(self, shape=tuple(shape))
 
-    def at_batch(self, batch: int) -> Op:
-        return replace(self, shape=(batch, *self.shape[1:])) if self.samples else self
+    def at_batch(self, old: int, new: int) -> Op:
+        return replace(self, shape=(new, *self.shape[1:])) if self.samples else self
 
 
 def _changed(x: TensorSpec, at: int, extent: int, label: str | None, unit: int) -> TensorSpec:

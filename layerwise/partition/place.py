@@ -8,9 +8,7 @@ import numpy as np
 
 from layerwise.config import Config, layout
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Maps
-from layerwise.ops.ends import Constant, Input, Sink, Tied
-from layerwise.ops.specs import same
+from layerwise.ops.base import Maps, Role
 from layerwise.partition.boxes import Boxes, Ints
 from layerwise.tensor import TensorSpec
 
@@ -38,8 +36,8 @@ class Place:
 
 def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
     """What `devices` devices have of a layer under a configuration; io: as a plan has it."""
-    replicated = isinstance(layer.op, Tied) and config.total == 1
-    if replicated or isinstance(layer.op, Constant) or (is_fed(layer) and io == "free"):
+    replicated = layer.role is Role.TIED and config.total == 1
+    if replicated or layer.role is Role.CONSTANT or (layer.end and io == "free"):
         whole = Boxes.whole(layer.out.shape, devices)
         return Place(whole, whole, everywhere=True)
     lay, rank, dims = layout((config,), layer.space, devices), len(layer.out.shape), layer.space.dims
@@ -47,11 +45,6 @@ def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
     cells = Boxes.grid(dims, lay.degrees[0, scalar:], lay.index[0, :, scalar:], lay.active[0])
     own_degrees, own_index = lay.own_degrees[0, scalar:], lay.own_index[0, :, scalar:]
     return Place(cells, Boxes.grid(dims[:rank], own_degrees, own_index, lay.active[0]))
-
-
-def is_fed(layer: Layer) -> bool:
-    """Whether a layer is an input or the sink, which no plan configures: `fed_config` does."""
-    return isinstance(layer.op, Input | Sink) and not isinstance(layer.op, Tied)
 
 
 def fed_config(layer: Layer, devices: int) -> Config:
@@ -67,13 +60,6 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return where.needs[slot], where.late_inputs[slot]
     parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.late
-
-
-def parameter_boxes(layer: Layer, maps: Maps, at: Place, late: bool) -> Boxes:
-    """The box of a parameter that each device holds."""
-    if isinstance(layer.op, Tied):
-        return at.owned.needs(same(layer.out))
-    return at.at(late).needs(maps)
 
 
 def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:

@@ -16,7 +16,7 @@ import torch
 
 from layerwise.comm.base import Comm, Kind, all_reduce_share
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.ends import Sink, Tied
+from layerwise.ops.base import Role
 from layerwise.run.reducer import Replicas
 from layerwise.run.schedule import Schedule, Step
 from layerwise.run.work import Work
@@ -54,7 +54,7 @@ def predicted_bytes(
 def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Message]:
     """Of one layer, forward and back."""
     graph, layer = schedule.graph, step.layer
-    if not (isinstance(layer.op, Sink) and schedule.free):  # outputs are then nobody's prediction
+    if not (layer.role is Role.SINK and schedule.free):  # outputs are then nobody's prediction
         for edge in step.edges:
             forward = sum(box.volume for _, box in edge.transfer.sends)
             back = sum(box.volume for _, box in edge.transfer.receives) if edge.backward else 0
@@ -90,11 +90,7 @@ def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]
     """Of gradients over replicas."""
     planned: dict[str, int] = {}
     for layer in graph.layers:
-        if isinstance(layer.op, Tied):
-            planned[layer.name] = layer.out.item_bytes
-        else:
-            each = [stage.space.out.item_bytes for stage in layer.stages for _ in stage.space.parameters]
-            planned |= {name: each[i] for i, name in enumerate(layer.parameters) if i not in layer.tied}
+        planned |= {name: item_bytes for name, _, item_bytes in layer.held()}
     for name, bucket in replicas.of.items():
         p, member = replicas.parameters[name], (len(bucket.group), bucket.group.index(rank))
         real = all_reduce_share(p.numel() * p.element_size(), *member)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layerwise.chrome import Category
 from layerwise.comm.base import Comm, Kind
 from layerwise.errors import LayerwiseError
-from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.ops.base import Role
 from layerwise.run.redistribute import adjoint, forward
 from layerwise.run.reducer import Gradients
 from layerwise.run.schedule import Edge, Schedule, Step
@@ -65,7 +65,7 @@ class Executor:
         for i, step in enumerate(self.schedule.steps):
             name = step.layer.name
             self.comm.at(number, name)
-            sink = isinstance(step.layer.op, Sink)
+            sink = step.layer.role is Role.SINK
             if not (training or step.returned):  # nothing is remembered in evaluation
                 self._let_go(values, step, i)
                 continue
@@ -77,9 +77,9 @@ class Executor:
                     received.append(forward(edge.transfer, self.comm, values[edge.source], like, edge.what, kind))
             if sink:
                 outputs = received
-            elif isinstance(step.layer.op, Tied):
+            elif step.layer.role is Role.TIED:
                 values[name] = parameters[name].detach() if name in parameters else None
-            elif isinstance(step.layer.op, Input):
+            elif step.layer.end:
                 values[name] = fed.get(name)
             else:
                 values[name] = None
@@ -120,14 +120,14 @@ class Executor:
         for step in reversed(self.schedule.steps):
             name = step.layer.name
             self.comm.at(number, f"{name} (backward)")
-            if isinstance(step.layer.op, Sink):
+            if step.layer.role is Role.SINK:
                 inward: list[Tensor | None] = list(gradients)
-            elif isinstance(step.layer.op, Tied):
+            elif step.layer.role is Role.TIED:
                 if name in parameters:
                     total = grads.pop(name, None)
                     into.add(name, torch.zeros_like(parameters[name]) if total is None else total)
                 continue
-            elif not step.backward or isinstance(step.layer.op, Input):
+            elif not step.backward:
                 continue
             elif step.work is None:
                 inward = [None] * len(step.edges)
@@ -143,7 +143,7 @@ class Executor:
                 if not edge.backward:
                     continue
                 like = done.shapes[edge.source]
-                if isinstance(step.layer.op, Sink) and self.schedule.free:
+                if step.layer.role is Role.SINK and self.schedule.free:
                     back = self._own_share(edge, gradient, like)
                 else:
                     with self._span(f"{edge.what} (backward)", "transfers", edge.transfer.pattern != "local"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.ops.ends import Constant, Input
+from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.place import samples
 from layerwise.run.schedule import Schedule, real
@@ -31,7 +31,7 @@ class Inputs:
     ) -> None:
         self.plan, self.comm, self.device, self.dtype = plan, comm, device, dtype
         layers, uses = network.graph.layers, network.graph.consumers()
-        self._layers = [layer for layer in layers if type(layer.op) is Input]
+        self._layers = [layer for layer in layers if layer.role is Role.INPUT]
         self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
         for layer in self._layers:  # beside the example's
             if layer.out.differentiable:
@@ -45,7 +45,7 @@ class Inputs:
         self._constants = {
             layer.name: _constant(network, layer.name).to(device, real(layer.out.dtype, network.graph, dtype))
             for layer in layers
-            if isinstance(layer.op, Constant)
+            if layer.role is Role.CONSTANT
         }
 
     def share(self, batch: int | None = None) -> slice:

@@ -14,7 +14,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
@@ -83,7 +83,7 @@ class ParallelModule(Refusing):
         self._inputs = Inputs(network, plan, comm, device, dtype, autocast)
         first = self._executor(self.graph.batch).schedule
         order = [name for step in reversed(first.steps) for name in reversed(step.parameters) if name is not None]
-        order += [layer.name for layer in reversed(self.graph.layers) if isinstance(layer.op, Tied)]
+        order += [layer.name for layer in reversed(self.graph.layers) if layer.role is Role.TIED]
         held = dict(self._tree.named_parameters())
         trained = {name: p for name, p in held.items() if p.requires_grad}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
@@ -98,7 +98,7 @@ class ParallelModule(Refusing):
             self._idle = nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
         self._initial = {name: p._version for name, p in held.items()} if self.cut else {}
-        self._tied = {layer.name for layer in self.graph.layers if isinstance(layer.op, Tied)}
+        self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         if comm.size > 1:
             watch(self.parameters(), cut=self.cut)
             for name, p in self.named_parameters():

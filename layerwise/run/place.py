@@ -10,10 +10,8 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.ends import Tied
 from layerwise.partition.boxes import Each
-from layerwise.partition.place import Place, fed_config, is_fed, place
-from layerwise.partition.place import parameter_boxes as boxes_of
+from layerwise.partition.place import Place, fed_config, place
 from layerwise.plan import Plan
 
 
@@ -21,7 +19,7 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
     """The place of every layer of the plan's graph by rank, at whatever batch the graph has."""
     ranks, found = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
-        config = fed_config(layer, plan.gpus) if is_fed(layer) else plan.strategy[layer.name]
+        config = fed_config(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
         found[layer.name] = place(layer, config, plan.gpus, plan.io).on(ranks)
     return found
 
@@ -40,13 +38,11 @@ def parameter_boxes(graph: LayerGraph, at: Mapping[str, Place]) -> dict[str, Eac
     """By the model's name, the box of each parameter and buffer that every rank holds."""
     found: dict[str, Each] = {}
     for layer in graph.layers:
-        if isinstance(layer.op, Tied):
-            found[layer.name] = at[layer.name].owned.each
         for name, p in layer.own_parameters():
             if name in found:
                 raise LayerwiseError(
                     f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
                     "is called twice: give each use a module of its own"
                 )
-            found[name] = boxes_of(layer, p.maps, at[layer.name], p.late).each
+            found[name] = at[layer.name].at(p.late).needs(p.maps).each
     return found

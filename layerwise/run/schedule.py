@@ -8,7 +8,7 @@ import torch
 
 from layerwise.comm.base import Comm, Group
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.ends import Input, Sink
+from layerwise.ops.base import Role
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import input_maps, of_all_classes
@@ -75,7 +75,7 @@ class Schedule:
         back = self.graph.flows_back(layer)
         for slot, source in enumerate(layer.inputs):
             at = self.places[source]
-            if isinstance(layer.op, Sink):
+            if layer.role is Role.SINK:
                 need = self._sink_need(layer, slot)
             else:
                 maps, late = input_maps(layer, slot)
@@ -87,7 +87,7 @@ class Schedule:
         own: tuple[str | None, ...] = tuple(
             None if i in layer.tied else name for i, name in enumerate(layer.parameters)
         )
-        if isinstance(layer.op, Input | Sink):
+        if layer.role is not Role.COMPUTE:
             return Step(layer, tuple(edges), None, own, self.type_of(layer), flows, returned)
         for r in range(self.comm.size):
             groups = statistics(layer, place, r, local_batch_norm=local_batch_norm)
@@ -107,7 +107,7 @@ class Schedule:
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
         """The element type that a layer's output has on the wire."""
-        if not layer.out.differentiable and isinstance(layer.op, Input):
+        if not layer.out.differentiable and layer.end:
             return None
         return self.real(layer.out.dtype, autocast=layer.main.autocast)
 

@@ -15,9 +15,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.base import Parameter
-from layerwise.ops.ends import Tied
-from layerwise.ops.specs import same
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
@@ -56,18 +53,14 @@ class State:
 
     def _fill(self, network: Network, seed: int) -> None:
         """Creates the boxes."""
-        users = {
+        users = {  # a tied parameter is drawn as the first layer that uses it would, where one has it as its own
             layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
             for layer in reversed(self.graph.layers)
             for i, p in enumerate(layer.tied)
         }
         for layer in self.graph.layers:
-            own = list(layer.own_parameters())
-            if isinstance(layer.op, Tied):  # drawn as the first layer that uses it would, where one has it as its own
-                alone = Parameter(layer.name, layer.out.shape, same(layer.out))
-                own = [(layer.name, users.get(layer.name, alone))]
-            for name, p in own:
-                box = self.boxes[name][self.comm.rank]
+            for name, own in layer.own_parameters():
+                box, p = self.boxes[name][self.comm.rank], users.get(name, own)
                 if box is not None:
                     value = initial(network, layer, name, p, box, seed, self._type(name))
                     _place(self.tree, name, value.to(self.device), p.trainable, frozen=name in layer.frozen)
@@ -87,15 +80,8 @@ class State:
 
     def cut(self) -> bool:
         """Whether some rank holds not all of some parameter that is trained."""
-        shapes = self._shapes()
-        trained = {
-            name
-            for layer in self.graph.layers
-            for name, p in layer.own_parameters()
-            if p.trainable and name not in layer.frozen
-        }
-        trained |= {layer.name for layer in self.graph.layers if isinstance(layer.op, Tied)}
-        return any(box is None or box.shape != shapes[name] for name in trained for box in self.boxes[name])
+        held = (row for layer in self.graph.layers for row in layer.own_parameters())
+        return any(box is None or box.shape != p.shape for name, p in held if p.trainable for box in self.boxes[name])
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
@@ -132,8 +118,7 @@ class State:
         return result
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
-        return shapes | {layer.name: layer.out.shape for layer in self.graph.layers if isinstance(layer.op, Tied)}
+        return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.run.reducer import WAITING
 from layerwise.run.trace import Trace, clock_offset
 from layerwise.train.report import seconds_text
@@ -123,7 +123,7 @@ def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
             for edge in step.edges:
                 if edge.transfer.sends or edge.transfer.receives:
                     yield f"transfers {edge.what}{suffix}", (name, "transfers_s")
-        own = [name] if isinstance(step.layer.op, Tied) else [p for p in step.parameters if p is not None]
+        own = [name] if step.layer.role is Role.TIED else [p for p in step.parameters if p is not None]
         for parameter in own:
             yield f"sync gradients of {parameter}", (name, "sync_s")
 

@@ -123,7 +123,7 @@ def task(graph: LayerGraph) -> Task:
 
 def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss, answer: int) -> Task:
     source = end.inputs[1]
-    while not isinstance(graph[source].op, Input) and len(graph[source].inputs) == 1:
+    while not graph[source].end and len(graph[source].inputs) == 1:
         source = graph[source].inputs[0]  # a view of the target
     slot = next((i for i, feed in enumerate(feeds) if feed.name == source), None)
     if slot is None:

@@ -19,7 +19,6 @@ from layerwise.cost.collectives import (
     replicas,
     sync_s,
 )
-from layerwise.cost.compute.roofline import held
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
@@ -37,7 +36,7 @@ NETWORKS = networks.windows() | networks.branches() | networks.sequences()
 def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
     """For each trainable parameter of a layer, the box of it that each device needs."""
     found = []
-    for p, _ in held(layer):
+    for _, p in layer.own_parameters():
         if p.trainable:
             rows = brute.holdings(config, layer.space, devices)
             found.append({device: brute.need(p.maps, own if p.late else cell) for device, cell, own in rows})
@@ -53,7 +52,7 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
         config = data.draw(st.sampled_from(brute.legal(layer.space.dims, graph.count)))
         lay = layout((config,), layer.space, graph.count)
         for (p, _), held_by in zip(
-            [row for row in held(layer) if row[0].trainable], boxes(layer, config, graph.count), strict=True
+            [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
         ):
             row = replicas(lay, tuple(sorted({m.source for m in p.maps if m.source is not None})), p.late)[0]
             assert {d for d in range(graph.count) if row[d] >= 0} == set(held_by)

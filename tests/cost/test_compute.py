@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config, layout
-from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, held, largest_box, largest_extents
+from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, largest_box, largest_extents
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph, Processor, Tile
@@ -39,7 +39,7 @@ def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, d
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
         lay, dims = layout(configs, layer.space, graph.count), layer.space.dims
         needed = [brute.input_of(layer, slot) for slot in range(len(layer.inputs))]
-        for maps, late in [*needed, *((p.maps, p.late) for p, _ in held(layer))]:
+        for maps, late in [*needed, *((p.maps, p.late) for _, p in layer.own_parameters())]:
             degrees = lay.own_degrees if late else lay.degrees
             largest, total = largest_box(maps, dims, degrees), all_boxes(maps, dims, degrees)
             for i, config in enumerate(configs):

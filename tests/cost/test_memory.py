@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import Ledger
 from layerwise.cost.memory.moved import moved
 from layerwise.cost.memory.step import peak_bytes
@@ -20,12 +20,12 @@ from layerwise.cost.price import complete, price
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import load as load_profile
+from layerwise.ops.base import Role
 from layerwise.ops.conv import Conv
-from layerwise.ops.ends import Tied
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Unary
-from layerwise.partition.place import parameter_boxes, place
+from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.cost.test_price import NETWORKS, random_strategy
@@ -59,7 +59,7 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
     for layer in network.inner:
         for slot, name in enumerate(layer.inputs):
             source, config = model.graph[name], strategy[name]
-            if isinstance(source.op, Tied) and config.total == 1:
+            if source.role is Role.TIED and config.total == 1:
                 continue
             maps, late = brute.input_of(layer, slot)
             table = brute.exchanged(source.space, config, layer.space, maps, late, strategy[layer.name], 6)
@@ -158,11 +158,11 @@ def test_every_device_has_room_for_what_it_keeps(
     parameters, gradients, made = np.zeros(6), np.zeros(6), np.zeros(6)
     for layer in network.inner:
         for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
-            for p, item_bytes in held(layer):
+            for _, p, item_bytes in layer.held():
                 size = brute.need(p.maps, own if p.late else cell).volume * item_bytes
                 parameters[device] += size * (1 + OPTIMIZERS[optimizer] * p.trainable)
                 gradients[device] += size * p.trainable
-            if model.has_gradient[layer.name] and not isinstance(layer.op, Tied) and not layer.main.view:
+            if model.has_gradient[layer.name] and layer.role is not Role.TIED and not layer.main.view:
                 made[device] += own.volume * layer.out.item_bytes
     assert (peak >= parameters + gradients).all()
     assert (peak >= parameters + made).all()
@@ -179,6 +179,6 @@ def test_an_optimizers_state_comes_on_top(network: LayerGraph, data: st.DataObje
     state = np.zeros(6)
     for layer in network.layers:
         at = place(layer, strategy[layer.name], 6, "sample")
-        for p, item_bytes in held(layer):
-            state += parameter_boxes(layer, p.maps, at, p.late).volume * item_bytes * p.trainable
+        for _, p, item_bytes in layer.held():
+            state += at.at(p.late).needs(p.maps).volume * item_bytes * p.trainable
     assert peak_bytes(momentum, strategy) - peak_bytes(sgd, strategy) == pytest.approx(state)

@@ -15,8 +15,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph
+from layerwise.ops.base import Role
 from layerwise.ops.embed import Embedding
-from layerwise.ops.ends import Constant, Tied
+from layerwise.ops.ends import Constant
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Cast, Unary
@@ -43,7 +44,7 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
     count, total = model.devices.count, 0
     for slot, name in enumerate(layer.inputs):
         source = model.graph[name]
-        if isinstance(source.op, Tied) and strategy[name].total == 1:  # replicated
+        if source.role is Role.TIED and strategy[name].total == 1:  # replicated
             continue
         ends = source.space, strategy[name], layer.space, *brute.input_of(layer, slot), strategy[layer.name], count
         table = brute.exchanged(*ends)
@@ -59,7 +60,7 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
 def counted_sync(layer: Layer, config: Config, devices: int) -> int:
     """Of each element of each parameter that r devices have, 2(r-1) copies."""
     total = 0
-    if isinstance(layer.op, Tied) and config.total == 1:  # replicated
+    if layer.role is Role.TIED and config.total == 1:  # replicated
         total += 2 * (devices - 1) * layer.out.volume * layer.out.item_bytes
     for _, p in layer.own_parameters():
         if p.trainable:
@@ -286,7 +287,7 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
                 held += (2 if p.trainable else 1) * box.volume * layer.out.item_bytes
             for slot, name in enumerate(layer.inputs):
                 source = model.graph[name]
-                if isinstance(source.op, Tied) and strategy[name].total == 1:  # replicated: counted there
+                if source.role is Role.TIED and strategy[name].total == 1:  # replicated: counted there
                     continue
                 maps, late = brute.input_of(layer, slot)
                 config = strategy[layer.name]

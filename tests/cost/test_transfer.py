@@ -16,8 +16,7 @@ from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, secon
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph, load
-from layerwise.ops.base import Dim, Maps, Space
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Dim, Maps, Role, Space
 from layerwise.ops.view import Expand, Reshape
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
@@ -56,7 +55,7 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
         found = model.traffic(edge, chosen[edge[0]], chosen[edge[1]])
         exact = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]])
         expected = model.directions(edge) * seconds(found, graph, "port")
-        if isinstance(source.op, Tied):
+        if source.role is Role.TIED:
             expected[[u.total == 1 for u in chosen[edge[0]]]] = 0.0  # replicated
         np.testing.assert_allclose(exact, expected)
         quick = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], telling_devices(graph))

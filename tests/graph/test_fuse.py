@@ -17,8 +17,8 @@ from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
+from layerwise.ops.base import Role
 from layerwise.ops.combine import Concat
-from layerwise.ops.ends import Input, Tied
 from layerwise.ops.fused import Fused
 from layerwise.ops.linear import Linear
 from layerwise.ops.pointwise import Binary, Dropout, Unary
@@ -32,12 +32,11 @@ from tests.importers.networks import Net, chain, crossing, dense, inception, net
 def stored(graph: LayerGraph) -> dict[str, torch.Tensor]:
     """A value for every parameter that depends on its name only."""
     shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
-    shapes |= {layer.name: layer.out.shape for layer in graph.layers if isinstance(layer.op, Tied)}
     return {name: _random(name, shape) for name, shape in shapes.items()}
 
 
 def fed(graph: LayerGraph) -> dict[str, torch.Tensor]:
-    return {layer.name: _random(layer.name, layer.out.shape) for layer in graph.layers if type(layer.op) is Input}
+    return {layer.name: _random(layer.name, layer.out.shape) for layer in graph.layers if layer.role is Role.INPUT}
 
 
 def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:

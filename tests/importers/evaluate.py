@@ -20,11 +20,10 @@ from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import read_program
 from layerwise.ops.along import Cumsum, Gather
 from layerwise.ops.attention import Attention
-from layerwise.ops.base import Op
+from layerwise.ops.base import Op, Role
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.embed import Embedding
-from layerwise.ops.ends import Constant, Input, Sink
 from layerwise.ops.fused import Fused
 from layerwise.ops.learned import Learned
 from layerwise.ops.linear import Linear, MatMul
@@ -42,11 +41,11 @@ def evaluate(graph: LayerGraph, inputs: Mapping[str, Tensor], stored: Mapping[st
     """The tensors that go into the sink. `stored`: parameters, buffers and constants by name."""
     values: dict[str, Tensor] = {}
     for layer in graph.layers:
-        if isinstance(layer.op, Sink):
+        if layer.role is Role.SINK:
             return [values[name] for name in layer.inputs]
-        if type(layer.op) is Input:
+        if layer.role is Role.INPUT:
             out = inputs[layer.name]
-        elif isinstance(layer.op, Input):
+        elif layer.role in (Role.TIED, Role.CONSTANT):
             out = stored[layer.name.partition(":")[0]]
         else:
             given = [values[name] for name in layer.inputs[: len(layer.specs)]]
@@ -248,7 +247,7 @@ def imported(
         repeated = {
             layer.name: torch.cat([stored[layer.name]] * count)
             for layer in samples.layers
-            if isinstance(layer.op, Constant) and layer.out.index("n") == 0
+            if layer.role is Role.CONSTANT and layer.out.index("n") == 0
         }
         got = evaluate(samples, dict(zip(names, fed, strict=True)), stored | repeated)
         torch.manual_seed(0)

@@ -22,4 +22,4 @@ def test_every_cell_has_its_part(cuts: tuple[int, ...]) -> None:
 
 
 def test_it_follows_the_batch() -> None:
-    assert Learned((1, 1, 4), (3, 2, 4)).at_batch(7) == Learned((1, 1, 4), (7, 2, 4))
+    assert Learned((1, 1, 4), (3, 2, 4)).at_batch(3, 7) == Learned((1, 1, 4), (7, 2, 4))

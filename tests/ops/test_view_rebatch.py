@@ -134,4 +134,4 @@ def test_other_views_follow_the_batch() -> None:
     token = Expand((4, 1, 6), samples=True)
     alone = TensorSpec((1, 1, 6), (None, None, "c"))
     assert token.output(alone).dims == ("n", None, "c")
-    assert token.at_batch(10).output(alone).shape == (10, 1, 6)
+    assert token.at_batch(5, 10).output(alone).shape == (10, 1, 6)

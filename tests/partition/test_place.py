@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.geometry import Box
 from layerwise.graph.layer import GraphBuilder, LayerGraph
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.ops.pointwise import Unary
 from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import fed_config, is_fed, of_all_classes, parameter_boxes, place
+from layerwise.partition.place import fed_config, of_all_classes, place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -25,7 +25,7 @@ DEVICES = 6
 def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         (config,) = data.draw(brute.configs(layer.space, DEVICES, 1))
-        if isinstance(layer.op, Tied) and config.total == 1:
+        if layer.role is Role.TIED and config.total == 1:
             continue
         at = place(layer, config, DEVICES, "sample")
         expected = {device: (cell, own) for device, cell, own in brute.holdings(config, layer.space, DEVICES)}
@@ -33,7 +33,7 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
             cell, own = expected.get(device, (None, None))
             assert (at.cells.each[device], at.owned.each[device]) == (cell, own)
             for p in layer.space.parameters:
-                held = parameter_boxes(layer, p.maps, at, p.late).each[device]
+                held = at.at(p.late).needs(p.maps).each[device]
                 assert held == (None if cell is None or own is None else brute.need(p.maps, own if p.late else cell))
 
 
@@ -51,7 +51,7 @@ def test_what_is_fed() -> None:
     b = GraphBuilder("fed")
     b.input("x", TensorSpec((4, 3), ("n", "c")))
     layer = b.finish([networks.add(b, "first", Unary("relu"), ["x"])]).layers[0]
-    assert is_fed(layer)
+    assert layer.end
     assert fed_config(layer, DEVICES) == Config.of({"n": 4})
     assert place(layer, fed_config(layer, DEVICES), DEVICES, "free").everywhere
     rows = place(layer, fed_config(layer, DEVICES), DEVICES, "sample").owned.each

@@ -18,7 +18,6 @@ from layerwise.config import Layout
 from layerwise.geometry import Box, boundaries, needed
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Maps, Space
-from layerwise.ops.ends import Tied
 
 Ints = NDArray[np.int64]
 
@@ -131,14 +130,10 @@ def shared_statistics(layer: Layer, lay: Layout, *, local_batch_norm: bool) -> l
 
 def sizes(layer: Layer, cells: Fullest) -> list[tuple[int, ...]]:
     """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
-    where = layer.space
-    if isinstance(layer.op, Tied):
-        trains = layer.out.differentiable and layer.trains
-        return [(n,) * trains for n in (cells.own_hi - cells.own_lo).prod(1).tolist()]
     rows = [
         _lengths(p.maps, *((cells.own_lo, cells.own_hi) if p.late else (cells.lo, cells.hi))).prod(1)
-        for i, p in enumerate(where.parameters)
-        if p.trainable and i not in layer.tied
+        for _, p in layer.own_parameters()
+        if p.trainable
     ]
     return [tuple(row) for row in np.stack(rows, axis=1).tolist()] if rows else [()] * len(cells.lo)
 

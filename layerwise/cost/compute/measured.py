@@ -16,7 +16,7 @@ from layerwise.cost.compute.roofline import ComputeTime, Roofline, rooflines, up
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
-from layerwise.ops.ends import Sink, Tied
+from layerwise.ops.base import Role
 
 Floats = NDArray[np.float64]
 LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
@@ -58,7 +58,7 @@ class Measurements:
         cells, count = fullest(layer, lay), len(lay.degrees)
         roofline = update_roofline(layer, lay, self.processor, self.optimizer)
         (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cells), (roofline,))
-        if isinstance(layer.op, Tied):
+        if layer.role is Role.TIED:
             return _time(np.zeros((count, 3)), np.zeros((count, 3)), update)
         name = signature(layer, wanted, uses)
         rows = extents(layer, lay, cells, local_batch_norm=self.local_batch_norm)
@@ -67,7 +67,6 @@ class Measurements:
 
     def sink_time(self, layer: Layer, lay: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
-        assert isinstance(layer.op, Sink)
         rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
         found = self.times.cells.get(loss_name(layer), {})
         losses = [found.get(row, NONE) for row in rows]

@@ -18,9 +18,7 @@ from layerwise.config import Layout
 from layerwise.geometry import AxisMap, boundaries
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
-from layerwise.ops.base import Dim, Gemm, Maps, Parameter, Role
-from layerwise.ops.ends import Tied
-from layerwise.ops.specs import same
+from layerwise.ops.base import Dim, Gemm, Maps, Role
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -121,18 +119,6 @@ def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
     return volume
 
 
-def held(layer: Layer) -> list[tuple[Parameter, int]]:
-    """The parameters that live in a layer, with their bytes an element. A tied parameter is a layer of its own."""
-    if isinstance(layer.op, Tied):
-        out = layer.out
-        return [
-            (Parameter(layer.name, out.shape, same(out), trainable=out.differentiable and layer.trains), out.item_bytes)
-        ]
-    item_bytes = [stage.space.out.item_bytes for stage in layer.stages for _ in stage.space.parameters]
-    rows = enumerate(zip(layer.space.parameters, item_bytes, strict=True))
-    return [row for i, row in rows if i not in layer.tied]
-
-
 def compute_time(
     layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
@@ -182,7 +168,7 @@ def rooflines(
 def update_roofline(layer: Layer, lay: Layout, processor: Processor, optimizer: str) -> Roofline:
     """The optimizer reads parameter, gradient and state and writes parameter and state. Its launches count nothing."""
     found = Roofline(len(lay.degrees), processor)
-    for p, item_bytes in held(layer):
+    for _, p, item_bytes in layer.held():
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, lay.own_degrees if p.late else lay.degrees) * item_bytes
             found.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))

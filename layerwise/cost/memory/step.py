@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, Ledger, Ref, part
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.memory.moved import Moved, moved, outputs
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
-from layerwise.ops.ends import Input, Sink, Tied
+from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
-from layerwise.partition.place import Place, input_maps, parameter_boxes, place
+from layerwise.partition.place import Place, input_maps, place
 
 Floats = NDArray[np.float64]
 TARGET_BYTES = 8  # a class is an int64
@@ -77,8 +77,8 @@ class _Step:
         for layer in self.model.graph.layers:
             at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
             rows = self.trained[layer.name] = []
-            for p, item_bytes in held(layer):
-                boxes = parameter_boxes(layer, p.maps, at, p.late)
+            for _, p, item_bytes in layer.held():
+                boxes = at.at(p.late).needs(p.maps)
                 size = boxes.volume * item_bytes
                 self.ledger.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
@@ -99,7 +99,7 @@ class _Step:
 
     def _moved(self, layer: Layer, slot: int) -> Moved:
         source, at = self.at[layer.inputs[slot]], self.at[layer.name]
-        if isinstance(layer.op, Sink) and self.model.options.io == "free":
+        if layer.role is Role.SINK and self.model.options.io == "free":
             return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
         maps, late = input_maps(layer, slot)
         return moved(source, maps, at.at(late))
@@ -109,14 +109,14 @@ class _Step:
     def forward(self, layer: Layer) -> None:
         """A layer's inputs arrive, its stages run, and what is read again is kept."""
         ledger = self.ledger
-        if isinstance(layer.op, Tied):  # the parameter itself
+        if layer.role is Role.TIED:  # the parameter itself
             self.values[layer.name] = NOBODY
-        elif isinstance(layer.op, Input):
+        elif layer.role in (Role.INPUT, Role.CONSTANT):
             fed = ledger.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = ledger.hold(fed)  # whoever feeds it keeps it
         else:
             received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
-            if isinstance(layer.op, Sink):
+            if layer.role is Role.SINK:
                 self._loss(layer, received)
             else:
                 self._compute(layer, received)
@@ -185,13 +185,13 @@ class _Step:
     def backward(self, layer: Layer) -> None:
         """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""
         name = layer.name
-        if isinstance(layer.op, Tied):
+        if layer.role is Role.TIED:
             self._drop([self.gradients.pop(name, NOBODY)])
             for _, alone in self.trained[name]:
                 self.ledger.new(alone)
-        elif isinstance(layer.op, Sink):
+        elif layer.role is Role.SINK:
             self._return(layer)
-        elif self.flows[name] and not isinstance(layer.op, Input):
+        elif self.flows[name]:
             made = self._differentiate(layer)
             self._drop(self.inward)
             self.inward = made
@@ -234,7 +234,7 @@ class _Step:
         """Gradients of a layer's inputs go back to who owns these, and are added to those that came before."""
         ledger = self.ledger
         for slot, source in enumerate(layer.inputs):
-            if self.flows[source] and (self.flows[layer.name] or isinstance(layer.op, Sink)):
+            if self.flows[source] and (self.flows[layer.name] or layer.role is Role.SINK):
                 back = self._adjoint(self._edge(layer, slot), source, self.inward[slot])
                 ledger.drop(self.returned)
                 self.returned = back

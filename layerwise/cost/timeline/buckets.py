@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from layerwise.cost.collectives import Group, replicas
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
-from layerwise.ops.ends import Tied
+from layerwise.ops.base import Role
 from layerwise.partition.buckets import fill
 
 Ints = NDArray[np.int64]
@@ -34,8 +34,8 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
 
     Gradients come from the last layer to the first; those of parameters that several layers use come last.
     """
-    inner = [layer for layer in reversed(model.graph.layers) if not isinstance(layer.op, Tied)]
-    tied = [layer for layer in reversed(model.graph.layers) if isinstance(layer.op, Tied)]
+    inner = [layer for layer in reversed(model.graph.layers) if layer.role is not Role.TIED]
+    tied = [layer for layer in reversed(model.graph.layers) if layer.role is Role.TIED]
     gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
     leaving: dict[str, list[Bucket]] = {}
     for places in fill((row.tobytes(), size) for _, row, _, size in gradients):
@@ -53,7 +53,7 @@ def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple
     for c in reversed(model.gradients_of(layer, lay)):  # the last parameter first: a bias, then its weight
         if c.groups[0].size > 1:
             row = replicas(lay, c.keys, c.late)[0]
-            if isinstance(layer.op, Tied) and config.total == 1:  # replicated
+            if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
             found.append((row, c.groups[0], float(c.size_bytes[0])))
     return found

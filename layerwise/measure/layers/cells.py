@@ -17,7 +17,7 @@ from layerwise.cost.model import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.machine.layer_times import Extents, Work
 from layerwise.measure.bench import Loss, Task, Update
-from layerwise.ops.ends import Sink, Tied
+from layerwise.ops.base import Role
 
 Key = tuple[str, Extents]
 
@@ -56,13 +56,13 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
     """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
     split."""
-    if isinstance(layer.op, Sink):
+    if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]
 
 
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
-    if isinstance(layer.op, Tied):
+    if layer.role is Role.TIED:
         return []
     lay = model.layout(layer, configs)
     cells, local = fullest(layer, lay), model.options.local_batch_norm

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.compute.roofline import OPTIMIZERS, held
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap
@@ -170,7 +170,7 @@ def facts_of(
 def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float) -> LayerFacts:
     batch = graph.batch
     main, specs = layer.main, layer.stages[0].specs
-    trainable = [(p.name, prod(p.shape)) for p, _ in held(layer) if p.trainable]
+    trainable = [(p.name, prod(p.shape)) for _, p in layer.own_parameters() if p.trainable]
     biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
     weighted = isinstance(main, Conv | ConvTranspose | Linear)
     rooms = {d.label: d.room for d in layer.space.dims if d.label}

@@ -10,7 +10,6 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.compute.roofline import held as parameters_of
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import price
 from layerwise.graph.layer import LayerGraph
@@ -82,8 +81,8 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
 
 
 def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
-    rows = [row for name in names for row in parameters_of(graph[name])]
-    return max((float(prod(p.shape) * item_bytes) for p, item_bytes in rows if p.trainable), default=0.0)
+    rows = [row for name in names for row in graph[name].held()]
+    return max((float(prod(p.shape) * item_bytes) for _, p, item_bytes in rows if p.trainable), default=0.0)
 
 
 def cuts_of(found: Sequence[Stage]) -> list[int]:

@@ -17,7 +17,7 @@ from layerwise.cost.basis import basis, model_error, told, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.graph.layer import Layer
-from layerwise.ops.ends import Sink
+from layerwise.ops.base import Role
 from layerwise.search.baselines import DepthFirst
 from layerwise.search.find import Candidate, SearchResult, preference
 
@@ -125,17 +125,17 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
     rows = [
         (layer, found.price.layers[layer.name])
         for layer in model.graph.layers
-        if not layer.end or isinstance(layer.op, Sink)
+        if not layer.end or layer.role is Role.SINK
     ]
 
     def same(row: tuple[Layer, LayerPrice]) -> object:
         layer, price = row
-        return layer.name if every_layer or layer.op.kind == "sink" else written(layer, price.config)
+        return layer.name if every_layer or layer.role is Role.SINK else written(layer, price.config)
 
     for _, run in groupby(rows, key=same):
         group = list(run)
         layers, prices = [layer for layer, _ in group], [price for _, price in group]
-        sink, config = layers[0].op.kind == "sink", prices[0].config
+        sink, config = layers[0].role is Role.SINK, prices[0].config
         if sink and sum(p.total_s for p in prices) == 0:
             continue
         inside = sum(p.statistics_s + p.reduction_s for p in prices)
@@ -157,7 +157,7 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
 
 def _summary(layers: list[Layer]) -> str:
     """`2 x conv+relu, pool`: kinds in order."""
-    if layers[0].op.kind == "sink":
+    if layers[0].role is Role.SINK:
         return ""
     counts = [(name, len(list(run))) for name, run in groupby(kind(layer) for layer in layers)]
     shown = [f"{count} x {name}" if count > 1 else name for name, count in counts]

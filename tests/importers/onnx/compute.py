@@ -18,9 +18,8 @@ from onnx import helper, numpy_helper
 from torch import Tensor
 
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.base import Op
+from layerwise.ops.base import Op, Role
 from layerwise.ops.conv import ConvTranspose
-from layerwise.ops.ends import Input, Sink
 from layerwise.ops.norm import BatchNorm, LocalResponseNorm
 from layerwise.ops.pointwise import Binary, Dropout
 from layerwise.ops.pool import Pool
@@ -37,11 +36,11 @@ def compute(graph: LayerGraph, inputs: Sequence[Array], weights: Mapping[str, Ar
     fed = iter(inputs)
     values: dict[str, Tensor] = {}
     for layer in graph.layers:
-        if isinstance(layer.op, Sink):
+        if layer.role is Role.SINK:
             return [values[name].numpy() for name in layer.inputs]
-        if type(layer.op) is Input:
+        if layer.role is Role.INPUT:
             out = torch.tensor(next(fed))
-        elif isinstance(layer.op, Input):
+        elif layer.role in (Role.TIED, Role.CONSTANT):
             out = torch.tensor(weights[layer.name])
         else:
             given = [values[name] for name in layer.inputs[: len(layer.specs)]]

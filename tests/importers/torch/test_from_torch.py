@@ -16,6 +16,7 @@ from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
+from layerwise.ops.base import Role
 from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant, Tied
 from layerwise.ops.learned import Learned
@@ -95,7 +96,7 @@ def test_convolutional_network_and_its_names() -> None:
     assert names(graph)[9] == "layers.0.relu:2"  # not the module, but F.relu_ beside it
     assert names(graph)[-3:] == ["pool", "flatten", "fc"]
     assert graph["again.conv1"].parameters == graph["layers.0.conv1"].parameters
-    tied = [layer.name for layer in graph.layers if isinstance(layer.op, Tied)]
+    tied = [layer.name for layer in graph.layers if layer.role is Role.TIED]
     assert tied == [f"layers.0.{p}" for p in ("conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "conv2.weight")]
     assert graph["layers.0.bn1"].parameters[2:] == ("layers.0.bn1.running_mean", "layers.0.bn1.running_var")
 
@@ -302,7 +303,7 @@ def test_a_mask_a_sample_is_a_constant_of_the_batch() -> None:
     """Stochastic depth draws one number a sample."""
     draw = Function(lambda x: x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.8))
     graph = from_torch(draw, (torch.randn(4, 3, 8, 8),))
-    (mask,) = [layer for layer in graph.layers if isinstance(layer.op, Constant)]
+    (mask,) = [layer for layer in graph.layers if layer.role is Role.CONSTANT]
     assert mask.out.describe() == "(n=4, 1, 1, 1)"
     assert graph.rebatch(10)["mul"].out.shape == (10, 3, 8, 8)
 
