@@ -7,6 +7,7 @@ imported, so that starting eight takes a second. A function takes a ProcessComm,
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -14,8 +15,11 @@ import pickle
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
@@ -26,10 +30,13 @@ class RankError(AssertionError):
     """A rank of a pool raised; the message is its traceback. The pool is thrown away."""
 
 
+@cache
 def context() -> ForkServerContext:
     """Processes forked from a server that has imported what all of them need."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["layerwise.comm.start", "layerwise.cli", "tests.comm.pool"])
+    made.set_forkserver_preload(["tests.comm.preload"])
+    with contextlib.chdir(Path(__file__).parents[2]):  # a test may be elsewhere, and would not find `tests` there
+        forkserver.ensure_running()
     return made
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.comm import faults
 from tests.comm.faults import End, Run
+from tests.comm.pool import context
 
 Ends = dict[int, End]
 
@@ -82,6 +83,7 @@ RUNS: dict[str, Callable[[], Ends]] = {
 @pytest.fixture(scope="module")
 def ends() -> Iterator[Callable[[str], Ends]]:
     """How each rank of a run ended. The runs wait more than they work: three at a time."""
+    context()  # starts the server that all are forked from: once, before there are threads
     with ThreadPoolExecutor(3) as pool:
         futures = {name: pool.submit(run) for name, run in RUNS.items()}
         yield lambda name: futures[name].result()

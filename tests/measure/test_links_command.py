@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from layerwise.machine import load, save
 from layerwise.measure.__main__ import main, parser
 from layerwise.measure.links import command as links_command
 from layerwise.measure.links.shapes import Topology
+from tests.comm.launch import launch
 
-ROOT = str(Path(__file__).parents[2])
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -85,12 +82,9 @@ def test_a_profile_of_one_node_is_refused_before_two_are_measured(
 
 def test_two_processes_write_a_profile_that_search_takes(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "layerwise.measure", "links", "--out", str(out), "--budget", "1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    links = json.loads(done.stdout)["links"]
+    done = launch(["-m", "layerwise.measure", "links", "--out", str(out), "--budget", "1", "--json"])
+    assert done.codes == [0, 0], done.stderr
+    links = json.loads(done.stdout[0])["links"]
     profile = load(out)
     assert profile.links is not None
     assert profile.links.as_json() == links

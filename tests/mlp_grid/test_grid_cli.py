@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.plan import load_plan
-from tests.train.test_run_cli import environment
+from tests.comm.launch import launch
 
 MODEL = "mlp:64x48x32x10"
 
@@ -104,25 +102,10 @@ def test_flags_of_a_grid_do_not_go_with_a_plan(capsys: pytest.CaptureFixture[str
 
 
 def test_four_ranks_on_a_grid_equal_one_device() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    flags = [
-        "--grid",
-        "2x2",
-        "--global-batch",
-        "32",
-        "--dtype",
-        "float64",
-        "--steps",
-        "4",
-        "--compare-single",
-        "--json",
-    ]
-    done = subprocess.run(
-        [*command, "-m", "layerwise.run", MODEL, *flags],
-        capture_output=True, text=True, timeout=300, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    flags = ("--grid", "2x2", "--global-batch", "32", "--dtype", "float64", "--data", "synthetic", "--steps", "4")
+    done = launch(["-m", "layerwise.run", MODEL, *flags, "--compare-single", "--json"], ranks=4)
+    assert done.codes == [0] * 4, done.stderr
+    result = json.loads(done.stdout[0])
     assert (result["world_size"], len(result["losses"])) == (4, 4)
     assert max(result["compare"].values()) < 1e-9
     assert result["bytes_sent"] == result["bytes_predicted"]

@@ -24,7 +24,6 @@ from tests.usability.images import KEPT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PATIENCE_S = 120.0
-PRELOAD = ["tests.usability.preload", "layerwise.comm.start", "layerwise.cli", "tests.comm.pool"]
 
 
 def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Path) -> list[str]:
@@ -34,7 +33,6 @@ def launch(script: str, ranks: int, runs: Sequence[tuple[str, ...]], folder: Pat
     traceback, where a rank fails.
     """
     forks = context()
-    forks.set_forkserver_preload(PRELOAD)
     # A store for each run: in the last one's the ranks would find the addresses of a network that is gone.
     patience = timedelta(seconds=60)
     stores = [TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False) for _ in runs]

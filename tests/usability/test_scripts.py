@@ -12,7 +12,6 @@ from tests.usability.__main__ import WAYS, measured, saved
 from tests.usability.images import HELD_OUT, images, keep
 from tests.usability.launch import launch
 
-pytestmark = pytest.mark.xdist_group("usability")  # one worker: the fixture below trains all scripts
 RANKS = 2
 PER_RANK = ("ddp",)  # is given the samples of one rank
 SAME_ORDER = ("model_parallel", "one_call")  # the very samples that one device has in each step

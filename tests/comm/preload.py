@@ -1,0 +1,11 @@
+"""What the ranks import, or make PyTorch import: once, in the server that they are forked from."""
+
+import torch
+import torch._dynamo
+import torch.nn.parallel
+import torch.optim
+import torch.utils.data
+
+import tests.comm.pool  # noqa: F401
+
+torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))  # which imports much at its first call

@@ -1,0 +1,215 @@
+"""layerwise run on two ranks: under torchrun, and on processes that are forked as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from layerwise.__main__ import dispatch
+from layerwise.checkpoint.agree import agree
+from layerwise.checkpoint.weights_file import fingerprint
+from layerwise.cli import run_main
+from layerwise.comm.base import Comm, CommError
+from layerwise.comm.thread import run_threads
+from layerwise.errors import LayerwiseError
+from layerwise.run.__main__ import _flags, _hushed, parser
+from tests.comm.launch import launch
+from tests.train.command import RESULT, environment, save_plans, strict
+
+RUN = ("-m", "layerwise.run")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test in a directory of its own, with plans in it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    save_plans(tmp_path)
+    return tmp_path
+
+
+def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RUN]
+    return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=300, env=environment())
+
+
+def test_two_ranks_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under torchrun."""
+    flags = ("--dtype", "float64", "--steps", "4", "--compare-single", "--json", "--checkpoint", "ck")
+    first = torchrun("two.json", *flags, "--trace", "trace.json", "--accumulate", "2", "--clip-norm", "0.5")
+    assert first.returncode == 0, first.stderr
+    result = strict(first.stdout)
+    assert set(result) == RESULT
+    assert (result["world_size"], result["steps"], len(result["losses"])) == (2, 4, 4)
+    assert set(result["compare"]) == {"loss", "gradients", "parameters", "buffers"}
+    assert max(result["compare"].values()) < 1e-9
+    # Float64. A step of two batches of 8: 4 x 12 of the hidden layer to the other rank, and back its gradient; then
+    # 5 of 10 outputs for 4 samples to the other, and back. One sum of 12 x 65 gradients by two ranks.
+    assert result["bytes_sent"] == {
+        "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "statistics": 0,
+    }  # fmt: skip
+    assert result["bytes_predicted"] == result["bytes_sent"]  # though the plan counts in float32
+    assert first.stderr.count("step 4/4") == 1  # rank 0 alone speaks
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    for pid in (0, 1):
+        names = {event["name"] for event in events if event["pid"] == pid and event["ph"] == "X"}
+        assert {"0", "2", "0 -> 2"} <= names
+    # Another plan goes on where this one stopped, as one device would.
+    flags = ("--dtype", "float64", "--steps", "6", "--checkpoint", "ck", "--resume", "--accumulate", "2")
+    rest = launch([*RUN, "free.json", *flags, "--clip-norm", "0.5", "--json", "--compare-single"])
+    assert rest.codes == [0, 0], rest.stderr
+    assert "going on from ck/step-00000008" in rest.stderr[0]  # forwards: two a step
+    resumed = strict(rest.stdout[0])
+    assert max(resumed["compare"].values()) < 1e-9
+    flags = ("--dtype", "float64", "--steps", "6", "--json", "--accumulate", "2", "--clip-norm", "0.5")
+    assert run_main(dispatch, ["run", "one.json", *flags]) == 0
+    alone = strict(capsys.readouterr().out)
+    assert result["losses"] + resumed["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+    assert resumed["accuracy"] == alone["accuracy"]
+
+
+NOISY = """
+import torch
+def data():
+    import os
+    torch.manual_seed(int(os.environ["RANK"]))
+    return torch.rand(40, 64), torch.randint(10, (40,))
+"""
+
+
+def test_ranks_with_different_data_are_refused(here: Path) -> None:
+    (here / "noisy.py").write_text(NOISY)
+    done = launch([*RUN, "two.json", "--data", "noisy:data"])
+    assert done.codes == [2, 2]
+    assert all("the ranks differ in data" in stderr for stderr in done.stderr)
+    assert done.stdout == ["", ""]
+
+
+FLAGS = [
+    ("--checkpoint ck", "", "--checkpoint: ck on rank 0, none on rank 1"),
+    ("--checkpoint a", "--checkpoint b", "--checkpoint: a on rank 0, b on rank 1"),
+    ("--resume", "", "--resume: yes on rank 0, no on rank 1"),
+    ("--checkpoint-every 2", "--checkpoint-every 3", "--checkpoint-every: 2 on rank 0, 3 on rank 1"),
+    ("--trace t.json", "", "--trace: t.json on rank 0, none on rank 1"),
+    ("--steps 2", "--epochs 2", "--epochs: none on rank 0, 2 on rank 1"),
+    ("--timeout 3", "", "--timeout: 3.0 on rank 0, 30.0 on rank 1"),
+    ("", "--no-local-batch-norm", "--local-batch-norm: none on rank 0, no on rank 1"),
+    ("--compare-single", "", "--compare-single: yes on rank 0, no on rank 1"),
+    ("--compare", "", "--compare: yes on rank 0, no on rank 1"),
+    ("--lr 0.1", "--lr 0.2", "--lr: 0.1 on rank 0, 0.2 on rank 1"),
+    ("--data digits", "--data mnist5k", "--data: digits on rank 0, mnist5k on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "reason"), FLAGS, ids=[reason for *_, reason in FLAGS])
+def test_ranks_that_differ_in_a_flag_are_told_which(first: str, second: str, reason: str) -> None:
+    facts = [_flags(parser().parse_args(["two.json", *line.split()])) for line in (first, second)]
+    with pytest.raises(CommError, match=f"the ranks differ in {reason}; every rank must be given the same"):
+        run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
+
+
+def test_ranks_may_have_their_plan_and_weights_elsewhere() -> None:
+    lines = (["a/two.json", "--weights", "a/w.safetensors", "--json"], ["b/two.json", "--weights", "b/w.safetensors"])
+    facts = [_flags(parser().parse_args(line)) for line in lines]
+    run_threads(2, lambda comm: comm.handshake(facts[comm.rank]))
+
+
+def test_weights_are_told_apart_by_what_is_in_them(here: Path) -> None:
+    values = torch.zeros(300_000)
+    save_file({"0.weight": values}, "a.safetensors")
+    save_file({"0.weight": values}, "same.safetensors")
+    save_file({"0.weight": values + 1}, "other.safetensors")
+    assert fingerprint("a.safetensors") == fingerprint("same.safetensors") != fingerprint("other.safetensors")
+
+
+def test_ranks_of_which_one_saves(here: Path) -> None:
+    (here / "own_flags.py").write_text(
+        "import os, sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run.__main__ import main\n"
+        "own = ['--checkpoint', 'ck'] if os.environ['RANK'] == '0' else []\n"
+        "sys.exit(run_main(main, ['two.json', '--steps', '1', *own]))\n"
+    )
+    done = launch(["own_flags.py"])
+    assert done.codes == [2, 2]
+    differ = "layerwise: error: the ranks differ in --checkpoint: ck on rank 0, none on rank 1"
+    assert all(stderr.startswith(differ) and stderr.count("\n") == 1 for stderr in done.stderr), done.stderr
+    assert not (here / "ck").exists()
+
+
+def test_a_folder_that_rank_0_cannot_write_is_told_by_all(here: Path) -> None:
+    done = launch([*RUN, "two.json", "--checkpoint", "two.json"])
+    assert done.codes == [2, 2]
+    assert done.stderr == ["layerwise: error: rank 0: --checkpoint two.json: File exists\n"] * 2
+
+
+def test_ranks_that_are_not_called_alike(here: Path) -> None:
+    def act(comm: Comm) -> None:
+        if comm.rank == 0:
+            agree(comm, lambda: (None, None), "nothing was saved")
+        else:
+            comm.tell_all(json.dumps({"transfers": 12}))
+
+    with pytest.raises(
+        LayerwiseError, match="nothing was saved: rank 1 does something else: every rank must be called"
+    ):
+        run_threads(2, act)
+
+
+def test_a_mistake_under_torchrun_is_told_once() -> None:
+    done = torchrun("missing.json")
+    assert done.returncode != 0
+    assert done.stderr.count("layerwise: error: plan 'missing.json' cannot be read") == 1
+    assert 'Traceback (most recent call last):\n  File "' + str(Path(__file__).parents[2]) not in done.stderr
+
+
+def test_a_mistake_of_one_rank_is_told_by_all(here: Path) -> None:
+    """Rank 1 has no plan, rank 0 (which has) does not wait for the time-out."""
+    (here / "own_plan.py").write_text(
+        "import os, sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.run import __main__ as room\n"
+        "room.PATIENCE_S = 5.0\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.argv[1] = 'missing.json'\n"
+        "sys.exit(run_main(room.main))\n"
+    )
+    done = launch(["own_plan.py", "two.json", "--timeout", "200"])
+    told = "plan 'missing.json' cannot be read: No such file or directory"
+    assert done.stderr[1] == f"layerwise: error: {told}\n"
+    assert f"layerwise: error: rank 1 of 2 failed before its first step: {told}" in done.stderr[0]
+    assert done.codes == [2, 2]
+
+
+def test_ctrl_c_is_told_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "1")
+    assert _hushed(interrupted) == 130
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(KeyboardInterrupt):
+        _hushed(interrupted)
+
+
+def test_a_difference_ends_with_1(here: Path) -> None:
+    """float32 is not float64: what is allowed there is a mistake here."""
+    (here / "strict_run.py").write_text(
+        "import sys\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.train import compare\n"
+        "compare.ALLOWED['float32'] = 1e-15\n"
+        "from layerwise.run.__main__ import main\n"
+        "sys.exit(run_main(main))\n"
+    )
+    done = launch(["strict_run.py", "two.json", "--data", "synthetic", "--steps", "3", "--compare-single"])
+    assert done.codes == [1, 1]
+    assert "more than 1e-15, which float32 allows" in " ".join(done.stdout[0].split())
