@@ -27,8 +27,10 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.ops.linear import Linear
 from layerwise.plan import Plan
+from layerwise.run.options import RuntimeOptions
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.train.compare import ARITHMETIC
 from layerwise.train.loop import Settings
 from layerwise.train.session import Session
 
@@ -111,7 +113,8 @@ def plans(name: str, job: Job, ranks: int, links: tuple[float, float]) -> dict[s
 
 def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
     """One training, from the same initial values and over the same batches whatever the plan."""
-    session = Session(plan, comm, data=DATA[plan.model], settings=Settings("sgd", job.lr), dtype=job.dtype)
+    options = RuntimeOptions(comm.device, *ARITHMETIC[job.dtype])
+    session = Session(plan, comm, options, Settings("sgd", job.lr), data=DATA[plan.model])
     steps = list(session.train(job.epochs * session.schedule.per_epoch))
     result = session.finish()
     return {

@@ -97,7 +97,7 @@ def auto(module: ParallelModule, compute_s: float) -> tuple[int, str]:
     """
     comm, everyone = module.comm, tuple(range(module.comm.size))
     size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    buffer = torch.zeros(size, dtype=module.dtype, device=module.device)
+    buffer = torch.zeros(size, dtype=module.options.dtype, device=module.device)
     seconds = []
     for _ in range(4):  # the first connects
         comm.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 from layerwise.run.module import ParallelModule
+from layerwise.run.options import plan_digest
 from layerwise.tensorfile import dtype_name
 
 
@@ -40,7 +40,7 @@ def at_least_1(name: str, value: object) -> None:
 def facts(plan: Plan | None, examples: tuple[Tensor, ...], others: Mapping[str, object]) -> dict[str, str]:
     """What all ranks must be given alike, for the handshake."""
     shapes = ", ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in examples)
-    digest = "" if plan is None else hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
+    digest = "" if plan is None else plan_digest(plan)
     return {name: str(value) for name, value in others.items()} | {"plan": digest, "example_inputs": shapes}
 
 

@@ -35,8 +35,9 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.run.guards import check_modules
-from layerwise.run.load import load
+from layerwise.run.load import load_network
 from layerwise.run.module import ParallelModule
+from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.train.compare import alone
 
 Examples = Inputs | Mapping[str, Tensor]
@@ -185,7 +186,8 @@ def parallelize(
     choice = alone(world.comm, decide)
     text = world.comm.tell_all("" if choice is None else choice.plan.dumps())[0]
     agreed = parse_plan(text, "rank 0's plan")
-    module = load(agreed, made, comm=world.comm, device=device, dtype=dtype, seed=seed)
+    options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
+    module = load_network(agreed, made, world.comm, options)
     if isinstance(model, nn.Module):
         module.train(model.training)
     if isinstance(original, nn.Module):

@@ -25,11 +25,11 @@ from layerwise.importers.load import load_model
 from layerwise.machine import DEFAULT, load
 from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
-from layerwise.run.provenance import searched_with
+from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
 from layerwise.search.make_plan import plan_for
 from layerwise.train import compare_times, data
-from layerwise.train.compare import ALLOWED
+from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.out_of_memory import enough_memory
 from layerwise.train.report import beginning, ending, steps_shown
@@ -161,15 +161,19 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         session = Session(
             plan,
             comm,
+            RuntimeOptions(
+                comm.device,
+                *ARITHMETIC[args.dtype],
+                args.seed,
+                uses_local_batch_norm(plan, args.local_batch_norm),
+                recompute=args.checkpoint_activations,
+            ),
+            Settings(
+                _optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm, args.accumulate
+            ),
             data=args.data,
             model=args.model if args.grid is None else args.plan,
-            settings=Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm),
-            accumulate=args.accumulate,
-            seed=args.seed,
-            dtype=args.dtype,
             weights=args.weights,
-            local_batch_norm=args.local_batch_norm,
-            checkpoint_activations=args.checkpoint_activations,
             compare=args.compare_single,
             folder=args.checkpoint,
             every=args.checkpoint_every,
@@ -248,8 +252,7 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         raise LayerwiseError("--resume and --checkpoint-every need --checkpoint DIR")
     if args.checkpoint == "":
         raise LayerwiseError("--checkpoint is empty: name a folder")
-    local = searched_with(plan, "local_batch_norm") if args.local_batch_norm is None else args.local_batch_norm
-    if args.compare_single and local:
+    if args.compare_single and uses_local_batch_norm(plan, args.local_batch_norm):
         raise LayerwiseError(
             "local batch norm has other statistics than one device: leave out --compare-single, or give "
             "--no-local-batch-norm"

@@ -13,29 +13,23 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.loss import Loss
-from layerwise.run.executor import Executor
+from layerwise.run.executor import Executor, Pass
 from layerwise.run.reducer import Gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the network. number: the step's. factors: what the gradient of each output is multiplied by.
-
-    gradients: begins a backward pass. parameters: this rank's boxes, buffers among them. dtype: of an empty output.
-    """
+    """One call of the network."""
 
     executor: Executor
+    run: Pass
     fed: Mapping[str, Tensor]
-    parameters: Mapping[str, Any]
-    training: bool
-    seed: int
-    number: int
-    dtype: torch.dtype
-    factors: Sequence[float]
-    gradients: Callable[[], Gradients]
+    factors: Sequence[float]  # what the gradient of each output is multiplied by
+    gradients: Callable[[], Gradients]  # begins a backward pass
 
-    def outputs(self, anchor: Tensor) -> tuple[Tensor, ...]:
-        """This rank's boxes of them; empty tensors where it has none. `anchor` asks for gradients, or does not."""
+    def outputs(self) -> tuple[Tensor, ...]:
+        """This rank's boxes of them; empty tensors where it has none."""
+        anchor = torch.zeros((), device=self.executor.options.device, requires_grad=self.run.differentiate)
         made: tuple[Tensor, ...] = _Function.apply(anchor, self)  # type: ignore[no-untyped-call]
         return made
 
@@ -43,22 +37,16 @@ class Call:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: Call) -> tuple[Tensor, ...]:
-        outputs, ctx.done = call.executor.forward(
-            call.fed,
-            call.parameters,
-            training=call.training,
-            seed=call.seed,
-            differentiate=anchor.requires_grad,
-            number=call.number,
-        )
+        outputs = call.executor.forward(call.run, call.fed)
         ctx.call, ctx.empty = call, [out is None for out in outputs]
-        made = tuple(anchor.new_zeros(0, dtype=call.dtype) if out is None else out.clone() for out in outputs)
+        none = anchor.new_zeros(0, dtype=call.executor.options.dtype)
+        made = tuple(none.clone() if out is None else out.clone() for out in outputs)
         ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        if ctx.done is None:
+        if ctx.call is None:
             raise LayerwiseError("backward through the same forward pass twice is not supported")
         call: Call = ctx.call
         scaled = [
@@ -66,10 +54,10 @@ class _Function(torch.autograd.Function):
             for g, empty, factor in zip(gradients, ctx.empty, call.factors, strict=True)
         ]
         into = call.gradients()
-        call.executor.backward(ctx.done, scaled, call.parameters, into, training=call.training, number=call.number)
+        call.executor.backward(call.run, scaled, into)
         with torch.no_grad():
             into.finish()
-        ctx.done = None
+        ctx.call = None
         return None, None
 
 

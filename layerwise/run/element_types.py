@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 
-from layerwise.comm.base import Comm, Kind, all_reduce_share
+from layerwise.comm.base import Kind, all_reduce_share
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.run.reducer import Replicas
-from layerwise.run.schedule import Schedule, Step
+from layerwise.run.reducer import GradientReducer
+from layerwise.run.schedule import Schedule, ScheduledLayer
 from layerwise.run.work import Work
 
 PREDICTED: Mapping[Kind, str] = {
@@ -32,45 +32,45 @@ Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's typ
 
 
 def predicted_bytes(
-    planned: Mapping[str, float], schedule: Schedule, replicas: Replicas, comm: Comm, *, recompute: bool
+    planned: Mapping[str, float], schedule: Schedule, reducer: GradientReducer
 ) -> dict[Kind, float | None]:
     """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
 
-    planned: the plan's predictions. recompute: whether layers are computed once more in the backward pass.
+    planned: the plan's predictions.
     """
     more: Counter[Kind] = Counter()
-    for step in schedule.steps:
-        for kind, by_plan, real in _messages(step, schedule, recompute=recompute):
+    for scheduled in schedule.layers:
+        for kind, by_plan, real in _messages(scheduled, schedule):
             more[kind] += real - by_plan
-    for kind, by_plan, real in _sums(schedule.graph, replicas, comm.rank):
+    for kind, by_plan, real in _sums(schedule.graph, reducer, schedule.comm.rank):
         more[kind] += real - by_plan
-    told = [json.loads(text) for text in comm.tell_all(json.dumps(more))]
+    told = [json.loads(text) for text in schedule.comm.tell_all(json.dumps(more))]
     return {
         kind: planned[name] + sum(one.get(kind, 0) for one in told) if name in planned else None
         for kind, name in PREDICTED.items()
     }
 
 
-def _messages(step: Step, schedule: Schedule, *, recompute: bool) -> Iterator[Message]:
+def _messages(scheduled: ScheduledLayer, schedule: Schedule) -> Iterator[Message]:
     """Of one layer, forward and back."""
-    graph, layer = schedule.graph, step.layer
+    graph, layer, work = schedule.graph, scheduled.layer, scheduled.work
     if not (layer.role is Role.SINK and schedule.free):  # outputs are then nobody's prediction
-        for edge in step.edges:
-            forward = sum(box.volume for _, box in edge.transfer.sends)
-            back = sum(box.volume for _, box in edge.transfer.receives) if edge.backward else 0
+        for edge in scheduled.edges:
+            forward = sum(box.volume for _, box in edge.redistribution.transfer.sends)
+            back = sum(box.volume for _, box in edge.redistribution.transfer.receives) if edge.backward else 0
             source = graph[edge.source]
             yield "transfers", (forward + back) * source.out.item_bytes, (forward + back) * _sent(schedule, source)
-    if step.work is None:
+    if work is None:
         return
-    again = 1 + (recompute and step.backward)  # how often the layer is computed
-    if step.work.reduction is not None:
-        owned, rank = dict(step.work.reduction.owned), schedule.comm.rank
+    again = 1 + (schedule.options.recompute and scheduled.backward)  # how often the layer is computed
+    if work.reduction is not None:
+        owned, rank = dict(work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
         back = owned[rank].volume * (len(owned) - 1) * graph.gradients(layer)[0].result
         partial = layer.stages[0].space.out
-        real = schedule.real(partial.dtype, autocast=layer.main.autocast).itemsize
+        real = schedule.options.element_type(partial.dtype, graph, autocast=layer.main.autocast).itemsize
         yield "transfers", (forward + back) * partial.item_bytes, (forward * again + back) * real
-    yield from _statistics(step.work, graph, layer, schedule, again)
+    yield from _statistics(work, graph, layer, schedule, again)
 
 
 def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
@@ -82,17 +82,18 @@ def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule,
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
             member = len(group), group.index(schedule.comm.rank)
             by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
-            real = all_reduce_share(elements * max(schedule.real(out.dtype).itemsize, SUMS_BYTES), *member)
+            item_bytes = schedule.options.element_type(out.dtype, graph).itemsize
+            real = all_reduce_share(elements * max(item_bytes, SUMS_BYTES), *member)
             yield "statistics", by_plan * (1 + back), real * (again + back)
 
 
-def _sums(graph: LayerGraph, replicas: Replicas, rank: int) -> Iterator[Message]:
-    """Of gradients over replicas."""
+def _sums(graph: LayerGraph, reducer: GradientReducer, rank: int) -> Iterator[Message]:
+    """Of gradients over reducer."""
     planned: dict[str, int] = {}
     for layer in graph.layers:
         planned |= {name: item_bytes for name, _, item_bytes in layer.held()}
-    for name, bucket in replicas.of.items():
-        p, member = replicas.parameters[name], (len(bucket.group), bucket.group.index(rank))
+    for name, bucket in reducer.of.items():
+        p, member = reducer.parameters[name], (len(bucket.group), bucket.group.index(rank))
         real = all_reduce_share(p.numel() * p.element_size(), *member)
         yield "sync", all_reduce_share(p.numel() * planned[name], *member), real
 

@@ -1,4 +1,4 @@
-"""Executor: a plan's layers forward in order, backward in reverse order, with the transfers between.
+"""Executor: a plan's layers forward in order, backward in reverse order, with the redistributions between.
 
 Every rank goes through all layers, also those that it has no part of: one order of communication, on all ranks. The
 backward pass is not left to autograd, which knows only what a rank has itself: each layer's kernels are differentiated
@@ -10,205 +10,178 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerwise.chrome import Category
-from layerwise.comm.base import Comm, Kind
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.redistribute import adjoint, forward
 from layerwise.run.reducer import Gradients
-from layerwise.run.schedule import Edge, Schedule, Step
+from layerwise.run.schedule import Edge, Schedule, ScheduledLayer
 from layerwise.run.trace import Trace
 
 
 @dataclass(slots=True)
 class Saved:
-    """What the backward pass needs of one layer. `out` is None where it is computed once more."""
+    """What the backward pass needs of one layer."""
 
     leaves: list[Tensor]
-    out: Tensor | None
-    seed: int
+    out: Tensor | None  # None where it is computed once more
 
 
 @dataclass(slots=True)
 class Pass:
-    """A forward pass that may still be differentiated."""
+    """A forward pass, and the backward pass that may follow."""
 
+    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers among them
+    training: bool
+    seed: int  # of this step's random numbers
+    number: int  # the step's, for error messages
+    differentiate: bool
     saved: dict[str, Saved] = field(default_factory=dict)
-    shapes: dict[str, Tensor] = field(default_factory=dict)  # an empty tensor of each output's type
+    like: dict[str, Tensor] = field(default_factory=dict)  # an empty tensor of each output's type
 
 
 class Executor:
-    """Runs one rank's schedule. recompute: layers are computed once more in the backward pass, to hold less."""
+    """Runs one rank's schedule."""
 
-    def __init__(self, schedule: Schedule, comm: Comm, device: torch.device, *, recompute: bool) -> None:
-        self.schedule, self.comm, self.device, self.recompute = schedule, comm, device, recompute
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
         self.trace: Trace | None = None
 
-    def forward(
-        self,
-        fed: Mapping[str, Tensor],
-        parameters: Mapping[str, Tensor],
-        *,
-        training: bool,
-        seed: int,
-        differentiate: bool,
-        number: int = 0,
-    ) -> tuple[list[Tensor | None], Pass]:
-        """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`). `number`: the step's."""
+    def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
         values: dict[str, Tensor | None] = {}
-        done = Pass()
         outputs: list[Tensor | None] = []
-        for i, step in enumerate(self.schedule.steps):
-            name = step.layer.name
-            self.comm.at(number, name)
-            sink = step.layer.role is Role.SINK
-            if not (training or step.returned):  # nothing is remembered in evaluation
-                self._let_go(values, step, i)
+        for i, scheduled in enumerate(self.schedule.layers):
+            name, role = scheduled.layer.name, scheduled.layer.role
+            self.comm.at(run.number, name)
+            if not (run.training or scheduled.returned):  # nothing is remembered in evaluation
+                self._drop(values, scheduled, i)
                 continue
             received = []
-            for edge in step.edges:
-                like = done.shapes[edge.source]
-                kind: Kind = "io" if sink and self.schedule.free else "transfers"
-                with self._span(edge.what, "transfers", edge.transfer.pattern != "local"):
-                    received.append(forward(edge.transfer, self.comm, values[edge.source], like, edge.what, kind))
-            if sink:
+            for edge in scheduled.edges:
+                with self._span(edge.what, "transfers", edge.travels):
+                    received.append(edge.redistribution.forward(values[edge.source], run.like[edge.source]))
+            if role is Role.SINK:
                 outputs = received
-            elif step.layer.role is Role.TIED:
-                values[name] = parameters[name].detach() if name in parameters else None
-            elif step.layer.end:
+            elif role is Role.TIED:
+                values[name] = run.parameters[name].detach() if name in run.parameters else None
+            elif role is not Role.COMPUTE:
                 values[name] = fed.get(name)
             else:
-                values[name] = None
-                if step.work is not None:
-                    leaves = _leaves(step, received, differentiate and step.backward)
-                    with self._span(name, "compute"):
-                        out = self._compute(
-                            step, leaves, parameters, training, seed, differentiate and not self.recompute
-                        )
-                    if differentiate and step.backward:
-                        done.saved[name] = Saved(leaves, None if self.recompute else out, seed)
-                    values[name] = out.detach()
-            value = values.get(name)
-            if not sink:
-                dtype = step.dtype if value is None else value.dtype
-                done.shapes[name] = torch.empty(0, dtype=dtype or torch.int64, device=self.device)
-            self._let_go(values, step, i)
-        return outputs, done
+                values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
+            if role is not Role.SINK:
+                value = values[name]
+                dtype = scheduled.dtype if value is None else value.dtype
+                run.like[name] = torch.empty(0, dtype=dtype or torch.int64, device=self.options.device)
+            self._drop(values, scheduled, i)
+        return outputs
 
-    def _let_go(self, values: dict[str, Tensor | None], step: Step, place: int) -> None:
-        """Of what nobody uses after this step."""
-        for name in (step.layer.name, *(edge.source for edge in step.edges)):
-            if self.schedule.last_use.get(name, place) == place:
+    def _layer(self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor:
+        """The rank's box of a layer's output; what its backward pass needs is saved."""
+        name, differentiate = scheduled.layer.name, run.differentiate and scheduled.backward
+        leaves = _leaves(scheduled, received, differentiate)
+        with self._span(name, "compute"):
+            out = self._compute(run, scheduled, leaves, differentiate=differentiate and not self.options.recompute)
+        if differentiate:
+            run.saved[name] = Saved(leaves, None if self.options.recompute else out)
+        return out.detach()
+
+    def _drop(self, values: dict[str, Tensor | None], scheduled: ScheduledLayer, number: int) -> None:
+        """Lets go of what nobody uses after this layer."""
+        for name in (scheduled.layer.name, *(edge.source for edge in scheduled.edges)):
+            if self.schedule.last_use.get(name, number) == number:
                 values.pop(name, None)
 
-    def backward(
-        self,
-        done: Pass,
-        gradients: Sequence[Tensor | None],
-        parameters: Mapping[str, nn.Parameter],
-        into: Gradients,
-        *,
-        training: bool,
-        number: int = 0,
-    ) -> None:
+    def backward(self, run: Pass, gradients: Sequence[Tensor | None], into: Gradients) -> None:
         """The gradients of this rank's parameters, handed to `into` as they are made, from those of the outputs."""
         grads: dict[str, Tensor] = {}
-        for step in reversed(self.schedule.steps):
-            name = step.layer.name
-            self.comm.at(number, f"{name} (backward)")
-            if step.layer.role is Role.SINK:
+        for scheduled in reversed(self.schedule.layers):
+            name, role = scheduled.layer.name, scheduled.layer.role
+            self.comm.at(run.number, f"{name} (backward)")
+            if role is Role.SINK:
                 inward: list[Tensor | None] = list(gradients)
-            elif step.layer.role is Role.TIED:
-                if name in parameters:
+            elif role is Role.TIED:
+                if name in run.parameters:
                     total = grads.pop(name, None)
-                    into.add(name, torch.zeros_like(parameters[name]) if total is None else total)
+                    into.add(name, torch.zeros_like(run.parameters[name]) if total is None else total)
                 continue
-            elif not step.backward:
+            elif not scheduled.backward:
                 continue
-            elif step.work is None:
-                inward = [None] * len(step.edges)
+            elif scheduled.work is None:
+                inward = [None] * len(scheduled.edges)
             else:
-                saved = done.saved.pop(name)
-                out = saved.out
                 with self._span(f"{name} (backward)", "compute"):
-                    if out is None:
-                        saved.leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved.leaves]
-                        out = self._compute(step, saved.leaves, parameters, training, saved.seed, True, again=True)
-                    inward = self._differentiate(step, saved.leaves, out, grads.pop(name, None), parameters, into)
-            for edge, gradient in zip(step.edges, inward, strict=True):
-                if not edge.backward:
-                    continue
-                like = done.shapes[edge.source]
-                if step.layer.role is Role.SINK and self.schedule.free:
-                    back = self._own_share(edge, gradient, like)
-                else:
-                    with self._span(f"{edge.what} (backward)", "transfers", edge.transfer.pattern != "local"):
-                        back = adjoint(edge.transfer, self.comm, gradient, like, f"{edge.what}, backward")
-                if back is not None:
-                    grads[edge.source] = grads[edge.source] + back if edge.source in grads else back
+                    inward = self._layer_backward(run, scheduled, grads.pop(name, None), into)
+            for edge, gradient in zip(scheduled.edges, inward, strict=True):
+                if edge.backward:
+                    back = self._edge_backward(edge, gradient, run.like[edge.source], at_sink=role is Role.SINK)
+                    if back is not None:
+                        grads[edge.source] = grads[edge.source] + back if edge.source in grads else back
 
-    def _own_share(self, edge: Edge, gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    def _edge_backward(self, edge: Edge, gradient: Tensor | None, like: Tensor, *, at_sink: bool) -> Tensor | None:
         """With io free every rank has the whole output and computes the same loss of it: nothing is added up."""
+        if not (at_sink and self.schedule.free):
+            with self._span(f"{edge.what} (backward)", "transfers", edge.travels):
+                return edge.redistribution.adjoint(gradient, like)
         if self.schedule.whole_classes:
-            return adjoint(edge.transfer, self.comm, gradient, like, f"{edge.what}, backward", "io")
-        if edge.transfer.own is None or gradient is None:
-            return None
-        return gradient[edge.transfer.own.slices()]
+            return edge.redistribution.adjoint(gradient, like)
+        own = edge.redistribution.transfer.own
+        return None if own is None or gradient is None else gradient[own.slices()]
 
     def _compute(
         self,
-        step: Step,
+        run: Pass,
+        scheduled: ScheduledLayer,
         leaves: Sequence[Tensor],
-        parameters: Mapping[str, Tensor],
-        training: bool,
-        seed: int,
-        differentiate: bool,
         *,
+        differentiate: bool,
         again: bool = False,
     ) -> Tensor:
-        assert step.work is not None
-        count = len(step.layer.specs)
+        """again: for the second time, in the backward pass."""
+        assert scheduled.work is not None
+        count = len(scheduled.layer.specs)
         tied = iter(leaves[count:])
-        given = [next(tied) if name is None else parameters[name] for name in step.parameters]
+        given = [next(tied) if name is None else run.parameters[name] for name in scheduled.parameters]
         if again:  # running statistics have moved already
             given = [p if p.requires_grad else p.clone() for p in given]
         mixed: AbstractContextManager[object] = nullcontext()
-        if self.schedule.autocast is not None:
-            mixed = torch.autocast(self.device.type, self.schedule.autocast)
+        if self.options.autocast is not None:
+            mixed = torch.autocast(self.options.device.type, self.options.autocast)
         try:
-            with torch.set_grad_enabled(differentiate and step.backward), mixed:
-                out = step.work.run(self.comm, leaves[:count], given, training=training, seed=seed)
-                return out if step.dtype is None else out.to(step.dtype)
+            with torch.set_grad_enabled(differentiate), mixed:
+                out = scheduled.work.run(self.comm, leaves[:count], given, training=run.training, seed=run.seed)
+                return out if scheduled.dtype is None else out.to(scheduled.dtype)
         except LayerwiseError as error:
-            raise type(error)(f"layer {step.layer.name!r}: {error}") from None
+            raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
         except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
-            raise LayerwiseError(f"layer {step.layer.name!r}: {error}") from error
+            raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
 
-    def _differentiate(
-        self,
-        step: Step,
-        leaves: Sequence[Tensor],
-        out: Tensor,
-        gradient: Tensor | None,
-        parameters: Mapping[str, nn.Parameter],
-        into: Gradients,
+    def _layer_backward(
+        self, run: Pass, scheduled: ScheduledLayer, gradient: Tensor | None, into: Gradients
     ) -> list[Tensor | None]:
+        """The gradients of a layer's inputs; those of its parameters go to `into`."""
+        saved = run.saved.pop(scheduled.layer.name)
+        leaves, out = saved.leaves, saved.out
+        if out is None:
+            leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            out = self._compute(run, scheduled, leaves, differentiate=True, again=True)
+        parameters = run.parameters
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        names = [name for name in step.parameters if name is not None and parameters[name].requires_grad]
+        names = [name for name in scheduled.parameters if name is not None and parameters[name].requires_grad]
         targets = [*(leaves[i] for i in wanted), *(parameters[name] for name in names)]
         if not targets:  # all that it has was frozen after loading
             return [None] * len(leaves)
         if gradient is None:
             gradient = torch.zeros_like(out)
-        found = torch.autograd.grad(out, targets, gradient, allow_unused=True)
+        made = torch.autograd.grad(out, targets, gradient, allow_unused=True)
         result: list[Tensor | None] = [None] * len(leaves)
-        for i, g in zip(wanted, found, strict=False):
+        for i, g in zip(wanted, made, strict=False):
             result[i] = torch.zeros_like(leaves[i]) if g is None else g
-        for name, g in zip(names, found[len(wanted) :], strict=True):
+        for name, g in zip(names, made[len(wanted) :], strict=True):
             into.add(name, torch.zeros_like(parameters[name]) if g is None else g)
         return result
 
@@ -216,9 +189,9 @@ class Executor:
         return self.trace.span(name, category) if self.trace is not None and wanted else nullcontext()
 
 
-def _leaves(step: Step, received: Sequence[Tensor | None], differentiate: bool) -> list[Tensor]:
+def _leaves(scheduled: ScheduledLayer, received: Sequence[Tensor | None], differentiate: bool) -> list[Tensor]:
     leaves = []
-    for edge, value in zip(step.edges, received, strict=True):
+    for edge, value in zip(scheduled.edges, received, strict=True):
         assert value is not None, f"{edge.what}: nothing arrived"
         leaf = value.detach()
         leaves.append(leaf.requires_grad_() if differentiate and edge.backward else leaf)

@@ -12,39 +12,32 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
+from layerwise.run.options import RuntimeOptions
 from layerwise.run.place import samples
-from layerwise.run.schedule import Schedule, real
+from layerwise.run.schedule import Schedule
 from layerwise.tensorfile import dtype_name
 
 
 class Inputs:
     """What a rank of a plan is to be fed with."""
 
-    def __init__(
-        self,
-        network: Network,
-        plan: Plan,
-        comm: Comm,
-        device: torch.device,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        self.plan, self.comm, self.device, self.dtype = plan, comm, device, dtype
-        layers, uses = network.graph.layers, network.graph.consumers()
-        self._layers = [layer for layer in layers if layer.role is Role.INPUT]
+    def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+        self.plan, self.comm, self.options = plan, comm, options
+        graph, uses = network.graph, network.graph.consumers()
+        self._layers = [layer for layer in graph.layers if layer.role is Role.INPUT]
         self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
         for layer in self._layers:  # beside the example's
             if layer.out.differentiable:
-                here = real(layer.out.dtype, network.graph, dtype)
-                self._types[layer.name] += [here] if autocast is None else [here, autocast]
+                types = (options.element_type(layer.out.dtype, graph), options.autocast)
+                self._types[layer.name] += [dtype for dtype in types if dtype is not None]
             elif all(
                 use.main.kind == "embedding" and layer.name not in use.inputs[1:]
-                for use in map(network.graph.__getitem__, uses[layer.name])
+                for use in map(graph.__getitem__, uses[layer.name])
             ):
                 self._types[layer.name] += [torch.int64, torch.int32]  # as PyTorch takes ids
         self._constants = {
-            layer.name: _constant(network, layer.name).to(device, real(layer.out.dtype, network.graph, dtype))
-            for layer in layers
+            layer.name: _constant(network, layer.name).to(options.device, options.element_type(layer.out.dtype, graph))
+            for layer in graph.layers
             if layer.role is Role.CONSTANT
         }
 
@@ -91,7 +84,7 @@ class Inputs:
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         given = {
-            layer.name: self._checked(schedule, layer.name, x.to(self.device))
+            layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
             for layer, x in zip(self._layers, inputs, strict=True)
         }
         for name, value in self._constants.items():
@@ -112,7 +105,7 @@ class Inputs:
                 f"input {name!r} is {dtype_name(x.dtype)}, but the model was made parallel for "
                 f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
             )
-        return x.to(schedule.real(spec.dtype))
+        return x.to(schedule.options.element_type(spec.dtype, schedule.graph))
 
 
 def _constant(network: Network, name: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
-from layerwise.run.provenance import searched_with
+from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
 from layerwise.run.values import take_rank_0s
 from layerwise.tensorfile import dtype_name
 
@@ -54,11 +53,17 @@ def load(
     `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    if device is not None:
-        where = torch.device(device)
-    else:
-        where = comm.device if comm is not None else torch.device("cpu")
-    comm = comm if comm is not None else _default_comm(where)
+    if device is None:
+        device = comm.device if comm is not None else "cpu"
+    options = RuntimeOptions(
+        torch.device(device),
+        dtype,
+        autocast,
+        seed,
+        uses_local_batch_norm(plan, local_batch_norm),
+        recompute=checkpoint_activations,
+    )
+    comm = comm if comm is not None else _default_comm(options.device)
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
@@ -70,8 +75,21 @@ def load(
         network = model
     else:
         network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
-    digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
-    comm.handshake({"plan": digest, "torch": torch.__version__, "arguments of load": f"{dtype}, seed {seed}"})
+    return load_network(plan, network, comm, options, loss=loss, weights=weights)
+
+
+def load_network(
+    plan: Plan,
+    network: Network,
+    comm: Comm,
+    options: RuntimeOptions,
+    *,
+    loss: LossFunction | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> ParallelModule:
+    """`load` of a network that has been imported."""
+    arguments = f"{options.dtype}, seed {options.seed}"
+    comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
     take_rank_0s(network.built, comm)
     graph = network.graph.rebatch(plan.batch)
     graph = fuse(graph) if plan.fused else graph
@@ -79,27 +97,14 @@ def load(
     if comm.size == 1 and plan.gpus > 1:
         plan = serial(plan)
     plan.check(graph, comm.size)
-    _check_types(graph, dtype)
+    _check_types(graph, options.dtype)
     if loss is not None and plan.io == "sample":
         raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    if local_batch_norm is None:
-        local_batch_norm = bool(searched_with(plan, "local_batch_norm"))
-    module = ParallelModule(
-        replace(network, graph=graph),
-        plan,
-        comm,
-        device=where,
-        dtype=dtype,
-        loss=loss,
-        seed=seed,
-        local_batch_norm=local_batch_norm,
-        autocast=autocast,
-        checkpoint_activations=checkpoint_activations,
-    )
+    module = ParallelModule(replace(network, graph=graph), plan, comm, options, loss)
     if weights is not None:
         module.load_state_dict(weights)
     return module

@@ -22,13 +22,13 @@ from layerwise.plan import Plan
 from layerwise.run.autograd import Call, factors, sum_of_losses
 from layerwise.run.box_gradient import plain
 from layerwise.run.element_types import predicted_bytes
-from layerwise.run.executor import Executor
+from layerwise.run.executor import Executor, Pass
 from layerwise.run.guards import FromOutside, Refusing, check_call, check_parameters
 from layerwise.run.inputs import Inputs
 from layerwise.run.optimizers import watch
+from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.run.place import parameter_boxes, places
-from layerwise.run.provenance import searched_with
-from layerwise.run.reducer import Gradients, Replicas
+from layerwise.run.reducer import GradientReducer, Gradients
 from layerwise.run.schedule import Schedule
 from layerwise.run.shard import Shard
 from layerwise.run.state import State
@@ -52,25 +52,13 @@ class ParallelModule(Refusing):
     """
 
     def __init__(
-        self,
-        network: Network,
-        plan: Plan,
-        comm: Comm,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        loss: LossFunction | None,
-        seed: int,
-        local_batch_norm: bool,
-        autocast: torch.dtype | None,
-        checkpoint_activations: bool,
+        self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
     ) -> None:
         super().__init__()
-        self.plan, self.comm, self.loss, self.io = plan, comm, loss, plan.io
+        self.plan, self.comm, self.options, self.loss, self.io = plan, comm, options, loss, plan.io
         self.graph: LayerGraph = network.graph
+        self.device = options.device
         self.steps = 0  # training forwards done: the random numbers of each step follow from it
-        self.seed, self.device, self.dtype = seed, device, dtype
-        self._local_batch_norm, self._autocast, self._recompute = local_batch_norm, autocast, checkpoint_activations
         self._whole_classes = loss is not None
         self._structure = network.structure
         self._executors: dict[int, Executor] = {}
@@ -78,27 +66,26 @@ class ParallelModule(Refusing):
         self._known: Mapping[str, Tensor] | None = None
         self._synchronise = True
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
-        self._state = State(network, boxes, comm, device=device, dtype=dtype, seed=seed)
+        self._state = State(network, boxes, comm, options)
         self._tree = self._state.tree  # registered: its tensors are this module's
-        self._inputs = Inputs(network, plan, comm, device, dtype, autocast)
-        first = self._executor(self.graph.batch).schedule
-        order = [name for step in reversed(first.steps) for name in reversed(step.parameters) if name is not None]
-        order += [layer.name for layer in reversed(self.graph.layers) if layer.role is Role.TIED]
+        self._inputs = Inputs(network, plan, comm, options)
+        self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         held = dict(self._tree.named_parameters())
-        trained = {name: p for name, p in held.items() if p.requires_grad}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
-        groups = {name: self._state.sharing(name) for name in trained}
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
-        self._replicas = Replicas(held, [name for name in order if name in trained], groups, cut=self.cut)
+        first = self._executor(self.graph.batch).schedule
+        order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
+        order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
+        groups = {name: self._state.sharing(name) for name, p in held.items() if p.requires_grad}
+        self._reducer = GradientReducer(held, [name for name in order if name in groups], groups, cut=self.cut)
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         self._prepare("statistics", first.statistics)
         self._prepare("transfers", first.groups)
-        if not trained:  # an optimizer refuses an empty list
-            self._idle = nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
+        if not groups:  # an optimizer refuses an empty list
+            self._idle = nn.Parameter(torch.zeros(0, dtype=options.dtype, device=options.device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
         self._initial = {name: p._version for name, p in held.items()} if self.cut else {}
-        self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         if comm.size > 1:
             watch(self.parameters(), cut=self.cut)
             for name, p in self.named_parameters():
@@ -111,19 +98,12 @@ class ParallelModule(Refusing):
     def _executor(self, batch: int) -> Executor:
         """The one for a global batch of that many samples."""
         if batch not in self._executors:
-            schedule = Schedule(
-                self._rebatched(batch),
-                self.plan,
-                self.comm,
-                dtype=self.dtype,
-                autocast=self._autocast,
-                whole_classes=self._whole_classes,
-                local_batch_norm=self._local_batch_norm,
-            )
+            graph = self._rebatched(batch)
+            schedule = Schedule(graph, self.plan, self.comm, self.options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)
                 self._prepare("transfers", schedule.groups)
-            self._executors[batch] = Executor(schedule, self.comm, self.device, recompute=self._recompute)
+            self._executors[batch] = Executor(schedule)
             self._executors[batch].trace = self._trace
         return self._executors[batch]
 
@@ -164,13 +144,7 @@ class ParallelModule(Refusing):
         """
         check_call()
         self._check_hooks()
-        held = self._replicas.parameters
-        changed = next((name for name, version in self._initial.items() if held[name]._version != version), None)
-        if changed is not None:
-            raise LayerwiseError(
-                f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
-                "the parameters over the ranks: initialise the model before, or give load_state_dict the values"
-            )
+        self._check_parameters()
         target = None
         if self.loss is not None and self.io == "free":
             *given, target = inputs
@@ -178,39 +152,40 @@ class ParallelModule(Refusing):
         whole = self._inputs.batch(inputs, batch, target=target is not None)
         executor = self._executor(whole)
         fed = self._inputs.fed(executor.schedule, inputs)
+        seed = combine(self.options.seed, self.steps)
+        if self.training:
+            self._initial = {}
+            self.steps += 1
+            self._state.count()
+        run = Pass(self._held(), self.training, seed, self.steps, torch.is_grad_enabled())
+        share = self.share(whole)
+        part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
+        call = Call(executor, run, fed, factors(executor.schedule.graph, part), self._gradients)
+        return self._returned(executor.schedule, list(call.outputs()), target)
+
+    def _check_parameters(self) -> None:
+        """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
+        held = self._reducer.parameters
+        changed = next((name for name, version in self._initial.items() if held[name]._version != version), None)
+        if changed is not None:
+            raise LayerwiseError(
+                f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
+                "the parameters over the ranks: initialise the model before, or give load_state_dict the values"
+            )
         thawed = next((name for name, p in self._frozen if p.requires_grad), None)
         if thawed is not None:
             raise LayerwiseError(
                 f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
                 "model parallel again, with requires_grad=True from the beginning"
             )
-        seed = combine(self.seed, self.steps)
-        if self.training:
-            self._initial = {}
-            self.steps += 1
-            self._state.count()
-        share = self.share(whole)
-        call = Call(
-            executor,
-            fed,
-            self._held(),
-            self.training,
-            seed,
-            self.steps,
-            self.dtype,
-            factors(executor.schedule.graph, 1.0 if self.io == "free" else (share.stop - share.start) / whole),
-            self._gradients,
-        )
-        outputs = call.outputs(torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled()))
-        return self._returned(executor.schedule, list(outputs), target)
 
     def _gradients(self) -> Gradients:
         """Those of the backward pass that begins now."""
         self._check_hooks()
-        return Gradients(self._replicas, self.comm, synchronise=self._synchronise, trace=self._trace)
+        return Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self._trace)
 
     def _check_hooks(self) -> None:
-        held = self._replicas.parameters
+        held = self._reducer.parameters
         check_parameters(held.items(), partial_sums=self.comm.size > 1)
         if self._tied and self.comm.size == 1:
             check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
@@ -218,7 +193,7 @@ class ParallelModule(Refusing):
     @property
     def summed(self) -> bool:
         """Whether all gradients that parameters have now are sums over the ranks."""
-        return self._synchronise and not self._replicas.local
+        return self._synchronise and not self._reducer.local
 
     def _held(self) -> Mapping[str, Tensor]:
         """The tree's parameters and buffers; collected anew where some were replaced, by `to` for example."""
@@ -262,10 +237,9 @@ class ParallelModule(Refusing):
         By kind; None where the plan says nothing of it. Every rank calls this.
         """
         planned = dict(self.plan.predicted)
-        if self._local_batch_norm != bool(searched_with(self.plan, "local_batch_norm")):
+        if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
-        schedule = self._executor(self.graph.batch).schedule
-        return predicted_bytes(planned, schedule, self._replicas, self.comm, recompute=self._recompute)
+        return predicted_bytes(planned, self._executor(self.graph.batch).schedule, self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

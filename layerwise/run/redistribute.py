@@ -1,67 +1,111 @@
-"""Exchange: a transfer on torch.distributed, and the way back, its adjoint.
+"""Redistribution: a transfer on torch.distributed, and the way back, its adjoint.
 
-Everything on gloo is messages, whose chunks are faster there than its collectives (tests/benchmarks).
+Everything on gloo is messages, whose chunks are faster there than its collectives (`comm.process`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Group, Kind
+from layerwise.comm.base import Comm, Kind
 from layerwise.geometry import Box
 from layerwise.partition.transfer import Transfer
 
+Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
 
-def forward(
-    t: Transfer, comm: Comm, x: Tensor | None, like: Tensor, what: str, kind: Kind = "transfers"
-) -> Tensor | None:
-    """From the box `own` to the box `need`; `like` has the element type and device of what is received."""
-    if t.pattern == "local":
+
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """A rank's part of moving a tensor from the boxes that ranks own to those that they need."""
+
+    transfer: Transfer
+    comm: Comm
+    what: str  # for error messages
+    kind: Kind = "transfers"  # what its bytes are counted as
+
+    def forward(self, x: Tensor | None, like: Tensor) -> Tensor | None:
+        """From the box `own` to the box `need`; `like` has the element type and device of what is received."""
+        t = self.transfer
+        if t.pattern == "local":
+            if t.need is None:
+                return None
+            return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
+        received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
+        self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what)
         if t.need is None:
             return None
-        return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
-    sent = [(peer, _part(x, t.own, box)) for peer, box in t.sends]
-    received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
-    _exchange(t, comm, x, sent, received, what, kind)
-    if t.need is None:
-        return None
-    out = like.new_empty(t.need.shape)
-    if t.kept is not None:
-        out[t.kept.slices(t.need)] = _part(x, t.own, t.kept)
-    for (_, box), (_, part) in zip(t.receives, received, strict=True):
-        out[box.slices(t.need)] = part
-    return out
+        out = like.new_empty(t.need.shape)
+        if t.kept is not None:
+            out[t.kept.slices(t.need)] = _part(x, t.own, t.kept)
+        for (_, box), (_, part) in zip(t.receives, received, strict=True):
+            out[box.slices(t.need)] = part
+        return out
+
+    def adjoint(self, g: Tensor | None, like: Tensor) -> Tensor | None:
+        """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's."""
+        t = self.transfer
+        if t.pattern == "local":
+            return None if t.own is None else _own_part(t, g, like, own_only=True)
+        if t.pattern == "gather" and self.comm.collectives:
+            assert g is not None
+            return self._reduce_scatter(g, like)
+        received = [(peer, like.new_empty(box.shape)) for peer, box in t.sends]
+        self._move(g, [(peer, _part(g, t.need, box)) for peer, box in t.receives], received, f"{self.what}, backward")
+        if t.own is None:
+            return None
+        total = _own_part(t, g, like, own_only=not received)
+        for (_, box), (_, part) in zip(t.sends, received, strict=True):
+            total[box.slices(t.own)] += part
+        return total
+
+    def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> None:
+        """As the collective that the pattern names, or as messages."""
+        comm, group = self.comm, self.transfer.group
+        if comm.collectives and self.transfer.pattern == "all-to-all" and group:
+            self._all_to_all(sent, received, what)
+        elif comm.collectives and self.transfer.pattern == "gather" and x is not None:
+            mine = sent[0][1].flatten()
+            out = mine.new_empty((len(group), mine.numel()))
+            comm.all_gather(out, mine, group, self.kind, what)
+            for peer, part in received:
+                part.copy_(out[group.index(peer)].view_as(part))
+        else:
+            comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
+
+    def _all_to_all(self, sent: Messages, received: Messages, what: str) -> None:
+        """Equal parts between all members; what stays here is not sent."""
+        group, flat = self.transfer.group, {peer: part.reshape(-1) for peer, part in sent}
+        size = next(iter(flat.values()))
+        empty = size.new_zeros(size.shape)
+        out = size.new_empty((len(group), *size.shape))
+        self.comm.all_to_all(out, torch.stack([flat.get(peer, empty) for peer in group]), group, self.kind, what)
+        for peer, part in received:
+            part.copy_(out[group.index(peer)].view_as(part))
+
+    def _reduce_scatter(self, g: Tensor, like: Tensor) -> Tensor:
+        t = self.transfer
+        assert t.own is not None
+        assert t.kept is not None
+        boxes = dict(t.receives) | {self.comm.rank: t.kept}
+        parts = torch.stack([_part(g, t.need, boxes[peer]).flatten() for peer in t.group])
+        out = like.new_empty(parts.shape[1:])
+        self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
+        return _own_part(t, out.view(t.kept.shape), like, own_only=True, origin=t.kept)
 
 
-def adjoint(
-    t: Transfer, comm: Comm, g: Tensor | None, like: Tensor, what: str, kind: Kind = "transfers"
-) -> Tensor | None:
-    """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's."""
-    if t.pattern == "local":
-        return None if t.own is None else _own_part(t, g, like, own_only=True)
-    sent = [(peer, _part(g, t.need, box)) for peer, box in t.receives]
-    received = [(peer, like.new_empty(box.shape)) for peer, box in t.sends]
-    if t.pattern == "gather" and comm.collectives:
-        assert g is not None
-        return _reduce_scatter(t, comm, g, like, what)
-    _exchange(t, comm, g, sent, received, what, kind)
-    if t.own is None:
-        return None
-    total = _own_part(t, g, like, own_only=not received)
-    for (_, box), (_, part) in zip(t.sends, received, strict=True):
-        total[box.slices(t.own)] += part
-    return total
+def _own_part(t: Transfer, g: Tensor | None, like: Tensor, *, own_only: bool, origin: Box | None = None) -> Tensor:
+    """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
 
-
-def _own_part(t: Transfer, g: Tensor | None, like: Tensor, *, own_only: bool) -> Tensor:
-    """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added."""
+    origin: the box that `g` is of, by default `need`.
+    """
     assert t.own is not None
     if g is None or t.kept is None:
         return like.new_zeros(t.own.shape)
-    part = _part(g, t.need, t.kept)
+    part = _part(g, origin or t.need, t.kept)
     if t.kept == t.own:
         return part if own_only else part.clone()
     total = like.new_zeros(t.own.shape)
@@ -69,59 +113,6 @@ def _own_part(t: Transfer, g: Tensor | None, like: Tensor, *, own_only: bool) ->
     return total
 
 
-def _exchange(
-    t: Transfer,
-    comm: Comm,
-    x: Tensor | None,
-    sent: list[tuple[int, Tensor]],
-    received: list[tuple[int, Tensor]],
-    what: str,
-    kind: Kind,
-) -> None:
-    if comm.collectives and t.pattern == "all-to-all" and t.group:
-        _all_to_all(comm, t.group, sent, received, what, kind)
-    elif comm.collectives and t.pattern == "gather" and x is not None:
-        mine = sent[0][1].flatten()
-        out = mine.new_empty((len(t.group), mine.numel()))
-        comm.all_gather(out, mine, t.group, kind, what)
-        for peer, part in received:
-            part.copy_(out[t.group.index(peer)].view_as(part))
-    else:
-        comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, kind, what)
-
-
-def _reduce_scatter(t: Transfer, comm: Comm, g: Tensor, like: Tensor, what: str) -> Tensor:
-    assert t.own is not None
-    assert t.kept is not None
-    boxes = dict(t.receives) | {comm.rank: t.kept}
-    parts = torch.stack([_part(g, t.need, boxes[peer]).flatten() for peer in t.group])
-    out = like.new_empty(parts.shape[1:])
-    comm.reduce_scatter(out, parts, t.group, "transfers", what)
-    if t.kept == t.own:
-        return out.view(t.own.shape)
-    total = like.new_zeros(t.own.shape)
-    total[t.kept.slices(t.own)] = out.view(t.kept.shape)
-    return total
-
-
 def _part(x: Tensor | None, origin: Box | None, box: Box) -> Tensor:
     assert x is not None
     return x if box == origin else x[box.slices(origin)]
-
-
-def _all_to_all(
-    comm: Comm,
-    group: Group,
-    sent: Sequence[tuple[int, Tensor]],
-    received: Sequence[tuple[int, Tensor]],
-    what: str,
-    kind: Kind,
-) -> None:
-    """Equal parts between all members; what stays here is not sent."""
-    flat = {peer: part.reshape(-1) for peer, part in sent}
-    size = next(iter(flat.values()))
-    empty = size.new_zeros(size.shape)
-    out = size.new_empty((len(group), *size.shape))
-    comm.all_to_all(out, torch.stack([flat.get(peer, empty) for peer in group]), group, kind, what)
-    for peer, part in received:
-        part.copy_(out[group.index(peer)].view_as(part))

@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same box of a parameter sum its gradients, in buckets, beside the backward pass.
+"""GradientReducer: ranks that hold the same box of a parameter sum its gradients, in buckets, beside the backward pass.
 
 As DistributedDataParallel does it: gradients are views of flat buckets, filled in the order in which the backward pass
 makes them; a full bucket is all-reduced while the pass goes on. The scaling to a mean happened at the sink.
@@ -33,7 +33,7 @@ class Bucket:
     handle: Handle | None = None
 
 
-class Replicas:
+class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
     cut: some rank holds not all of some parameter. Gradients are then handed out as such of boxes.
@@ -73,22 +73,22 @@ class Replicas:
 class Gradients:
     """One backward pass's gradients, from the first to `finish`."""
 
-    def __init__(self, replicas: Replicas, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
-        self.replicas, self.comm, self.synchronise, self.trace = replicas, comm, synchronise, trace
+    def __init__(self, reducer: GradientReducer, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
+        self.reducer, self.comm, self.synchronise, self.trace = reducer, comm, synchronise, trace
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
-        for bucket in replicas.buckets:
-            bucket.missing = {name for name in bucket.names if replicas.parameters[name].requires_grad}
+        for bucket in reducer.buckets:
+            bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
             for name in bucket.names:
-                p, view = replicas.parameters[name], replicas.views.get(name)
+                p, view = reducer.parameters[name], reducer.views.get(name)
                 if not p.requires_grad and p.grad is not None and view is not None and _same(p.grad, view):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
-                    replicas.hand_out(p, plain(p.grad).clone())
+                    reducer.hand_out(p, plain(p.grad).clone())
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter; its bucket leaves when this was the last one missing."""
-        replicas = self.replicas
-        bucket, p = replicas.of.get(name), replicas.parameters[name]
+        reducer = self.reducer
+        bucket, p = reducer.of.get(name), reducer.parameters[name]
         if not p.requires_grad:  # a tied one, frozen after loading
             return
         if bucket is None:
@@ -96,7 +96,7 @@ class Gradients:
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        self._place(name, p, gradient, replicas.views[name])
+        self._place(name, p, gradient, reducer.views[name])
         bucket.missing.discard(name)
         if not bucket.missing and self.synchronise:
             assert bucket.flat is not None
@@ -109,7 +109,7 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
-        local, held = self.replicas.local, None if p.grad is None else plain(p.grad)
+        local, held = self.reducer.local, None if p.grad is None else plain(p.grad)
         if held is None:
             local.pop(name, None)
             view.copy_(gradient)
@@ -128,40 +128,40 @@ class Gradients:
 
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient."""
-        replicas = self.replicas
-        running = [bucket for bucket in replicas.buckets if bucket.handle is not None]
+        reducer = self.reducer
+        running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
         if running:
             with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
                 for bucket in running:
                     assert bucket.handle is not None
                     bucket.handle.wait()
                     bucket.handle = None
-        for bucket in replicas.buckets:
+        for bucket in reducer.buckets:
             assert not bucket.missing, f"no gradient for {sorted(bucket.missing)}"
             for name in bucket.names:
-                p = replicas.parameters[name]
+                p = reducer.parameters[name]
                 if not p.requires_grad:
                     continue
-                view = replicas.views[name]
+                view = reducer.views[name]
                 if name in self.earlier:
                     view += self.earlier[name]
-                replicas.hand_out(p, view)
+                reducer.hand_out(p, view)
                 if self.synchronise:
-                    replicas.local.pop(name, None)
+                    reducer.local.pop(name, None)
                 else:
-                    replicas.local.setdefault(name, None)
+                    reducer.local.setdefault(name, None)
         for name, gradient in self.alone.items():
-            p = replicas.parameters[name]
-            replicas.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
+            p = reducer.parameters[name]
+            reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
 
     def _allocate(self, bucket: Bucket) -> None:
-        parameters = [self.replicas.parameters[name] for name in bucket.names]
+        parameters = [self.reducer.parameters[name] for name in bucket.names]
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
         at = 0
         for name, p in zip(bucket.names, parameters, strict=True):
-            self.replicas.views[name] = bucket.flat[at : at + p.numel()].view_as(p)
+            self.reducer.views[name] = bucket.flat[at : at + p.numel()].view_as(p)
             at += p.numel()
 
 

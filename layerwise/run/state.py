@@ -19,8 +19,8 @@ from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
 from layerwise.run.guards import Names
-from layerwise.run.redistribute import forward
-from layerwise.run.schedule import real
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.redistribute import Redistribution
 from layerwise.run.shard import Shard
 from layerwise.run.weights import initial
 from layerwise.tensorfile import dtype_name
@@ -34,24 +34,15 @@ class State:
     extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        boxes: Mapping[str, Each],
-        comm: Comm,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-    ) -> None:
-        self.graph, self.boxes, self.comm, self.device, self.dtype = network.graph, boxes, comm, device, dtype
+    def __init__(self, network: Network, boxes: Mapping[str, Each], comm: Comm, options: RuntimeOptions) -> None:
+        self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.tree = Names()
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
         self._batches = _batches(self.graph)
-        self._fill(network, seed)
+        self._fill()
 
-    def _fill(self, network: Network, seed: int) -> None:
+    def _fill(self) -> None:
         """Creates the boxes."""
         users = {  # a tied parameter is drawn as the first layer that uses it would, where one has it as its own
             layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
@@ -62,8 +53,8 @@ class State:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
                 if box is not None:
-                    value = initial(network, layer, name, p, box, seed, self._type(name))
-                    _place(self.tree, name, value.to(self.device), p.trainable, frozen=name in layer.frozen)
+                    value = initial(self._network, layer, name, p, box, self.options.seed, self._type(name))
+                    _place(self.tree, name, value.to(self.options.device), p.trainable, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = self._read(name)
@@ -130,8 +121,8 @@ class State:
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
             mine = held.get(name) if lowest[self.comm.rank] is not None else None
-            like = torch.empty(0, dtype=self._type(name), device=self.device)
-            full = forward(part, self.comm, mine, like, f"state of {name}", "io")
+            like = torch.empty(0, dtype=self._type(name), device=self.options.device)
+            full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
             whole[name] = full.detach().cpu().clone()
         return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
@@ -140,12 +131,9 @@ class State:
         """The same on every rank, whether it has a box or not."""
         value = self._network.value(name)
         if value is None:
-            return self.dtype
-        return real(
-            dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype),
-            self.graph,
-            self.dtype,
-        )
+            return self.options.dtype
+        stored = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
+        return self.options.element_type(stored, self.graph)
 
     def _read(self, name: str) -> Tensor | None:
         """The network's own value, where it has one."""

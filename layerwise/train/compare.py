@@ -16,8 +16,14 @@ from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
     from layerwise.run.module import ParallelModule
+    from layerwise.run.options import RuntimeOptions
 
 BEAT_S = 1.0  # how often rank 0 tells the others, while it computes alone, that it is alive
+ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
+    "float64": (torch.float64, None),
+    "float32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),
+}
 ALLOWED = {"float64": 1e-9, "float32": 1e-3, "bf16": 1e-1}
 """The largest relative difference that is rounding.
 
@@ -33,6 +39,11 @@ noise says nothing.
 """
 
 T = TypeVar("T")
+
+
+def arithmetic(options: RuntimeOptions) -> str:
+    """The --dtype that these options are of."""
+    return next(name for name, types in ARITHMETIC.items() if types == (options.dtype, options.autocast))
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,15 +115,16 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
     """Which layer and part a span of this rank is of, by its category and name."""
     yield f"sync {WAITING}", ("", "exposed_sync_s")
-    for step in module._executor(module.graph.batch).schedule.steps:
-        name = step.layer.name
+    for scheduled in module._executor(module.graph.batch).schedule.layers:
+        name = scheduled.layer.name
         for suffix in ("", " (backward)"):
             yield f"compute {name}{suffix}", (name, "compute_s")
             yield f"statistics {name}{suffix}", (name, "statistics_s")
-            for edge in step.edges:
-                if edge.transfer.sends or edge.transfer.receives:
+            for edge in scheduled.edges:
+                transfer = edge.redistribution.transfer
+                if transfer.sends or transfer.receives:
                     yield f"transfers {edge.what}{suffix}", (name, "transfers_s")
-        own = [name] if step.layer.role is Role.TIED else [p for p in step.parameters if p is not None]
+        own = [name] if scheduled.layer.role is Role.TIED else [p for p in scheduled.parameters if p is not None]
         for parameter in own:
             yield f"sync gradients of {parameter}", (name, "sync_s")
 

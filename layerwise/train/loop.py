@@ -28,13 +28,14 @@ FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from ev
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to train; lr None: the optimizer's usual one. clip: the largest norm that the gradient may have."""
+    """How to train."""
 
     optimizer: str = "sgd"
-    lr: float | None = None
+    lr: float | None = None  # None: the optimizer's usual one
     momentum: float = 0.9
     weight_decay: float = 0.0
-    clip: float | None = None
+    clip: float | None = None  # the largest norm that the gradient may have
+    accumulate: int = 1  # batches a step
 
     def optimizer_text(self) -> str:
         """`momentum, lr 0.01, momentum 0.9, weight decay 0`: all that `build` depends on."""
@@ -160,7 +161,7 @@ class Trainer:
         """This rank's samples of a batch, on its device. A rank makes no others."""
         module, task = self.module, self.data.task
         given, target = self.data.train.batch(numbers[module.share(len(numbers))])
-        inputs, left = task.feed(given, target, module.dtype)
+        inputs, left = task.feed(given, target, module.options.dtype)
         return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
@@ -216,7 +217,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
             share = module.share(size)
             given, target = held.batch(torch.where(real, numbers, 0)[share])
             target[~real[share]] = -1
-            inputs, left = task.feed(given, target, module.dtype)
+            inputs, left = task.feed(given, target, module.options.dtype)
             assert left is not None
             with torch.no_grad():
                 right += _right(module, inputs, left)

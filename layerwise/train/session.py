@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
 from layerwise.plan import Plan
-from layerwise.run.load import load
+from layerwise.run.load import load_network
+from layerwise.run.options import RuntimeOptions, plan_digest
 from layerwise.run.trace import Trace
-from layerwise.train.compare import Difference, Outcome, alone, difference, outcome
+from layerwise.train.compare import Difference, Outcome, alone, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, schedule
 from layerwise.train.report import KINDS, Result
@@ -33,55 +33,44 @@ class Session:
         self,
         plan: Plan,
         comm: Comm,
+        options: RuntimeOptions,
+        settings: Settings,
         *,
         data: str,
-        settings: Settings,
         model: str | None = None,
-        accumulate: int = 1,
-        seed: int = 0,
-        dtype: str = "float32",
         weights: str | None = None,
-        local_batch_norm: bool | None = None,
-        checkpoint_activations: bool = False,
         compare: bool = False,
         folder: str | None = None,
         every: int | None = None,
         trace: str | None = None,
     ) -> None:
-        self.plan, self.comm, self.settings, self.folder, self.every = plan, comm, settings, folder, every
-        self.dtype, self.seed, self.first, self.steps = dtype, seed, 0, list[Step]()
-        self._trace_to, self._options = trace, (local_batch_norm, checkpoint_activations, weights)
-        digest = hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
+        self.plan, self.comm, self.options, self.settings = plan, comm, options, settings
+        self.folder, self.every, self.first, self.steps = folder, every, 0, list[Step]()
+        self._trace_to, self._weights, self._compare = trace, weights, compare
         values = "" if weights is None else fingerprint(weights)
-        facts = {"plan": digest, "layerwise": __version__, "torch": torch.__version__}
+        facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
         self._network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
-        self.data = load_data(data, fuse(self._network.graph) if plan.fused else self._network.graph, seed)
-        self.schedule = schedule(plan, self.data.train.count, accumulate, seed)
+        graph = fuse(self._network.graph) if plan.fused else self._network.graph
+        self.data = load_data(data, graph, options.seed)
+        self.schedule = schedule(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
         self.trainer = self._trainer(comm)
         self.module = self.trainer.module
         if trace is not None:
             self.module.trace = Trace(device=comm.device)
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device))) if compare else None
-        self._compare = compare
 
     def _trainer(self, comm: Comm) -> Trainer:
         """A module on this network of ranks, at the beginning of its training."""
-        plan, (local, recompute, weights) = self.plan, self._options
         gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
-        module = load(
-            plan,
+        module = load_network(
+            self.plan,
             self._network,
-            comm=comm,
-            device=comm.device,
-            dtype=torch.float64 if self.dtype == "float64" else torch.float32,
-            loss=cross_entropy if plan.io == "free" and not gathered else None,
-            weights=None if weights is None else weights_file(weights),
-            seed=self.seed,
-            local_batch_norm=local,
-            autocast=torch.bfloat16 if self.dtype == "bf16" else None,
-            checkpoint_activations=recompute,
+            comm,
+            self.options,
+            loss=cross_entropy if self.plan.io == "free" and not gathered else None,
+            weights=None if self._weights is None else weights_file(self._weights),
         )
         return Trainer(module, self.data, self.schedule, self.settings.build(module.parameters()), self.settings)
 
@@ -92,7 +81,7 @@ class Session:
             "steps": steps,
             "data": self.data.name,
             "samples a step": size,
-            "seed": self.seed,
+            "seed": self.options.seed,
             "optimizer": self.settings.optimizer_text(),
         }
 
@@ -168,8 +157,8 @@ class Session:
         each, batches = self.schedule.per_epoch, self.schedule.accumulate
         size = f" of {batches} batches" if batches > 1 else ""
         return (
-            f"{steps} steps{size} ({steps / each:.3g} epochs of {each}), {self.settings.optimizer}, {self.dtype} on "
-            f"{self.comm.device.type}"
+            f"{steps} steps{size} ({steps / each:.3g} epochs of {each}), {self.settings.optimizer}, "
+            f"{arithmetic(self.options)} on {self.comm.device.type}"
         )
 
     def notes(self) -> list[str]:

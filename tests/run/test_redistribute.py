@@ -4,10 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from layerwise.geometry import Box, Grid
 from layerwise.partition.transfer import Transfer, groups_of, transfer
-from layerwise.run.redistribute import adjoint, forward
+from layerwise.run.redistribute import Redistribution
 
 RANKS = 4
 
@@ -60,13 +61,13 @@ def test_a_transfer_and_its_adjoint(case, collectives: bool) -> None:
     like = torch.empty(0, dtype=torch.float64)
 
     def run(comm):
-        part = transfer(owned, need, comm.rank)
+        part = Redistribution(transfer(owned, need, comm.rank), comm, "a test")
         if comm.collectives:
             comm.prepare(sorted(groups_of(owned, need)), "transfers")
         mine = owned[comm.rank] and whole[owned[comm.rank].slices()].clone()
-        got = forward(part, comm, mine, like, "forward")
+        got = part.forward(mine, like)
         sent = comm.sent["transfers"]
-        back = adjoint(part, comm, weights[comm.rank], like, "backward")
+        back = part.adjoint(weights[comm.rank], like)
         return got, back, sent, comm.sent["transfers"] - sent
 
     results = run_threads(RANKS, run, collectives=collectives)
@@ -90,7 +91,7 @@ def test_nothing_travels_where_all_have_what_they_need() -> None:
     part = transfer(cells, cells, 2)
     assert part == Transfer(cells[2], cells[2], cells[2], (), (), "local")
     x = torch.arange(2.0)
-    assert forward(part, None, x, x, "") is x
+    assert Redistribution(part, SoloComm(), "").forward(x, x) is x
 
 
 def test_equal_parts_for_all_are_gathered_and_equal_blocks_go_all_to_all() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from layerwise.partition.buckets import FIRST_BUCKET_BYTES
-from layerwise.run.reducer import Replicas
+from layerwise.run.reducer import GradientReducer
 
 
 def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:
@@ -19,7 +19,7 @@ def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:
     def shared(rank: int) -> list[list[str]]:
         own = names if rank in (0, 2) else names[1:]
         groups = {name: (0, 2) if name == "last" else everyone for name in own}
-        made = Replicas({name: parameters[name] for name in own}, own, groups)
+        made = GradientReducer({name: parameters[name] for name in own}, own, groups)
         return [bucket.names for bucket in made.buckets if bucket.group == everyone]
 
     assert shared(0) == shared(1) == [["third"], ["second", "first"]]

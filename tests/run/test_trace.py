@@ -21,7 +21,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.run import trace as room
-from layerwise.run.reducer import Gradients, Replicas
+from layerwise.run.reducer import GradientReducer, Gradients
 from layerwise.run.trace import Trace, clock_offset
 from tests.comm.pool import run_ranks
 
@@ -194,9 +194,9 @@ def slow_peer(comm: Comm, ahead: str) -> list[tuple[str, str, float, float]]:
     parameters = {"w": nn.Parameter(torch.zeros(1000))}
     group = tuple(range(comm.size))
     comm.prepare([group], "sync")
-    replicas, trace = Replicas(parameters, ["w"], {"w": group}), Trace()
+    reducer, trace = GradientReducer(parameters, ["w"], {"w": group}), Trace()
     comm.barrier()
-    gradients = Gradients(replicas, comm, synchronise=True, trace=trace)
+    gradients = Gradients(reducer, comm, synchronise=True, trace=trace)
     if ahead == "exposed" and comm.rank == 1:
         time.sleep(0.5)
     gradients.add("w", torch.ones(1000))

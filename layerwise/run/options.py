@@ -1,0 +1,49 @@
+"""RuntimeOptions: how a plan is run, beside what the plan itself says."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from layerwise.graph.layer import LayerGraph
+from layerwise.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """The same on every rank, but for the number of the device."""
+
+    device: torch.device  # where this rank computes
+    dtype: torch.dtype = torch.float32  # of parameters, and without autocast of activations
+    autocast: torch.dtype | None = None  # mixed precision: the 16-bit type of matrix products and convolutions
+    seed: int = 0  # of initial values that are drawn, and of dropout
+    local_batch_norm: bool = False  # statistics of each rank's own samples, as DistributedDataParallel has them
+    recompute: bool = False  # activation checkpointing: layers are computed twice, to hold less
+
+    def element_type(self, dtype: str, graph: LayerGraph, *, autocast: bool = False) -> torch.dtype:
+        """What an element type of `graph` is in this run; types other than the model's own stay as they are.
+
+        autocast: made by an operator that has `Op.autocast`.
+        """
+        if dtype != graph.dtype:
+            other: torch.dtype = getattr(torch, dtype)
+            return other
+        return self.autocast if autocast and self.autocast is not None else self.dtype
+
+
+def searched_with(plan: Plan, option: str) -> object:
+    """One of the cost model's options that the plan was searched with; None where it does not say."""
+    options = plan.provenance.get("cost_options")
+    return options.get(option) if isinstance(options, dict) else None
+
+
+def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
+    """Whether batch norms take each rank's own samples: as `wanted`, or as the plan was searched (None)."""
+    return bool(searched_with(plan, "local_batch_norm")) if wanted is None else wanted
+
+
+def plan_digest(plan: Plan) -> str:
+    """12 hex digits of the plan's SHA-256: tells plans apart where ranks meet."""
+    return hashlib.sha256(plan.dumps().encode()).hexdigest()[:12]
