@@ -29,7 +29,7 @@ from layerwise.importers.load import Network, load_network, network_of
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.job import Job, base_profile
 from layerwise.measure.layers.step import optimizer_of
-from layerwise.measure.watch import Reading, Watch
+from layerwise.measure.stopwatch import Reading, Stopwatch
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.report.text import units
@@ -109,7 +109,7 @@ def real(
         torch.stack([nn.functional.cross_entropy(o.float(), target) for o in outputs]).sum().backward()
         update.step()
 
-    return Watch(device, 8.0)([step])
+    return Stopwatch(device, 8.0)([step])
 
 
 if __name__ == "__main__":

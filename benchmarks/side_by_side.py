@@ -30,7 +30,7 @@ from layerwise.measure.layers.cells import Key, Wanted, layer_cells
 from layerwise.measure.layers.measure import Measuring, timed
 from layerwise.measure.layers.overhead import overhead
 from layerwise.measure.stolen import stolen_s
-from layerwise.measure.watch import Watch
+from layerwise.measure.stopwatch import Stopwatch
 
 ROUNDS = 5
 LEAST = 2  # steps, however slow
@@ -105,8 +105,8 @@ class Layers:
         return times, ranks
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
-        watch = Watch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
-        found = timed(cell, MODE, watch)
+        stopwatch = Stopwatch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
+        found = timed(cell, MODE, stopwatch)
         if isinstance(cell.task, Update):
             found = replace(found, forward_s=max(0.0, found.forward_s - self.measuring.call_s / self.share))
         return found

@@ -60,7 +60,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
     import torch  # here, so that --help is quick
     from torch import Tensor
 
-    from layerwise.checkpoint.boxes import read_into
+    from layerwise.checkpoint.chunks import read_into
     from layerwise.checkpoint.contribution import About
     from layerwise.checkpoint.optimizer_state import PREFIX
     from layerwise.checkpoint.step_folders import find

@@ -8,13 +8,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
 from layerwise.errors import LayerwiseError
 
+JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 
 

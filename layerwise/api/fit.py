@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from layerwise import checkpoint as checkpoints
 from layerwise.api import losses
 from layerwise.api.arguments import at_least_1
 from layerwise.api.evaluation import Metric, evaluate
@@ -25,7 +26,6 @@ from layerwise.api.optimizers import check as check_optimizer
 from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
-from layerwise.checkpoint import checkpoint as checkpoints
 from layerwise.cli import console, progress_bar
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest

@@ -20,7 +20,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.ops.loss import Loss
 from layerwise.run.module import ParallelModule
-from layerwise.run.place import samples
+from layerwise.run.schedule.place import samples
 from layerwise.train.loop import least
 
 OTHERWISE = "give parallelize what one rank calls the model with, and split the data yourself: see layerwise.split"

@@ -19,6 +19,7 @@ from layerwise import __version__
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
+from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
@@ -36,7 +37,6 @@ from layerwise.measure.links.shapes import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.find import search
-from layerwise.train.compare import alone
 
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
 LINKS = 0.3  # of the budget is for links, where these are not known yet

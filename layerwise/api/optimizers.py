@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
+from layerwise.run.guards.optimizers import suits
 from layerwise.run.module import ParallelModule
-from layerwise.run.optimizers import suits
 from layerwise.train.loop import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -29,16 +29,16 @@ from layerwise.api.table import table
 from layerwise.api.world import World, join
 from layerwise.cli import console
 from layerwise.comm.base import Comm
+from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
-from layerwise.run.guards import check_modules
+from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load_network
 from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
-from layerwise.train.compare import alone
 
 Examples = Inputs | Mapping[str, Tensor]
 

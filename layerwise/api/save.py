@@ -10,8 +10,8 @@ from torch import nn
 from layerwise.api.guards import original
 from layerwise.api.split import seat
 from layerwise.api.world import joined
-from layerwise.checkpoint.agree import agree
 from layerwise.comm.solo import SoloComm
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import writing
 from layerwise.run.module import ParallelModule

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from layerwise.checkpoint.boxes import Boxes, BoxSaver, boxes_of
+from layerwise.checkpoint.chunks import Chunks, ChunkSavePlanner, chunks_of
 from layerwise.checkpoint.optimizer_state import PREFIX, OptimizerFacts, checked, merge
-from layerwise.checkpoint.storage import JSON, Reader, Stored, Writer
+from layerwise.checkpoint.storage import Reader, Stored, Writer
 from layerwise.errors import LayerwiseError
-from layerwise.run.shard import Shard
+from layerwise.files import JSON
+from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import DTYPE_OF, dtype_name
 
 Told = Mapping[str, Any]  # what `Contribution.write` returns, after its way through JSON
@@ -33,26 +34,26 @@ Told = Mapping[str, Any]  # what `Contribution.write` returns, after its way thr
 class Contribution:
     """The boxes that this rank writes, and what it knows besides."""
 
-    boxes: Mapping[str, Boxes]
+    boxes: Mapping[str, Chunks]
     aliases: Mapping[str, tuple[str, ...]]
     optimizer: OptimizerFacts | None
 
     @staticmethod
-    def of(shards: Sequence[Shard], optimizer: OptimizerFacts | None, states: Mapping[str, Boxes]) -> Contribution:
+    def of(shards: Sequence[Shard], optimizer: OptimizerFacts | None, states: Mapping[str, Chunks]) -> Contribution:
         """`states` are the optimizer's boxes. LayerwiseError for a parameter whose name is taken by these."""
         odd = next((shard.name for shard in shards if shard.name.startswith(PREFIX)), None)
         if odd is not None:
             raise LayerwiseError(
                 f"{odd!r} cannot be saved: names that begin with {PREFIX} are the optimizer's; rename it"
             )
-        boxes = boxes_of([shard for shard in shards if writes(shard)])
+        boxes = chunks_of([shard for shard in shards if writes(shard)])
         return Contribution({**boxes, **states}, {s.name: s.aliases for s in shards if s.aliases}, optimizer)
 
     def write(self, folder: Path, rank: int) -> dict[str, JSON]:
         """Writes this rank's file and tells what is in it. OSError where that is impossible."""
         if not folder.is_dir():
             raise LayerwiseError(f"{os.fspath(folder)!r} is not to be seen here: all ranks must share the file system")
-        planner, writer = BoxSaver(), Writer(folder, rank)
+        planner, writer = ChunkSavePlanner(), Writer(folder, rank)
         planner.set_up_planner(dict(self.boxes), is_coordinator=rank == 0)
         plan = writer.prepare_local_plan(planner.create_local_plan())
         results = writer.write_data(plan, planner).wait()

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.boxes import Boxes
-from layerwise.checkpoint.storage import JSON, Reader
+from layerwise.checkpoint.chunks import Chunks
+from layerwise.checkpoint.storage import Reader
 from layerwise.errors import LayerwiseError
-from layerwise.run.shard import Shard
+from layerwise.files import JSON
+from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import DTYPE_OF, dtype_name
 
 PREFIX = "optimizer/"  # of the names of state: optimizer/exp_avg/conv.weight
@@ -49,14 +50,14 @@ def checked(value: Any) -> OptimizerFacts:
     return OptimizerFacts(kind=str(value["kind"]), groups=groups, numbers=value["numbers"])
 
 
-def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[str, Boxes]]:
+def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[str, Chunks]]:
     """What this rank knows of the optimizer, and the boxes of its state that this rank writes, by name.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
     kind = type(optimizer).__qualname__
     facts = OptimizerFacts(kind=kind, groups=[], numbers={})
-    boxes: dict[str, Boxes] = {}
+    boxes: dict[str, Chunks] = {}
     for held, group in _groups(optimizer, owned):
         settings = {key: _setting(kind, key, value) for key, value in group.items() if key not in UNSAVED}
         facts["groups"].append(Group(parameters=[owned[parameter].name for parameter in held], settings=settings))
@@ -68,7 +69,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[s
                 if sound and tensor and value.dim() and value.shape == parameter.shape:
                     if shard.first and shard.box.volume:
                         name = f"{PREFIX}{key}/{shard.name}"
-                        boxes[name] = Boxes(shard.shape, value.dtype)
+                        boxes[name] = Chunks(shard.shape, value.dtype)
                         boxes[name].add(shard.box, value)
                 elif sound and (not value.dim() if tensor else isinstance(value, bool | int | float | None)):
                     facts["numbers"].setdefault(shard.name, {})[key] = _as_json(value)
@@ -100,7 +101,7 @@ def merge(ranks: Sequence[OptimizerFacts]) -> OptimizerFacts:
 
 def prepare(
     optimizer: Optimizer, owned: Owned, facts: OptimizerFacts, reader: Reader
-) -> tuple[States, dict[str, Boxes]]:
+) -> tuple[States, dict[str, Chunks]]:
     """State for this rank's parameters as it was saved, and the boxes of it that are still to be read, by name.
 
     Changes nothing. LayerwiseError where the saved one is another optimizer, or one of other parameters.
@@ -118,7 +119,7 @@ def prepare(
             key, of = name.removeprefix(PREFIX).split("/", 1)
             keys.setdefault(of, []).append(key)
     states: States = {}
-    boxes: dict[str, Boxes] = {}
+    boxes: dict[str, Chunks] = {}
     ours = {shard.name for shard in owned.values()}
     for i, (held, group) in enumerate(_groups(optimizer, owned)):
         on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
@@ -136,7 +137,7 @@ def prepare(
                 if shape != shard.shape:
                     raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
                 state[key] = tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                boxes[name] = Boxes(shape, dtype)
+                boxes[name] = Chunks(shape, dtype)
                 boxes[name].add(shard.box, tensor)
             for key, value in facts["numbers"].get(shard.name, {}).items():
                 state[key] = _from_json(value, parameter.device, on_device)

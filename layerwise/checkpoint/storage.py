@@ -36,12 +36,11 @@ from torch.futures import Future
 
 from layerwise import __version__
 from layerwise.errors import LayerwiseError
-from layerwise.files import read_json
+from layerwise.files import JSON, read_json
 from layerwise.tensorfile import DTYPE_OF, Spec, dtype_name, sync_folder, write_tensors
 
 METADATA = "checkpoint.json"
 FORMAT, VERSION = "layerwise-checkpoint", 1
-JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")  # and nothing else: a name may not lead out of the folder
 

@@ -61,7 +61,7 @@ class Profile:
     def collectives(self) -> bool:
         """Whether regular transfers run as collectives: on NCCL, by what the links were measured with where they were.
 
-        gloo runs messages: see layerwise.run.redistribute.
+        gloo runs messages: see layerwise.run.schedule.redistribute.
         """
         backend = self.backend if self.links is None else self.links.conditions.get("backend", self.backend)
         return backend == "nccl"

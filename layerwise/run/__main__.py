@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerwise.checkpoint.agree import agree
 from layerwise.checkpoint.sole_writer import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, console, global_batch, positive, run_main
 from layerwise.comm.start import leave, start
+from layerwise.comm.together import agree
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError

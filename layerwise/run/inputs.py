@@ -13,8 +13,8 @@ from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.place import samples
-from layerwise.run.schedule import Schedule
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.place import samples
 from layerwise.tensorfile import dtype_name
 
 

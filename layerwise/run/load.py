@@ -19,10 +19,10 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
-from layerwise.run.guards import check_modules
+from layerwise.run.guards.hooks import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
-from layerwise.run.values import take_rank_0s
+from layerwise.run.state.rank_0 import take_rank_0s
 from layerwise.tensorfile import dtype_name
 
 

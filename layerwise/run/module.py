@@ -19,19 +19,20 @@ from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run.autograd import Call, factors, sum_of_losses
-from layerwise.run.box_gradient import plain
-from layerwise.run.element_types import predicted_bytes
-from layerwise.run.executor import Executor, Pass
-from layerwise.run.guards import FromOutside, Refusing, check_call, check_parameters
+from layerwise.run.execute.autograd import Call, factors, sum_of_losses
+from layerwise.run.execute.executor import Executor, Pass
+from layerwise.run.execute.predicted_bytes import predicted_bytes
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.box_gradient import plain
+from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
+from layerwise.run.guards.optimizers import watch
+from layerwise.run.guards.refusing import Refusing
 from layerwise.run.inputs import Inputs
-from layerwise.run.optimizers import watch
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
-from layerwise.run.place import parameter_boxes, places
-from layerwise.run.reducer import GradientReducer, Gradients
-from layerwise.run.schedule import Schedule
-from layerwise.run.shard import Shard
-from layerwise.run.state import State
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.place import parameter_boxes, places
+from layerwise.run.state.held import State
+from layerwise.run.state.shard import Shard
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

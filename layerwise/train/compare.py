@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from layerwise.comm.base import Comm
-from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
     from layerwise.run.module import ParallelModule
     from layerwise.run.options import RuntimeOptions
 
-BEAT_S = 1.0  # how often rank 0 tells the others, while it computes alone, that it is alive
 ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
     "float64": (torch.float64, None),
     "float32": (torch.float32, None),
@@ -37,8 +31,6 @@ SMALL = 1e-3
 of its kind, whichever is more: the gradient of a bias before a batch norm is zero but for rounding, and noise against
 noise says nothing.
 """
-
-T = TypeVar("T")
 
 
 def arithmetic(options: RuntimeOptions) -> str:
@@ -127,34 +119,3 @@ def largest(tensors: Sequence[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
         if ratio != ratio:
             break
     return worst, where
-
-
-def alone(comm: Comm, work: Callable[[], T]) -> T | None:
-    """Rank 0 does `work` in a thread, while all ranks meet every second so that none takes another for stuck.
-
-    Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
-    """
-    future: Future[T] = Future()
-    if comm.rank == 0:  # a daemon: Ctrl-C must not wait for it
-        threading.Thread(target=_settle, args=(future, work), daemon=True).start()
-    while True:
-        text = ""
-        if comm.rank == 0:
-            wait([future], timeout=BEAT_S)
-            error = future.exception() if future.done() else None
-            text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
-        told = comm.tell_all(text)[0]
-        if told == "busy":
-            continue
-        if comm.rank == 0:
-            return future.result()
-        if told != "done":
-            raise LayerwiseError(f"rank 0 {told}")
-        return None
-
-
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

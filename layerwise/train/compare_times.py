@@ -13,7 +13,7 @@ from rich.table import Table
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.reducer import WAITING
+from layerwise.run.execute.reducer import WAITING
 from layerwise.run.trace import Trace, clock_offset
 from layerwise.train.report import seconds_text
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from layerwise import __version__
-from layerwise.checkpoint import checkpoint
+from layerwise import __version__, checkpoint
 from layerwise.checkpoint.weights_file import fingerprint, weights_file
 from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
+from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
@@ -20,7 +20,7 @@ from layerwise.plan import Plan
 from layerwise.run.load import load_network
 from layerwise.run.options import RuntimeOptions, plan_digest
 from layerwise.run.trace import Trace
-from layerwise.train.compare import Difference, Outcome, alone, arithmetic, difference, outcome
+from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, schedule
 from layerwise.train.report import KINDS, Result

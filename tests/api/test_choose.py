@@ -11,7 +11,6 @@ from layerwise.api.machine import built_in, given
 from layerwise.api.table import lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
@@ -22,6 +21,7 @@ from layerwise.plan import as_json
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
+from tests.comm.thread import run_threads
 
 REQUEST = Request("alexnet", torch.float32, 16e9)
 

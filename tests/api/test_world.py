@@ -6,8 +6,8 @@ import torch
 from layerwise.api import world
 from layerwise.api.world import World, join
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
+from tests.comm.thread import run_threads
 
 
 def joined_on(nodes: list[str], patch: pytest.MonkeyPatch) -> list[World | str]:

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import links_again
 from benchmarks.links_again import LinksAgain
-from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.machine.curves import Curve, Links, Overlap
 from layerwise.measure.links.shapes import Topology
 from layerwise.measure.links.timing import Time
+from tests.comm.thread import ThreadComm, run_threads
 
 KNOTS = ((1024.0, 1.0), (4096.0, 4.0))
 FIRST = Links((Curve("all_reduce", (2,), 1, KNOTS), Curve("all_to_all", (2,), 1, KNOTS)), (Overlap((2,), 1, 0.5, 0.1),))

@@ -24,15 +24,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from layerwise import tensorfile
-from layerwise.checkpoint import checkpoint, storage
-from layerwise.checkpoint.checkpoint import latest, load, model_digest, save
+from layerwise import checkpoint, tensorfile
+from layerwise.checkpoint import latest, load, model_digest, save, storage
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.export import export
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
+from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, assembled, cutting, tensors
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -241,7 +240,7 @@ def test_digest_is_the_networks_whatever_its_batch(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from layerwise.checkpoint.checkpoint import load, save
+from layerwise.checkpoint import load, save
 from tests.run.cut_modules import assembled
 from tests.checkpoint.test_checkpoint import alone, equal, tensors
 

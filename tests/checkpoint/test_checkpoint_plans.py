@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from layerwise.checkpoint import checkpoint
+from layerwise import checkpoint
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.export import export
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, difference, random_plan, small
 
 State = dict[str, Tensor]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from layerwise.__main__ import dispatch
-from layerwise.checkpoint.checkpoint import save
+from layerwise.checkpoint import save
 from layerwise.checkpoint.sole_writer import MARK, sole_writer
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm

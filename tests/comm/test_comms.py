@@ -9,9 +9,9 @@ import torch
 
 from layerwise.comm.base import Comm, CommError, all_reduce_bytes, ranks
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from tests.comm import operations
 from tests.comm.pool import RankError, run_ranks
+from tests.comm.thread import run_threads
 
 DTYPES = ["float32", "float64", "bfloat16", "int64"]
 USES = ["messages", "collectives", "reductions"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerwise.comm.base import Comm, CommError
-from layerwise.comm.thread import run_threads
+from tests.comm.thread import run_threads
 
 
 def test_the_first_error_is_raised_and_stops_the_others() -> None:

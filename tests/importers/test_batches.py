@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
 

@@ -16,7 +16,7 @@ from layerwise.measure.bench import Bench, Mode
 from layerwise.measure.layers import cold
 from layerwise.measure.layers import measure as layers
 from layerwise.measure.layers.cells import wanted_cells
-from layerwise.measure.watch import Watch
+from layerwise.measure.stopwatch import Stopwatch
 from layerwise.ops.linear import Linear
 from layerwise.tensor import TensorSpec
 from tests.cost import brute
@@ -55,6 +55,6 @@ def test_forward_finds_the_inputs_and_backward_the_gradients(monkeypatch: pytest
 
     monkeypatch.setattr(layers, "leave_only", leave_only)
     monkeypatch.setattr(layers, "Bench", Told)
-    layers.timed(cell, Mode(torch.device("cpu"), torch.float32), Watch(torch.device("cpu"), 0.0, least=1, warm=1))
+    layers.timed(cell, Mode(torch.device("cpu"), torch.float32), Stopwatch(torch.device("cpu"), 0.0, least=1, warm=1))
     assert seen[:5] == ["[(4, 6)]", "forward", "[(4, 3)]", "backward", "all"]
     assert len(seen) % 5 == 0

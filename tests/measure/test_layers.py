@@ -12,7 +12,7 @@ from layerwise.measure.bench import Mode, Update
 from layerwise.measure.layers import measure as layers
 from layerwise.measure.layers.cells import Wanted
 from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.watch import Watch
+from layerwise.measure.stopwatch import Stopwatch
 
 MODE = Mode(torch.device("cpu"), torch.float32)
 START = LayerTimes(Conditions("device", "2.13.0", "float32"))
@@ -31,7 +31,7 @@ class Machine:
         monkeypatch.setattr(layers.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(layers, "timed", self.timed)
 
-    def timed(self, cell: Wanted, mode: Mode, watch: Watch) -> CellTime:
+    def timed(self, cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
         (number,) = cell.extents
         self.now += self.each_s
         if number in self.fails:
@@ -102,7 +102,7 @@ def test_a_cell_that_cannot_be_run_is_left_out(machine: Machine, error: BaseExce
 
 def test_more_than_there_is_of_memory_is_not_tried() -> None:
     with pytest.raises(MemoryError):
-        layers.timed(replace(cell(1), bytes=1e18), MODE, Watch(MODE.device))
+        layers.timed(replace(cell(1), bytes=1e18), MODE, Stopwatch(MODE.device))
 
 
 def test_an_update_is_without_what_any_step_costs(machine: Machine) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.config import Config
 from layerwise.cost.collectives import all_reduce_s
 from layerwise.cost.model import CostModel
@@ -22,6 +21,7 @@ from layerwise.measure.links.fit import knots
 from layerwise.measure.links.measure import Measured, Series, measure_links, rates
 from layerwise.measure.links.profile import conditions, contention, with_links
 from layerwise.measure.links.shapes import Topology, pairs, shapes
+from tests.comm.thread import ThreadComm, run_threads
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.cost.collectives import group_of, load
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph, Level
 from layerwise.machine.curves import trimmed
 from layerwise.measure.links.shapes import Topology, find_topology, pairs, shapes, topology_of
+from tests.comm.thread import ThreadComm, run_threads
 from tests.cost.brute import PROCESSOR
 
 topologies = st.builds(Topology, st.integers(1, 6), st.integers(1, 6)).filter(lambda where: where.size > 1)

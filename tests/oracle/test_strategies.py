@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
@@ -20,6 +19,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.oracle.strategies import Shape, UnreachableError, Wishes, gather_layer, limit, shapes, strategy
 from layerwise.plan import Plan
+from tests.comm.thread import run_threads
 from tests.run import plans
 
 

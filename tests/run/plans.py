@@ -18,7 +18,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
-from layerwise.run.element_types import PREDICTED
+from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from tests.comm.thread import run_threads
 from tests.run.plans import difference
 
 SAMPLES = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.config import Config
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan
-from layerwise.run.element_types import PREDICTED
+from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
 KINDS = tuple(PREDICTED)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
-from layerwise.run.element_types import PREDICTED
+from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
 Last = Callable[["Model", Tensor], Tensor]

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.checkpoint import checkpoint
+from layerwise import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import price
 from layerwise.cost.timeline.simulate import timeline
@@ -21,6 +20,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.machine import load as load_profile
 from layerwise.run.load import load
 from layerwise.search.baselines import baseline
+from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, check_equal, difference, random_plan, train
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards import check_modules
+from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
 from tests.run.plans import difference

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from tests.comm.thread import run_threads
 from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused, traced
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, CommError
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, equal, mlp, plan_of, traced
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerwise.checkpoint import checkpoint
+from layerwise import checkpoint
 from layerwise.checkpoint.weights_file import weights_file
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from tests.comm.thread import run_threads
 from tests.run import small_plans
 
 MODEL, RANKS, BATCH = "mlp:1024x2048x1024x10", 4, 8

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import LARGER, SMALL, Case, Trained, case, check_equal, difference, random_plan, small, train
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.config import Config
+from tests.comm.thread import run_threads
 from tests.run.plans import Case, Trained, check_equal, optimised_plan, random_plan, small, train
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
-from layerwise.comm.thread import run_threads
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
+from tests.comm.thread import run_threads
 from tests.run.plans import random_plan
 
 

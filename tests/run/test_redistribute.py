@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.geometry import Box, Grid
 from layerwise.partition.transfer import Transfer, groups_of, transfer
-from layerwise.run.redistribute import Redistribution
+from layerwise.run.schedule.redistribute import Redistribution
+from tests.comm.thread import run_threads
 
 RANKS = 4
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from layerwise.partition.buckets import FIRST_BUCKET_BYTES
-from layerwise.run.reducer import GradientReducer
+from layerwise.run.execute.reducer import GradientReducer
 
 
 def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:

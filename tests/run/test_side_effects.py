@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.run.load import load, serial
+from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, check_equal, difference, optimised_plan, random_plan, train
 
 

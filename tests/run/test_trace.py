@@ -18,12 +18,12 @@ from torch import nn
 from layerwise.chrome import CATEGORIES, Row, Told, chrome_trace, lanes
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.run import trace as room
-from layerwise.run.reducer import GradientReducer, Gradients
+from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.trace import Trace, clock_offset
 from tests.comm.pool import run_ranks
+from tests.comm.thread import run_threads
 
 Event = dict[str, Any]
 

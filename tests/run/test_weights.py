@@ -7,7 +7,7 @@ import torch
 
 from layerwise.geometry import Box, whole
 from layerwise.ops.base import Parameter
-from layerwise.run.weights import drawn
+from layerwise.run.state.initial import drawn
 
 SHAPE = (40, 50)
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from layerwise.comm.thread import ThreadComm, run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_network
@@ -20,6 +19,7 @@ from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.trace import Trace
 from layerwise.train.compare_times import PARTS, Comparison, Part, _together, check, compare_times, tables
+from tests.comm.thread import ThreadComm, run_threads
 from tests.run.plans import optimised_plan
 
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
-from layerwise.checkpoint.agree import agree
 from layerwise.checkpoint.weights_file import fingerprint
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
-from layerwise.comm.thread import run_threads
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.run.__main__ import _flags, _hushed, parser
 from tests.comm.launch import launch
+from tests.comm.thread import run_threads
 from tests.train.command import RESULT, environment, save_plans, strict
 
 RUN = ("-m", "layerwise.run")

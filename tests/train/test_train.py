@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.comm.thread import run_threads
+from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.train import compare
-from layerwise.train.compare import Outcome, alone, difference, largest, outcome
+from layerwise.train.compare import Outcome, difference, largest, outcome
 from layerwise.train.data import Data, load_data
 from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, evaluate, schedule
 from layerwise.train.sources import Tensors
+from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan
 
 MLP = "mlp:20x12x5"

@@ -18,7 +18,7 @@ from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
 from layerwise.measure.layers.cells import Key, Wanted
 from layerwise.measure.layers.cold import leave_only
 from layerwise.measure.layers.step import LossBench, UpdateBench
-from layerwise.measure.watch import Watch
+from layerwise.measure.stopwatch import Stopwatch
 
 SAVE_S = 2.0  # how often what was measured is written
 CELL_S = 0.25  # about what one cell gets, beyond its least number of samples
@@ -64,19 +64,19 @@ class Measuring:
         """Measures in order what fits into the rest of the budget; `after` each, measured or not."""
         try:
             for cell in cells:
-                watch = Watch(self.mode.device, CELL_S)
-                least_s = cell.predicted_s * (watch.least + watch.warm)
+                stopwatch = Stopwatch(self.mode.device, CELL_S)
+                least_s = cell.predicted_s * (stopwatch.least + stopwatch.warm)
                 if not self.has(cell.key) and self.spent_s + least_s <= self.budget_s:
-                    self._take(cell, watch)
+                    self._take(cell, stopwatch)
                 after(cell)
         finally:
             self.known = replace(self.known, held_out_error=held_out_error(self.known))
             self.keep()
 
-    def _take(self, cell: Wanted, watch: Watch) -> None:
+    def _take(self, cell: Wanted, stopwatch: Stopwatch) -> None:
         started = time.monotonic()
         try:
-            found = timed(cell, self.mode, watch)
+            found = timed(cell, self.mode, stopwatch)
             if isinstance(cell.task, Update):
                 found = replace(
                     found, forward_s=max(0.0, found.forward_s + found.backward_s - self.call_s), backward_s=0.0
@@ -112,13 +112,13 @@ def bench_of(task: Task | Update | Loss, mode: Mode) -> Timed:
     return LossBench(task, mode) if isinstance(task, Loss) else Bench(task, mode)
 
 
-def timed(cell: Wanted, mode: Mode, watch: Watch) -> CellTime:
+def timed(cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
     """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
     bench = bench_of(cell.task, mode)
     before = [partial(leave_only, recent, mode.device) for recent in (*bench.recent, None)]
-    found = watch([bench.forward, bench.backward, bench.forget], before)
+    found = stopwatch([bench.forward, bench.backward, bench.forget], before)
     forward, backward, forget = found.seconds
     return CellTime(forward, backward + forget, found.spread, found.samples, cell.forward, cell.backward)
 

@@ -16,7 +16,7 @@ from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
 from layerwise.measure.layers.cold import leave_only, own_cache_bytes
 from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
-from layerwise.measure.watch import Reading, Watch
+from layerwise.measure.stopwatch import Reading, Stopwatch
 from layerwise.ops.linear import Linear
 from layerwise.ops.pointwise import Unary
 from layerwise.plan import Plan
@@ -38,8 +38,8 @@ class Overhead:
 
 def optimizer_call_s(optimizer: str, mode: Mode) -> float:
     """Seconds of an optimizer's step over no parameters at all: of one tiny tensor twice, less of two."""
-    watch = Watch(mode.device, 0.2)
-    one, two = (sum(_update(optimizer, mode, (1,) * count, watch).seconds) for count in (1, 2))
+    stopwatch = Stopwatch(mode.device, 0.2)
+    one, two = (sum(_update(optimizer, mode, (1,) * count, stopwatch).seconds) for count in (1, 2))
     return max(0.0, 2 * one - two)
 
 
@@ -49,14 +49,14 @@ def overhead(optimizer: str, mode: Mode, load: Load) -> Overhead:
     What a layer takes is measured where its tensors fill a core's own cache, as they do in networks: the runtime's
     code and objects have left it when the next layer comes.
     """
-    watch = Watch(mode.device, 0.5, most=100)
-    tiny = _layer(WIDTH, optimizer, mode, load, watch)
+    stopwatch = Stopwatch(mode.device, 0.5, most=100)
+    tiny = _layer(WIDTH, optimizer, mode, load, stopwatch)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
-    layer = _layer(wide, optimizer, mode, load, watch).each if wide > WIDTH else tiny.each
-    first = _alone(_chain(SHORT, WIDTH), "first", mode, watch)
+    layer = _layer(wide, optimizer, mode, load, stopwatch).each if wide > WIDTH else tiny.each
+    first = _alone(_chain(SHORT, WIDTH), "first", mode, stopwatch)
     call_s = optimizer_call_s(optimizer, mode)
-    loss = watch([(bench := LossBench(Loss(((BATCH, WIDTH),)), mode)).forward, bench.backward])
-    update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), watch)
+    loss = stopwatch([(bench := LossBench(Loss(((BATCH, WIDTH),)), mode)).forward, bench.backward])
+    update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
     steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
     rest = [
         max(0.0, steps.seconds[i] - SHORT * tiny.whole[i] - first.seconds[i] - inside[i] - loss.seconds[i])
@@ -75,10 +75,10 @@ class _Chains:
     each: CellTime
 
 
-def _layer(width: int, optimizer: str, mode: Mode, load: Load, watch: Watch) -> _Chains:
-    short, long = (_steps(_chain(count, width), optimizer, mode, load, watch) for count in (SHORT, LONG))
+def _layer(width: int, optimizer: str, mode: Mode, load: Load, stopwatch: Stopwatch) -> _Chains:
+    short, long = (_steps(_chain(count, width), optimizer, mode, load, stopwatch) for count in (SHORT, LONG))
     forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
-    alone = _alone(_chain(SHORT, width), "link", mode, watch).seconds
+    alone = _alone(_chain(SHORT, width), "link", mode, stopwatch).seconds
     spread = max(short.spread, long.spread)
     each = CellTime(max(0.0, forward - alone[0]), max(0.0, backward - alone[1]), spread, long.samples)
     return _Chains(short, (forward, backward), each)
@@ -93,7 +93,7 @@ def _chain(count: int, width: int) -> LayerGraph:
     return b.finish([x])
 
 
-def _steps(graph: LayerGraph, optimizer: str, mode: Mode, load: Load, watch: Watch) -> Reading:
+def _steps(graph: LayerGraph, optimizer: str, mode: Mode, load: Load, stopwatch: Stopwatch) -> Reading:
     """Forward with the loss, backward, update of the runtime's own steps."""
     strategy = {layer.name: Config() for layer in graph.inner}
     plan = Plan("chain", graph.digest, BATCH, 1, 1, "sample", fused=False, strategy=strategy)
@@ -112,10 +112,10 @@ def _steps(graph: LayerGraph, optimizer: str, mode: Mode, load: Load, watch: Wat
         update.step()
         update.zero_grad()
 
-    return watch([forward, backward, finish])
+    return stopwatch([forward, backward, finish])
 
 
-def _alone(graph: LayerGraph, name: str, mode: Mode, watch: Watch) -> Reading:
+def _alone(graph: LayerGraph, name: str, mode: Mode, stopwatch: Stopwatch) -> Reading:
     layer = graph[name]
     cells = fullest(layer, layout((Config(),), layer.space, 1))
     wanted = graph.flows_back(layer)
@@ -123,11 +123,11 @@ def _alone(graph: LayerGraph, name: str, mode: Mode, watch: Watch) -> Reading:
     bench = Bench(task, mode)
     recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
     before = [partial(leave_only, tensors, mode.device) for tensors in recent]
-    found = watch([bench.forward, bench.backward, bench.forget], before)
+    found = stopwatch([bench.forward, bench.backward, bench.forget], before)
     forward, backward, forget = found.seconds
     return Reading((forward, backward + forget), found.spread, found.samples)
 
 
-def _update(optimizer: str, mode: Mode, sizes: tuple[int, ...], watch: Watch) -> Reading:
+def _update(optimizer: str, mode: Mode, sizes: tuple[int, ...], stopwatch: Stopwatch) -> Reading:
     bench = UpdateBench(Update(optimizer, sizes), mode)
-    return watch([bench.forward])
+    return stopwatch([bench.forward])

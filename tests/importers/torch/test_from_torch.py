@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from layerwise import models
-from layerwise.comm.thread import run_threads
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
@@ -22,6 +21,7 @@ from layerwise.ops.ends import Constant, Tied
 from layerwise.ops.learned import Learned
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Dropout, Unary
+from tests.comm.thread import run_threads
 from tests.importers import zoo
 from tests.importers.evaluate import imported
 from tests.importers.zoo import Function

@@ -1,16 +1,19 @@
-"""Acting together: every rank does its part, and where one fails, all raise."""
+"""What ranks do together: each its part, or rank 0 alone while the others wait; where one fails, all raise."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from layerwise.checkpoint.storage import JSON
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 
 T = TypeVar("T")
+BEAT_S = 1.0  # how often rank 0 tells the others, while it works alone, that it is alive
 
 
 def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tuple[T, list[Any]]:
@@ -53,3 +56,34 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
+
+
+def alone(comm: Comm, work: Callable[[], T]) -> T | None:
+    """Rank 0 does `work` in a thread, while all ranks meet every second so that none takes another for stuck.
+
+    Returns its result on rank 0, None elsewhere; a LayerwiseError of it is raised on every rank.
+    """
+    future: Future[T] = Future()
+    if comm.rank == 0:  # a daemon: Ctrl-C must not wait for it
+        threading.Thread(target=_settle, args=(future, work), daemon=True).start()
+    while True:
+        text = ""
+        if comm.rank == 0:
+            wait([future], timeout=BEAT_S)
+            error = future.exception() if future.done() else None
+            text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
+        told = comm.tell_all(text)[0]
+        if told == "busy":
+            continue
+        if comm.rank == 0:
+            return future.result()
+        if told != "done":
+            raise LayerwiseError(f"rank 0 {told}")
+        return None
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

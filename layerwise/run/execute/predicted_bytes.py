@@ -17,9 +17,9 @@ import torch
 from layerwise.comm.base import Kind, all_reduce_share
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.run.reducer import GradientReducer
-from layerwise.run.schedule import Schedule, ScheduledLayer
-from layerwise.run.work import Work
+from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.schedule.layers import Schedule, ScheduledLayer
+from layerwise.run.schedule.work import Work
 
 PREDICTED: Mapping[Kind, str] = {
     "transfers": "transfer_bytes",

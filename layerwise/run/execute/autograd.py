@@ -13,8 +13,8 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.loss import Loss
-from layerwise.run.executor import Executor, Pass
-from layerwise.run.reducer import Gradients
+from layerwise.run.execute.executor import Executor, Pass
+from layerwise.run.execute.reducer import Gradients
 
 
 @dataclass(frozen=True, slots=True)

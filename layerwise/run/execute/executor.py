@@ -18,8 +18,8 @@ from torch import Tensor
 from layerwise.chrome import Category
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.reducer import Gradients
-from layerwise.run.schedule import Edge, Schedule, ScheduledLayer
+from layerwise.run.execute.reducer import Gradients
+from layerwise.run.schedule.layers import Edge, Schedule, ScheduledLayer
 from layerwise.run.trace import Trace
 
 

@@ -20,22 +20,21 @@ from typing import Any, Protocol
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.agree import agree
-from layerwise.checkpoint.boxes import Boxes, boxes_of, read_into
+from layerwise.checkpoint.chunks import Chunks, chunks_of, read_into
 from layerwise.checkpoint.contribution import About, Contribution, finish
 from layerwise.checkpoint.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
 from layerwise.checkpoint.sole_writer import sole_writer
-from layerwise.checkpoint.step_folders import begin, commit, find, latest
-from layerwise.checkpoint.storage import JSON, Reader
+from layerwise.checkpoint.step_folders import begin, commit, find
+from layerwise.checkpoint.storage import Reader
 from layerwise.comm.base import Comm
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
-from layerwise.run.shard import Shard
+from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
-
-__all__ = ["Saveable", "latest", "load", "model_digest", "save"]
 
 
 class Saveable(Protocol):
@@ -124,7 +123,7 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
         answer: dict[str, JSON] = {"folder": reader.folder.name, "checksum": reader.checksum, "tensors": specs}
         return (reader, About.of(reader)), answer
 
-    def check() -> tuple[tuple[States, dict[str, Boxes]], JSON]:
+    def check() -> tuple[tuple[States, dict[str, Chunks]], JSON]:
         where = f"checkpoint {os.fspath(reader.folder)!r}"
         if any(answer["checksum"] != told[0]["checksum"] for answer in told):
             names = ", ".join(answer["folder"] for answer in told)
@@ -132,7 +131,7 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
         _check_model(reader, {name: spec for answer in told for name, spec in answer["tensors"].items()})
         if about.model != model_digest(module.graph):
             raise LayerwiseError(f"{where} is of another model: it has the same names and shapes, but other operators")
-        boxes, states, pending = boxes_of(shards), States(), dict[str, Boxes]()
+        boxes, states, pending = chunks_of(shards), States(), dict[str, Chunks]()
         if optimizer is not None:
             if about.optimizer is None:
                 raise LayerwiseError(f"{where} has no optimizer's state: load without")

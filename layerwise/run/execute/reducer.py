@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.partition.buckets import fill
-from layerwise.run.box_gradient import BoxGradient, plain
+from layerwise.run.guards.box_gradient import BoxGradient, plain
 from layerwise.run.trace import Trace
 
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides

@@ -1,4 +1,4 @@
-"""Boxes of a tensor as torch.distributed.checkpoint's planners take them: DTensor cannot describe uneven cells."""
+"""Chunks of a tensor as torch.distributed.checkpoint's planners take them: DTensor cannot describe uneven cells."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 
 from layerwise.checkpoint.storage import Reader
 from layerwise.geometry import Box
-from layerwise.run.shard import Shard
+from layerwise.run.state.shard import Shard
 
 
 @dataclass(slots=True)
-class Boxes:
+class Chunks:
     """What this rank holds, or shall be given, of a tensor of `shape`: disjoint boxes, by their origins."""
 
     shape: tuple[int, ...]
@@ -48,27 +48,27 @@ class Boxes:
         return self.tensors[tuple(index.offset)]
 
 
-def boxes_of(shards: Iterable[Shard]) -> dict[str, Boxes]:
+def chunks_of(shards: Iterable[Shard]) -> dict[str, Chunks]:
     """The tensors of these shards, by name."""
-    boxes: dict[str, Boxes] = {}
+    boxes: dict[str, Chunks] = {}
     for shard in shards:
-        boxes.setdefault(shard.name, Boxes(shard.shape, shard.tensor.dtype)).add(shard.box, shard.tensor.detach())
+        boxes.setdefault(shard.name, Chunks(shard.shape, shard.tensor.dtype)).add(shard.box, shard.tensor.detach())
     return boxes
 
 
-class BoxSaver(DefaultSavePlanner):
-    """Plans the writing of `Boxes` by name."""
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans the writing of `Chunks` by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        boxes: Boxes = self.state_dict[index.fqn]
+        boxes: Chunks = self.state_dict[index.fqn]
         return boxes.__get_tensor_shard__(index)
 
 
-class BoxLoader(DefaultLoadPlanner):
-    """Plans the reading of `Boxes`, or of whole tensors, by name."""
+class ChunkLoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of `Chunks`, or of whole tensors, by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -81,14 +81,14 @@ class BoxLoader(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         boxes = self.state_dict[index.fqn]
-        return boxes.__get_tensor_shard__(index) if isinstance(boxes, Boxes) else super().lookup_tensor(index)
+        return boxes.__get_tensor_shard__(index) if isinstance(boxes, Chunks) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise NotImplementedError("the inherited one unpickles")
 
 
-def read_into(reader: Reader, tensors: Mapping[str, Boxes | Tensor]) -> None:
+def read_into(reader: Reader, tensors: Mapping[str, Chunks | Tensor]) -> None:
     """Fills these from the checkpoint that the reader has opened; only what intersects them is read."""
-    planner = BoxLoader()
+    planner = ChunkLoadPlanner()
     planner.set_up_planner(dict(tensors), reader.metadata)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()

@@ -15,9 +15,9 @@ from layerwise.partition.place import input_maps, of_all_classes
 from layerwise.partition.transfer import groups_of, transfer
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.place import places
-from layerwise.run.redistribute import Redistribution
-from layerwise.run.work import Work, work
+from layerwise.run.schedule.place import places
+from layerwise.run.schedule.redistribute import Redistribution
+from layerwise.run.schedule.work import Work, work
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Watch: how long the parts of a step take, warm, repeated, as medians with their spread."""
+"""Stopwatch: how long the parts of a step take, warm, repeated, as medians with their spread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Stopwatch:
     """Times parts that run one after the other, `least` to `most` times, for about `budget_s` seconds.
 
     On a GPU by events between the parts, in a stream that is never waited for amid the samples: a part takes what the

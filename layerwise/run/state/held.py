@@ -18,11 +18,11 @@ from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
-from layerwise.run.guards import Names
+from layerwise.run.guards.refusing import Names
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.redistribute import Redistribution
-from layerwise.run.shard import Shard
-from layerwise.run.weights import initial
+from layerwise.run.schedule.redistribute import Redistribution
+from layerwise.run.state.initial import initial
+from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
 
 COUNT = "num_batches_tracked"

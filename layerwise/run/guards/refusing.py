@@ -1,0 +1,78 @@
+"""What an nn.Module can and a parallel one cannot: each is refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+from torch import nn
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+
+
+class Names(nn.Module):
+    """A node of the tree of parameters' names: no layer, though a model has one of this name."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise LayerwiseError(
+            "the parallel module computes its layers by itself, none is called as a module: a hook of one, or a call, "
+            "is not supported"
+        )
+
+    forward = _refuse
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+
+
+class Refusing(nn.Module):
+    """What else an nn.Module can, and a parallel one cannot."""
+
+    comm: Comm
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """For a module that has this one. LayerwiseError where a loop looks for layers: it would find none."""
+        if memo is None:
+            raise LayerwiseError(
+                "the parallel module has no layers of PyTorch's to look through: do to the model what modules() is "
+                "for (freezing statistics, dropout rates, hooks) before it is made parallel"
+            )
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def apply(self, fn: Any) -> NoReturn:
+        """LayerwiseError: there are no layers of PyTorch's to apply it to."""
+        raise LayerwiseError(
+            "apply() finds no layers of PyTorch's in the parallel module: initialise the model before it is made "
+            "parallel"
+        )
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        """LayerwiseError."""
+        raise LayerwiseError("torch.compile of the parallel module is not supported: leave it out")
+
+    @property
+    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
+        self.compile()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+        raise LayerwiseError(
+            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
+            "ranks' parts of parameters with rank 0's"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refusing:
+        if self.comm.size == 1:
+            made = type(self).__new__(type(self))
+            memo[id(self)] = made
+            made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+            return made
+        raise LayerwiseError(
+            "the parallel module cannot be copied (copy.deepcopy, AveragedModel): for an average of its weights keep "
+            "copy.deepcopy(model.state_dict()), average its tensors, and give it to load_state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise LayerwiseError(
+            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+        )
