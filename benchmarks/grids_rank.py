@@ -75,7 +75,7 @@ def first_loss(plan: Plan, network: Network, comm: Comm) -> float:
     training = Training(plan, network, comm)
     with torch.no_grad():
         mine = float(nn.functional.cross_entropy(training.module(training.x), training.y))
-    return mean(json.loads(text) for text in comm.tell_all(json.dumps(mine)))
+    return mean(json.loads(text) for text in comm.all_gather_text(json.dumps(mine)))
 
 
 def steps(job: Job, comm: Comm, budgets: predictions_rank.Job) -> dict[str, object]:

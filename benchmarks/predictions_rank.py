@@ -64,7 +64,7 @@ def profile_of(comm: Comm, job: Job) -> Profile:
     if comm.size == 1:
         return load("cpu")
     measured = measure_links(comm, where, job.links_s)
-    told = comm.tell_all(json.dumps(conditions(comm, where)))[0]  # a plan tells of the first rank's machine
+    told = comm.broadcast_text(json.dumps(conditions(comm, where)))  # a plan tells of the first rank's machine
     return with_links(load("cpu"), measured, where, json.loads(told))
 
 

@@ -117,7 +117,7 @@ class Layers:
 
     def _as_first(self, known: LayerTimes) -> LayerTimes:
         """As rank 0 has it."""
-        text = self.comm.tell_all(json.dumps(written([known])) if self.comm.rank == 0 else "")[0]
+        text = self.comm.broadcast_text(json.dumps(written([known])) if self.comm.rank == 0 else "")
         return read(Field("measured", "", json.loads(text)))[0]
 
 
@@ -158,7 +158,7 @@ def _ways(rank: LayerTimes, key: Key) -> tuple[float, float]:
 
 def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
     """Every rank's."""
-    return [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
+    return comm.all_gather_object(mine)
 
 
 def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:

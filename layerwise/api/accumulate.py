@@ -108,7 +108,7 @@ def auto(module: ParallelModule, compute_s: float) -> tuple[int, str]:
         seconds.append(time.perf_counter() - started)
     sync_s = median(seconds[1:])
     every = next((k for k in range(1, MOST) if sync_s <= SHARE * (k * compute_s + sync_s)), MOST)
-    every = int(comm.tell_all(str(every))[0])
+    every = int(comm.broadcast_text(str(every)))
     batch = module.plan.batch
     grows = f". The effective batch grows from {batch:,} to {every * batch:,}" if every > 1 else ""
     return every, (

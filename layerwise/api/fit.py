@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -226,7 +225,7 @@ def _epoch(
             total += value.detach().double().cpu() * len(mine[i])
             if bar is not None:
                 bar(i + 1, len(cuts))
-    told = [json.loads(t) for t in module.comm.tell_all(json.dumps([float(total), time.perf_counter() - started]))]
+    told = module.comm.all_gather_object([float(total), time.perf_counter() - started])
     sums = told[:1] if module.io == "free" else told
     return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in told)
 
@@ -237,7 +236,7 @@ def _resume(
     """Epochs that the last checkpoint has done; 0 where there is none."""
     assert folder is not None
     module = fitted.module
-    found = module.comm.tell_all(str(checkpoints.latest(folder) or ""))[0]
+    found = module.comm.broadcast_text(str(checkpoints.latest(folder) or ""))
     if not found:
         return 0
     progress = checkpoints.load(found, module, fitted.optimizer)

@@ -182,7 +182,7 @@ class Shares(Sampler[list[int]]):
         """The same on all ranks, whatever their random states: where rank 0's is, its sampler would draw alone."""
         comm = self.feeding.module.comm
         state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        told = comm.tell_all(state.numpy().tobytes().hex())[0]
+        told = comm.broadcast_text(state.numpy().tobytes().hex())
         with nullcontext() if comm.rank == 0 else torch.random.fork_rng(devices=[]):
             if comm.rank:
                 torch.random.set_rng_state(torch.frombuffer(bytearray.fromhex(told), dtype=torch.uint8))

@@ -122,7 +122,7 @@ def _measure(
 ) -> None:
     """Links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
     comm = world.comm
-    if comm.tell_all(str(linked))[0] == "False":
+    if comm.broadcast_text(str(linked)) == "False":
         where = find_topology(comm)
         found = measure_links(comm, where, LINKS * budget_s)
         if path is not None:

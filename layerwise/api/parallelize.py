@@ -184,7 +184,7 @@ def parallelize(
         return choose(graph, world, found.profile, request, strategy)
 
     choice = alone(world.comm, decide)
-    text = world.comm.tell_all("" if choice is None else choice.plan.dumps())[0]
+    text = world.comm.broadcast_text("" if choice is None else choice.plan.dumps())
     agreed = parse_plan(text, "rank 0's plan")
     options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
     module = load_network(agreed, made, world.comm, options)

@@ -4,7 +4,7 @@
     DIR/step-00000012/checkpoint.json           what is where, and all that is not a tensor; written last
 
 torch's planners and storage classes do the work. What the ranks must agree on goes through layerwise's own network
-(`Comm.tell_all`, as JSON), because DCP's collectives need torch.distributed and pickle. Nothing is ever unpickled.
+(`comm.together.agree`), because DCP's collectives need torch.distributed and pickle. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from layerwise.errors import LayerwiseError
+from layerwise.files import JSON
 
 if TYPE_CHECKING:
     import torch
@@ -100,19 +101,27 @@ class Comm(ABC):
         """Starts to sum a contiguous tensor, in place, over a prepared group. Until it has ended, hands off."""
 
     @abstractmethod
-    def tell_all(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
+
+    def all_gather_object(self, value: JSON) -> list[Any]:
+        """Every rank's value, by rank, by way of JSON."""
+        return [json.loads(text) for text in self.all_gather_text(json.dumps(value))]
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text, on every rank; what the others give is ignored."""
+        return self.all_gather_text(text)[0]
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
-        self.tell_all("")
+        self.all_gather_text("")
 
     def handshake(self, facts: Mapping[str, str]) -> None:
         """CommError, on every rank, where the ranks' facts (versions, digests) differ. It names the fact and the ranks.
 
         A fact that a rank does not state counts as empty.
         """
-        told = [json.loads(text) for text in self.tell_all(json.dumps(dict(facts)))]
+        told = self.all_gather_object(dict(facts))
         for name in dict.fromkeys(name for one in told for name in one):
             holders: dict[str, list[int]] = {}
             for rank, one in enumerate(told):

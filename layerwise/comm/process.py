@@ -146,7 +146,7 @@ class ProcessComm(MessageComm):
             self._last = work, what, time.monotonic()
         return _Running(self, work, tensor.detach(), staged, what)
 
-    def tell_all(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """By way of the CPU."""
         told: list[str] = [""] * self.size
         with self._during("an agreement of all ranks"):

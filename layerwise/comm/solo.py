@@ -39,6 +39,6 @@ class SoloComm(MessageComm):
         assert group == (0,), what
         return Done()
 
-    def tell_all(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """What it says itself."""
         return [text]

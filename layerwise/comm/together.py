@@ -29,7 +29,7 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
     except Exception as error:
         failure = error
         mine = json.dumps({"error": _reason(error)})
-    told = [_understood(rank, text, what) for rank, text in enumerate(comm.tell_all(mine))]
+    told = [_understood(rank, text, what) for rank, text in enumerate(comm.all_gather_text(mine))]
     if failure is not None and not isinstance(failure, LayerwiseError | OSError):
         raise failure
     errors = {rank: answer["error"] for rank, answer in enumerate(told) if "error" in answer}
@@ -72,7 +72,7 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
             wait([future], timeout=BEAT_S)
             error = future.exception() if future.done() else None
             text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
-        told = comm.tell_all(text)[0]
+        told = comm.broadcast_text(text)
         if told == "busy":
             continue
         if comm.rank == 0:

@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
                 said = result.as_dict() | ({"times": times.as_dict()} if times else {})
                 print(json.dumps(said, indent=1, allow_nan=False))
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
-        return int(comm.tell_all(str(int(beyond)))[0])  # rank 0 has compared
+        return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
 
 def _grid(args: argparse.Namespace) -> Plan:

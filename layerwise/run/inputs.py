@@ -74,7 +74,7 @@ class Inputs:
 
     def _agree(self, fed: int) -> None:
         """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
-        told = self.comm.tell_all(str(fed)) if self.comm.size > 1 else []
+        told = self.comm.all_gather_text(str(fed)) if self.comm.size > 1 else []
         if len(set(told)) > 1:
             raise LayerwiseError(
                 f"the ranks were given {', '.join(told)} samples: give module(..., batch=B) the number of samples of "

@@ -103,7 +103,7 @@ class Trace:
         for span in self.spans():
             start_ns, end_ns = (round((at - offset_s) * 1e9) for at in (span.start_s, span.end_s))
             rows.append((names.setdefault(span.name, len(names)), CATEGORIES.index(span.category), start_ns, end_ns))
-        told = comm.tell_all(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
+        told = comm.all_gather_text(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
         if comm.rank == 0:
             write_text(path, chrome_trace([Told(**json.loads(text)) for text in told]))
 
@@ -153,7 +153,7 @@ def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
     for _ in range(_ROUNDS):
         comm.barrier()
         times.append(now_s())
-    told = [json.loads(text) for text in comm.tell_all(json.dumps([_machine(), times]))]
+    told = comm.all_gather_object([_machine(), times])
     (machine, zero), (mine, own) = told[0], told[comm.rank]
     return 0.0 if machine == mine else median(b - a for a, b in zip(zero, own, strict=True))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
         key = keys.get(f"{span.category} {span.name}")
         if key is not None:
             mine.setdefault("\0".join((*key, span.name)), []).append((span.start_s - offset_s, span.end_s - offset_s))
-    told = [json.loads(text) for text in comm.tell_all(json.dumps(mine))]
+    told = comm.all_gather_object(mine)
     found: dict[Key, list[Part]] = {}
     for name in dict.fromkeys(name for one in told for name in one):
         layer, part, _ = name.split("\0")

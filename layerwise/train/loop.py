@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -184,7 +183,7 @@ class Trainer:
     def _gather(self, waiting: list[_Local]) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""
         module = self.module
-        told = [json.loads(text) for text in module.comm.tell_all(json.dumps([local.told() for local in waiting]))]
+        told = module.comm.all_gather_object([local.told() for local in waiting])
         steps = []
         for local, ranks in zip(waiting, zip(*told, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
@@ -225,7 +224,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
     finally:
         module.loss = loss
         module.train(training)
-    counts = [float(text) for text in module.comm.tell_all(repr(right))]
+    counts = module.comm.all_gather_object(right)
     return (counts[0] if module.io == "free" else sum(counts)) / positions
 
 

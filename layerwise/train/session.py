@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,7 +87,7 @@ class Session:
     def resume(self) -> Path | None:
         """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
         assert self.folder is not None
-        found = self.comm.tell_all(str(checkpoint.latest(self.folder) or ""))[0]  # rank 0's: all take the same
+        found = self.comm.broadcast_text(str(checkpoint.latest(self.folder) or ""))  # rank 0's: all take the same
         if not found:
             return None
         progress = checkpoint.load(found, self.module, self.trainer.optimizer)
@@ -131,7 +130,7 @@ class Session:
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""
-        told = [json.loads(text) for text in self.comm.tell_all(json.dumps(dict(self.trainer.sent)))]
+        told = self.comm.all_gather_object(dict(self.trainer.sent))
         full = self.trainer.full
         return {kind: sum(one.get(kind, 0) for one in told) / full for kind in KINDS} if full else None
 

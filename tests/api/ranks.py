@@ -286,7 +286,7 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     loss.backward()
     sent = comm.sent["sync"] - before
     optimizer.step()
-    whole = sum(float(text) for text in comm.tell_all(str(loss.item()))) / comm.size
+    whole = sum(float(text) for text in comm.all_gather_text(str(loss.item()))) / comm.size
     return whole, sent, model.full_state_dict()
 
 

@@ -129,7 +129,7 @@ def over_the_users_group(comm: Comm, name: str) -> Counter[Kind]:
 def texts(comm: Comm) -> list[str]:
     """Of uneven lengths, one of them empty."""
     comm.barrier()
-    told = comm.tell_all("é" * comm.rank)
+    told = comm.all_gather_text("é" * comm.rank)
     comm.handshake({"plan": "abc", "note": ""})
     comm.handshake({})
     return told

@@ -72,7 +72,7 @@ def test_solo() -> None:
     comm.barrier()
     comm.handshake({"plan": "abc"})
     assert total.tolist() == [1, 1, 1]
-    assert comm.tell_all("x") == ["x"]
+    assert comm.all_gather_text("x") == ["x"]
     assert not comm.sent
 
 

@@ -68,7 +68,7 @@ class ThreadComm(MessageComm):
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
         """Checks that all ranks name the same."""
         named = list(groups)
-        told = self.tell_all(f"{kind} {named}")
+        told = self.all_gather_text(f"{kind} {named}")
         assert len(set(told)) == 1, f"the ranks prepare different groups: {told}"
         self._prepared.update((kind, group) for group in named)
 
@@ -104,7 +104,7 @@ class ThreadComm(MessageComm):
                 self._put(use, group, peer, what, mine)
         return _Sum(self, tensor, mine, group, use, what)
 
-    def tell_all(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """A text to everybody, and one from everybody."""
         others = [rank for rank in self._everyone if rank != self.rank]
         for peer in others:

@@ -28,8 +28,8 @@ class Alone:
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
-    def tell_all(self, text: str) -> list[str]:
-        return [text]
+    def all_gather_object(self, value: object) -> list[object]:
+        return [value]
 
 
 class Machine:

@@ -156,7 +156,7 @@ def test_ranks_that_are_not_called_alike(here: Path) -> None:
         if comm.rank == 0:
             agree(comm, lambda: (None, None), "nothing was saved")
         else:
-            comm.tell_all(json.dumps({"transfers": 12}))
+            comm.all_gather_text(json.dumps({"transfers": 12}))
 
     with pytest.raises(
         LayerwiseError, match="nothing was saved: rank 1 does something else: every rank must be called"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from layerwise.comm import together
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
@@ -19,7 +20,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.train import compare
 from layerwise.train.compare import Outcome, difference, largest, outcome
 from layerwise.train.data import Data, load_data
 from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, evaluate, schedule
@@ -290,7 +290,7 @@ def test_largest_difference() -> None:
 
 
 def test_the_others_meet_rank_0_while_it_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "BEAT_S", 0.02)
+    monkeypatch.setattr(together, "BEAT_S", 0.02)
     who = []
 
     def work() -> str:
@@ -302,9 +302,9 @@ def test_the_others_meet_rank_0_while_it_works_alone(monkeypatch: pytest.MonkeyP
         def __init__(self, comm: Comm) -> None:
             self.comm, self.rank, self.times = comm, comm.rank, 0
 
-        def tell_all(self, text: str) -> list[str]:
+        def broadcast_text(self, text: str) -> str:
             self.times += 1
-            return self.comm.tell_all(text)
+            return self.comm.broadcast_text(text)
 
     def rank(comm: Comm) -> tuple[str | None, int]:
         counted = Counted(comm)

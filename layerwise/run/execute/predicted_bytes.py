@@ -7,7 +7,6 @@ every message, and its two item sizes. The plan's own number is kept, what may b
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -44,7 +43,7 @@ def predicted_bytes(
             more[kind] += real - by_plan
     for kind, by_plan, real in _sums(schedule.graph, reducer, schedule.comm.rank):
         more[kind] += real - by_plan
-    told = [json.loads(text) for text in schedule.comm.tell_all(json.dumps(more))]
+    told = schedule.comm.all_gather_object(dict(more))
     return {
         kind: planned[name] + sum(one.get(kind, 0) for one in told) if name in planned else None
         for kind, name in PREDICTED.items()
