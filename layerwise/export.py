@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from layerwise.cli import Parser, run_main
-from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable
+from layerwise.files import check_writable, writing
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. tensors: names, each alias counts; bytes: of the file; steps: done when it was saved."""
+    """What was written."""
 
     checkpoint: str
     out: str
-    tensors: int
-    bytes: int
-    steps: int
+    tensors: int  # names, each alias counts
+    bytes: int  # of the file
+    steps: int  # done when it was saved
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,18 +82,9 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> E
         read_into(reader, {saved_as[name]: tensor})
         return tensor
 
-    target = Path(os.path.realpath(out))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
-            temporary.replace(target)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        size = target.stat().st_size
-    except OSError as error:
-        raise LayerwiseError(f"{os.fspath(out)!r} cannot be written: {error.strerror}") from None
+    with writing(out) as temporary:
+        write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
+        size = temporary.stat().st_size
     return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, about.steps)
 
 

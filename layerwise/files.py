@@ -33,6 +33,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
                 temporary.replace(target)
         finally:
             _remove(target, temporary)
+    except LayerwiseError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
         raise _unwritable(path, error) from None
 

@@ -1,4 +1,6 @@
-"""Safetensors files written one tensor at a time: safetensors' own save_file wants all of them in memory.
+"""Safetensors files: written one tensor at a time, and read as far as tensors are asked for.
+
+safetensors' own save_file wants all tensors in memory.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian header length, a JSON header
 {name: {dtype, shape, data_offsets}}, then the elements, row-major.
@@ -9,15 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 
+BLOCKS: Final = 64  # that are read of a file to tell it from another
+BLOCK_BYTES: Final = 1 << 16
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and element type of a tensor
 
 DTYPES = {
@@ -86,3 +92,54 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class _Lazy:
+    """One tensor of a file: its shape is known, its slices are read. A rank never holds more than its box."""
+
+    def __init__(self, slices: Any) -> None:
+        self._slices = slices
+        self.shape = tuple(slices.get_shape())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return cast(Tensor, self._slices[index])
+
+
+class _File(Mapping[str, Tensor]):
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = dict.fromkeys(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        lazy = _Lazy(self._file.get_slice(name))
+        return cast(Tensor, lazy if lazy.shape else self._file.get_tensor(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def weights_file(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The file's tensors by name, as `layerwise.run.load(weights=...)` takes them. LayerwiseError if it is none."""
+    try:
+        return _File(safe_open(path, framework="pt"))
+    except (OSError, SafetensorError) as error:
+        raise LayerwiseError(f"weights {os.fspath(path)!r} cannot be read as safetensors: {error}") from None
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Tells files of weights apart: by their size and some of their blocks, the first (names, shapes) among them."""
+    try:
+        with Path(path).open("rb") as file:
+            last = max(os.fstat(file.fileno()).st_size - BLOCK_BYTES, 0)
+            digest = hashlib.sha256(str(last).encode())
+            for offset in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
+                file.seek(offset)
+                digest.update(file.read(BLOCK_BYTES))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise LayerwiseError(f"weights {os.fspath(path)!r} cannot be read as safetensors: {error}") from None
+    return digest.hexdigest()[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -27,83 +28,93 @@ Strategy = str | Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan, and what it is to be judged by: its own prediction and data parallelism's, under the same cost model.
-
-    searched: what the search found, where the user has not said how to split, not even in part.
-    """
+    """A plan, and what it is to be judged by: its own prediction and data parallelism's, under the same cost model."""
 
     plan: Plan
     model: CostModel
     best: Candidate
     data: Candidate
-    searched: SearchResult | None
+    searched: SearchResult | None  # None where the user has said how to split, if only in part
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan for. dtype: the model's; memory_bytes: a device's limit; optimizer: for the memory of its state."""
+    """What to plan for."""
 
-    name: str
-    dtype: torch.dtype
-    memory_bytes: float
-    optimizer: str = "sgd"
+    name: str  # the model's
+    dtype: torch.dtype  # the model's
+    memory_bytes: float  # a device's limit
+    optimizer: str = "sgd"  # for the memory of its state
     local_batch_norm: bool = False
 
 
-def options_for(graph: LayerGraph, world: World, profile: Profile, request: Request) -> CostOptions:
-    """What the cost model assumes: each rank feeds its own samples where there are enough."""
-    dtype = dtype_name(request.dtype)
-    return CostOptions(
-        io="sample" if graph.batch >= world.size else "free",
-        optimizer=request.optimizer,
-        dtype=dtype if dtype in profile.processor.peak_flops else "float32",
-        local_batch_norm=request.local_batch_norm,
-    )
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans a network for the ranks at hand. LayerwiseError where nothing fits into memory."""
 
+    graph: LayerGraph  # at its batch; fused, unless a given plan is not
+    world: World
+    profile: Profile
+    request: Request
 
-def space_for(world: World) -> SearchSpace:
-    """All that is searched."""
-    return SearchSpace(world.size, spread=world.nodes > 1)
-
-
-def choose(graph: LayerGraph, world: World, profile: Profile, request: Request, strategy: Strategy | None) -> Choice:
-    """The best plan for the fused `graph` at its batch; named layers keep what `strategy` says.
-
-    LayerwiseError for a strategy that cannot be, and where nothing fits into memory.
-    """
-    devices, notes = _devices(world, profile, request), list[str]()
-    options = options_for(graph, world, profile, request)
-    if options.dtype != dtype_name(request.dtype):
-        notes.append(f"profile {profile.name} has no rate for {dtype_name(request.dtype)}: planned with float32's")
-    if options.io == "free":
-        notes.append(f"{graph.batch} samples for {world.size} ranks: every rank is to be given the whole batch")
-    model, space = CostModel(graph, devices, options), space_for(world)
-    result = search(model, space, fixed=fixed_layers(model, strategy))
-    plan = make_plan(request.name, profile.name, model, space, result, fused=True)
-    plan = replace(plan, device_order=world.device_order)
-    if not result.best.fits:
-        raise _over_memory(model, result.best, result if strategy is None else None)
-    best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
-    searched = result if strategy is None else None
-    return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
-
-
-def given(graph: LayerGraph, world: World, profile: Profile, request: Request, plan: Plan) -> Choice:
-    """A plan of the user's, priced on this machine. graph: fused as the plan says."""
-    if plan.gpus != world.size:
-        raise LayerwiseError(
-            f"the plan is for {plan.gpus} ranks, there {'is' if world.size == 1 else 'are'} {world.size}: start the "
-            f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {world.size}"
+    @property
+    def options(self) -> CostOptions:
+        """What the cost model assumes: each rank feeds its own samples where there are enough."""
+        dtype = dtype_name(self.request.dtype)
+        return CostOptions(
+            io="sample" if self.graph.batch >= self.world.size else "free",
+            optimizer=self.request.optimizer,
+            dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
+            local_batch_norm=self.request.local_batch_norm,
         )
-    plan.check(graph, world.size)
-    devices = _devices(world, profile, request)
-    options = options_for(graph, world, profile, request)
-    model = CostModel(graph, devices, replace(options, io="sample" if plan.io == "sample" else "free"))
-    best = candidate(model, "the given plan", complete(model, plan.strategy))
-    if not best.fits:
-        raise _over_memory(model, best, None)
-    return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
+
+    @property
+    def space(self) -> SearchSpace:
+        """All that is searched."""
+        return SearchSpace(self.world.size, spread=self.world.nodes > 1)
+
+    @property
+    def devices(self) -> DeviceGraph:
+        """The device graph of these ranks, with the memory that they really have."""
+        devices = self.profile.device_graph(self.world.size, min(self.world.gpus_per_node, self.world.size))
+        processor = replace(devices.processor, memory_bytes=int(min(self.request.memory_bytes, 2.0**62)))
+        return replace(devices, processor=processor)
+
+    def choose(self, strategy: Strategy | None) -> Choice:
+        """The best plan; named layers keep what `strategy` says. LayerwiseError for a strategy that cannot be."""
+        options, space, dtype, notes = self.options, self.space, dtype_name(self.request.dtype), list[str]()
+        if options.dtype != dtype:
+            notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
+        if options.io == "free":
+            notes.append(
+                f"{self.graph.batch} samples for {self.world.size} ranks: every rank is to be given the whole batch"
+            )
+        model = CostModel(self.graph, self.devices, options)
+        result = search(model, space, fixed=fixed_layers(model, strategy))
+        plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
+        plan = replace(plan, device_order=self.world.device_order)
+        searched = result if strategy is None else None
+        if not result.best.fits:
+            raise _over_memory(model, result.best, searched)
+        best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
+        return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
+
+    def given(self, plan: Plan) -> Choice:
+        """A plan of the user's, priced on this machine."""
+        size = self.world.size
+        if plan.gpus != size:
+            raise LayerwiseError(
+                f"the plan is for {plan.gpus} ranks, there {'is' if size == 1 else 'are'} {size}: start the "
+                f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {size}"
+            )
+        plan.check(self.graph, size)
+        io: Literal["sample", "free"] = "sample" if plan.io == "sample" else "free"
+        model = CostModel(self.graph, self.devices, replace(self.options, io=io))
+        best = candidate(model, "the given plan", complete(model, plan.strategy))
+        if not best.fits:
+            raise _over_memory(model, best, None)
+        return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
 
 
 def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Config]:
@@ -120,7 +131,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
     if not isinstance(strategy, Mapping):
         raise LayerwiseError(f"strategy is a name or {{layer: {{'c': 4}}}}, not {strategy!r}")
     layers = {layer.name: layer for layer in model.graph.inner}
-    found = {}
+    configs = {}
     for name, degrees in strategy.items():
         if name not in layers:
             hint = nearest(str(name), layers) or f" (it has {', '.join(list(layers)[:8])}{' …' * (len(layers) > 8)})"
@@ -129,18 +140,11 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
                 "the layer before them"
             )
         try:
-            found[name] = parse(degrees, layers[name].space.dims, model.devices.count, name)
+            configs[name] = parse(degrees, layers[name].space.dims, model.devices.count, name)
         except LayerwiseError as error:
             alone = model.devices.count == 1 and "devices" in str(error)
             raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None
-    return found
-
-
-def _devices(world: World, profile: Profile, request: Request) -> DeviceGraph:
-    """The device graph of these ranks, with the memory that they really have."""
-    devices = profile.device_graph(world.size, min(world.gpus_per_node, world.size))
-    processor = replace(devices.processor, memory_bytes=int(min(request.memory_bytes, 2.0**62)))
-    return replace(devices, processor=processor)
+    return configs
 
 
 def _over_memory(model: CostModel, best: Candidate, searched: SearchResult | None) -> LayerwiseError:

@@ -2,58 +2,49 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.optimizers import before_every_step
 from layerwise.run.module import ParallelModule
 
-
-class _Originals:
-    """The parameters of the models that were made parallel, by their ids; a hook of all optimizers looks for them."""
-
-    known: ClassVar[dict[int, weakref.ref[nn.Parameter]]] = {}
-    watching: ClassVar[bool] = False
+# The parameters of models that were made parallel, and not trained since.
+_originals = WeakIdKeyDictionary()
 
 
 def watch(model: nn.Module, module: ParallelModule) -> None:
     """From now on an optimizer over `model`'s own parameters, which get no gradients, raises at its step."""
-    live = {number: ref for number, ref in _Originals.known.items() if ref() is not None}
     mine = {id(p) for p in module.parameters()}
-    _Originals.known = live | {id(p): weakref.ref(p) for p in model.parameters() if id(p) not in mine}
-    if not _Originals.watching:
-        register_optimizer_step_pre_hook(_look)
-        _Originals.watching = True
+    for p in model.parameters():
+        if id(p) not in mine:
+            _originals[p] = None
+    before_every_step(_check)
 
 
 def original(model: nn.Module) -> bool:
     """Whether it was made parallel, and has not been trained: its values are those of before."""
-    return any(_original(p) for p in model.parameters())
+    return any(p in _originals for p in model.parameters())
 
 
 def written_back(model: nn.Module) -> None:
     """It has the values of the parallel one now."""
-    mine = {id(p) for p in model.parameters()}
-    _Originals.known = {number: ref for number, ref in _Originals.known.items() if number not in mine}
+    for p in model.parameters():
+        if p in _originals:
+            del _originals[p]
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
-    found = [p for group in optimizer.param_groups for p in group["params"] if _original(p)]
-    if found and all(p.grad is None for p in found):
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    originals = [p for group in optimizer.param_groups for p in group["params"] if p in _originals]
+    if originals and all(p.grad is None for p in originals):
         raise LayerwiseError(
             "build the optimizer over the returned model's parameters: this one has those of the model that "
             "parallelize was given, which get no gradients and would never be trained"
         )
-
-
-def _original(parameter: object) -> bool:
-    ref = _Originals.known.get(id(parameter))
-    return ref is not None and ref() is parameter
 
 
 def without_autocast(module: ParallelModule) -> None:

@@ -9,18 +9,18 @@ from layerwise.api.world import World
 from layerwise.machine import load, names
 from layerwise.machine.profile import Profile
 
-# Part of the device's name as CUDA tells it -> built-in profile.
+# Part of the device's name, as CUDA has it -> built-in profile.
 KNOWN = {"h100": "h100", "p100": "p100", "v100": "v100", "a6000": "pcie", "cpu": "cpu"}
 NEAREST = "h100"  # for other GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A profile, and what the user should know of where it comes from. notes: what else, a line each."""
+    """A profile, and what the user should know of it."""
 
     profile: Profile
-    told: str
-    notes: tuple[str, ...] = ()
+    source: str  # where it comes from
+    notes: tuple[str, ...] = ()  # what else, a line each
 
 
 def given(wanted: Profile | str | os.PathLike[str]) -> Machine:

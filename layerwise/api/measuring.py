@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from layerwise import __version__
+from layerwise.api.choose import Planner
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.layer import LayerGraph
@@ -54,11 +55,11 @@ def cache_file(world: World) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of these ranks, the file that keeps it (None: no file does), and what went wrong, a line each."""
+    """What is known of these ranks."""
 
     profile: Profile | None = None
-    path: Path | None = None
-    notes: tuple[str, ...] = ()
+    path: Path | None = None  # the file that keeps it; None: no file does
+    notes: tuple[str, ...] = ()  # what went wrong, a line each
 
 
 def cached(world: World) -> Known:
@@ -90,65 +91,57 @@ def _place(path: Path, known: Profile | None) -> Iterator[tuple[Path, tuple[str,
         yield passing, (note,)
 
 
-def measured(
-    world: World, base: Profile, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float
-) -> Known:
-    """The profile of these ranks, with what the best plans for the fused `graph` need. `base`: where to begin.
+def measured(planner: Planner, budget_s: float) -> Known:
+    """The profile of these ranks, with what the best plans need. The planner's own profile is where to begin.
 
     Every rank calls it; nothing on all but rank 0, which plans. LayerwiseError on all ranks where it cannot be.
     """
+    world = planner.world
     if world.comm.rank != 0:
-        _measure(world, base, None, lambda _: None, budget_s)
+        _measure(planner, None, None, budget_s)
         return Known()
     known = cached(world)
     with _place(cache_file(world), known.profile) as (path, notes):
-        _measure(
-            world, known.profile or base, path, lambda left_s: _layers(world, path, graph, options, space, left_s),
-            budget_s,
-            linked=known.profile is not None and known.profile.links is not None,
-        )  # fmt: skip
+        _measure(planner, known.profile, path, budget_s)
         profile = load_profile(path) if path.exists() else None
     return Known(profile, None if notes else path, (*known.notes, *notes))
 
 
-def _measure(
-    world: World,
-    base: Profile,
-    path: Path | None,
-    layers: Callable[[float], None],
-    budget_s: float,
-    *,
-    linked: bool = False,
-) -> None:
+def _measure(planner: Planner, known: Profile | None, path: Path | None, budget_s: float) -> None:
     """Links, unless rank 0 has them, then layers; the others (without a path) take part in the first."""
-    comm = world.comm
-    if comm.broadcast_text(str(linked)) == "False":
-        where = find_topology(comm)
-        found = measure_links(comm, where, LINKS * budget_s)
+    comm = planner.world.comm
+    if comm.broadcast_text(str(known is not None and known.links is not None)) == "False":
+        topology = find_topology(comm)
+        links = measure_links(comm, topology, LINKS * budget_s)
         if path is not None:
-            save(links_profile.with_links(base, found, where, links_profile.conditions(comm, where)), path)
+            facts = links_profile.conditions(comm, topology)
+            save(links_profile.with_links(known or planner.profile, links, topology, facts), path)
         budget_s *= 1 - LINKS
-    alone(comm, lambda: layers(budget_s))
+
+    def layers() -> None:
+        assert path is not None
+        _layers(planner, path, budget_s)
+
+    alone(comm, layers)
 
 
-def _layers(
-    world: World, file: Path, graph: LayerGraph, options: CostOptions, space: SearchSpace, budget_s: float
-) -> None:
+def _layers(planner: Planner, path: Path, budget_s: float) -> None:
     """Times of layers, into the file, unless it has enough of them."""
-    path, device = str(file), world.comm.device
+    world, graph, options, space = planner.world, planner.graph, planner.options, planner.space
+    device = world.comm.device
     mode = mode_of(device, options.dtype, channels_last=False)
     benchmark = torch.backends.cudnn.benchmark
     with modes(options.dtype, None, benchmark) as tf32:
         where = conditions(mode, options.dtype, tf32, benchmark)
-        base = base_profile(path, None, where, device)
+        base = base_profile(str(path), None, where, device)
         devices = base.device_graph(world.size, min(world.gpus_per_node, world.size))
-        if any(one.conditions == where for one in base.layers):
+        if any(times.conditions == where for times in base.layers):
             model = CostModel(graph, devices, options)
             best = search(model, space).best.strategy
-            times = [model.node_cost(layer, (best[layer.name],)).compute for layer in graph.inner]
-            if sum(float(t.measured[0]) for t in times) >= ENOUGH * sum(float(t.total[0]) for t in times):
+            costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in graph.inner]
+            if sum(float(c.measured[0]) for c in costs) >= ENOUGH * sum(float(c.total[0]) for c in costs):
                 return
-        Job(base, where, path, mode, graph, devices, options, space, budget_s).run(strategies, module, quiet=True)
+        Job(base, where, str(path), mode, graph, devices, options, space, budget_s).run(strategies, module, quiet=True)
 
 
 def measurable(dtype: str, comm: Comm) -> bool:
@@ -159,8 +152,8 @@ def measurable(dtype: str, comm: Comm) -> bool:
 def strategies(model: CostModel, space: SearchSpace) -> list[Mapping[str, Config]]:
     """The best strategy, the additive optimum and the baselines: whose times matter most."""
     result = search(model, space)
-    found = [result.best, result.additive, *result.baselines.values()]
-    return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in found]
+    candidates = [result.best, result.additive, *result.baselines.values()]
+    return [{layer.name: c.strategy[layer.name] for layer in model.graph.inner} for c in candidates]
 
 
 def module(plan: Plan, graph: LayerGraph, mode: Mode) -> nn.Module:

@@ -18,7 +18,7 @@ from layerwise import __version__
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, facts
-from layerwise.api.choose import Choice, Request, Strategy, choose, given, options_for, space_for
+from layerwise.api.choose import Planner, Request, Strategy
 from layerwise.api.guards import watch, without_autocast
 from layerwise.api.keywords import ByPosition, by_name
 from layerwise.api.machine import Machine, built_in
@@ -141,8 +141,8 @@ def parallelize(
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
         example_inputs, batch = loaders_of.example_of(example_inputs)
-        for one in held_out:
-            loaders_of.check(one)
+        for loader in held_out:
+            loaders_of.check(loader)
     original = model
     names: tuple[str, ...] = ()
     if isinstance(example_inputs, Mapping) and isinstance(model, nn.Module):
@@ -153,9 +153,9 @@ def parallelize(
     if comm is None and device_mesh is not None and not (dist.is_available() and dist.is_initialized()):
         raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     world = join(device, device_mesh, comm, timeout_s)
-    here = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    samples = _batch(batch, examples, here, world)
-    asked = {
+    wanted = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
+    samples = _batch(batch, examples, wanted, world)
+    arguments = {
         "layerwise": __version__,
         "torch": torch.__version__,
         "batch": samples,
@@ -168,26 +168,20 @@ def parallelize(
         "profile": "by itself" if profile is None else "given",
         "names of inputs": ", ".join(names),
     }
-    world.comm.handshake(facts(here, examples, asked))  # before the work that they are for
-    made = network(model, examples, samples)
-    dtype = dtype_of(made)
-    world.comm.handshake({"model": made.graph.digest, "element type": str(dtype)})
+    world.comm.handshake(facts(wanted, examples, arguments))  # before the work that they are for
+    imported = network(model, examples, samples)
+    dtype = dtype_of(imported)
+    world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
+    graph = fuse(imported.graph) if wanted is None or wanted.fused else imported.graph
     memory = float(world.memory_bytes) if memory_limit is None else memory_limit
     request = Request(_title(model), dtype, memory, optimizer, local_batch_norm)
-    graph = fuse(made.graph) if here is None or here.fused else made.graph
-    budget_s = measure_s if here is None and not isinstance(strategy, str) else 0.0
-    found = given_profile(profile) if profile is not None else _machine(world, graph, request, budget_s)
-
-    def decide() -> Choice:
-        if here is not None:
-            return given(graph, world, found.profile, request, here)
-        return choose(graph, world, found.profile, request, strategy)
-
-    choice = alone(world.comm, decide)
-    text = world.comm.broadcast_text("" if choice is None else choice.plan.dumps())
-    agreed = parse_plan(text, "rank 0's plan")
+    budget_s = measure_s if wanted is None and not isinstance(strategy, str) else 0.0
+    machine = _machine(world, graph, request, budget_s) if profile is None else given_profile(profile)
+    planner = Planner(graph, world, machine.profile, request)
+    choice = alone(world.comm, lambda: planner.choose(strategy) if wanted is None else planner.given(wanted))
+    agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
     options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
-    module = load_network(agreed, made, world.comm, options)
+    module = load_network(agreed, imported, world.comm, options)
     if isinstance(model, nn.Module):
         module.train(model.training)
     if isinstance(original, nn.Module):
@@ -197,19 +191,19 @@ def parallelize(
         by_name(module, names)
     note = _accumulate(module, sync_every)
     if choice is not None and verbose:
-        noted = replace(choice, notes=(*choice.notes, *found.notes, *note))
-        console().print(table(noted, world, found.told), soft_wrap=False)
+        noted = replace(choice, notes=(*choice.notes, *machine.notes, *note))
+        console().print(table(noted, world, machine.source), soft_wrap=False)
     return (module, *loaders_of.shared(loaders, module)) if loaders else module
 
 
 def _machine(world: World, graph: LayerGraph, request: Request, budget_s: float) -> Machine:
-    """What is known of these ranks, or is found out now. On ranks other than 0, which do not plan, any."""
+    """What is known of these ranks, or is measured now. On ranks other than 0, which do not plan, any."""
     base = built_in(world)
-    options = options_for(graph, world, base.profile, request)
-    if budget_s > 0 and measurable(options.dtype, world.comm):
+    planner = Planner(graph, world, base.profile, request)
+    if budget_s > 0 and measurable(planner.options.dtype, world.comm):
         used = [] if world.comm.device.type == "cpu" else [world.comm.device]
         with torch.random.fork_rng(used, device_type=world.comm.device.type):  # the script draws as if without this
-            known = measured(world, base.profile, graph, options, space_for(world), budget_s)
+            known = measured(planner, budget_s)
     elif world.comm.rank == 0 and world.size > 1:
         known = cached(world)
     else:
@@ -225,16 +219,11 @@ def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[s
         return ()
     if every == "auto":
         predicted = module.plan.predicted
-        number, note = auto(module, predicted.get("forward_s", 0.0) + predicted.get("backward_s", 0.0))
+        every, note = auto(module, predicted.get("forward_s", 0.0) + predicted.get("backward_s", 0.0))
     else:
-        number, note = (
-            every,
-            (
-                f"sync_every={every}: the optimizer steps every {every} batches; the effective batch is "
-                f"{every * module.plan.batch:,}"
-            ),
-        )
-    Accumulate(module, number)
+        batch = f"the effective batch is {every * module.plan.batch:,}"
+        note = f"sync_every={every}: the optimizer steps every {every} batches; {batch}"
+    Accumulate(module, every)
     return (note,)
 
 

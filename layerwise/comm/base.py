@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from layerwise.errors import LayerwiseError
-from layerwise.files import JSON
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +103,7 @@ class Comm(ABC):
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
 
-    def all_gather_object(self, value: JSON) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's value, by rank, by way of JSON."""
         return [json.loads(text) for text in self.all_gather_text(json.dumps(value))]
 

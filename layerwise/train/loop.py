@@ -224,7 +224,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
     finally:
         module.loss = loss
         module.train(training)
-    counts = module.comm.all_gather_object(right)
+    counts: list[float] = module.comm.all_gather_object(right)
     return (counts[0] if module.io == "free" else sum(counts)) / positions
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from layerwise import __version__, checkpoint
-from layerwise.checkpoint.weights_file import fingerprint, weights_file
 from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
@@ -19,6 +18,7 @@ from layerwise.plan import Plan
 from layerwise.run.load import load_network
 from layerwise.run.options import RuntimeOptions, plan_digest
 from layerwise.run.trace import Trace
+from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, schedule
@@ -130,7 +130,7 @@ class Session:
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""
-        told = self.comm.all_gather_object(dict(self.trainer.sent))
+        told = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full
         return {kind: sum(one.get(kind, 0) for one in told) / full for kind in KINDS} if full else None
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerwise.api.choose import Choice, Request, choose, fixed_layers
-from layerwise.api.choose import given as as_it_is
+from layerwise.api.choose import Choice, Planner, Request, fixed_layers
 from layerwise.api.machine import built_in, given
 from layerwise.api.table import lines
 from layerwise.api.world import World
@@ -31,7 +30,7 @@ def planned(strategy: object, request: Request = REQUEST, ranks: int = 4, nodes:
 
     def run(comm: Comm) -> Choice | None:
         world = World(comm, nodes, ranks // nodes, tuple(reversed(range(ranks))), "Tesla P100", 16 * 10**9)
-        return choose(graph, world, built_in(world).profile, request, strategy) if comm.rank == 0 else None
+        return Planner(graph, world, built_in(world).profile, request).choose(strategy) if comm.rank == 0 else None
 
     return run_threads(ranks, run)[0]
 
@@ -91,8 +90,9 @@ def test_a_given_plan_is_checked_with_the_same_assumptions() -> None:
             return None
         profile = built_in(world).profile
         with pytest.raises(LayerwiseError, match="the strategy needs"):
-            as_it_is(graph, world, profile, replace(adam, memory_bytes=0.99 * need), plan)
-        return as_it_is(graph, world, profile, replace(adam, memory_bytes=1.01 * need), plan).best.price.memory_bytes
+            Planner(graph, world, profile, replace(adam, memory_bytes=0.99 * need)).given(plan)
+        enough = Planner(graph, world, profile, replace(adam, memory_bytes=1.01 * need))
+        return enough.given(plan).best.price.memory_bytes
 
     assert run_threads(4, run)[0] == need
 
@@ -138,7 +138,7 @@ def test_profiles() -> None:
 
     def fitting(device: str) -> tuple[str, str]:
         made = built_in(World(None, 1, 1, (0,), device, 1))  # type: ignore[arg-type]
-        return made.profile.name, made.told
+        return made.profile.name, made.source
 
     assert fitting("NVIDIA H100 80GB HBM3")[0] == "h100"
     assert fitting("cpu")[0] == "cpu"

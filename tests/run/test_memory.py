@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layerwise import checkpoint
-from layerwise.checkpoint.weights_file import weights_file
 from layerwise.comm.base import Comm
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from layerwise.tensorfile import weights_file
 from tests.comm.thread import run_threads
 from tests.run import small_plans
 

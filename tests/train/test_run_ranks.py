@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
-from layerwise.checkpoint.weights_file import fingerprint
+from layerwise.tensorfile import fingerprint
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,21 +26,22 @@ WHOLE = {
 }  # fmt: skip
 
 
-class _Known:
-    """The parameters of parallel modules: whether the plan cuts some. Optimizers that were asked, and of how many."""
-
-    cut: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
-    asked: ClassVar[weakref.WeakKeyDictionary[Optimizer, int]] = weakref.WeakKeyDictionary()
-    watching: ClassVar[bool] = False
+# The parameters of parallel modules: whether the plan cuts some. Optimizers that were asked, and of how many of these.
+_cut = WeakIdKeyDictionary()
+_asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def watch(parameters: Iterable[nn.Parameter], *, cut: bool) -> None:
     """From now on an optimizer over these that would compute wrongly raises at its step. cut: `suits` says."""
     for p in parameters:
-        _Known.cut[p] = cut
-    if not _Known.watching:
-        register_optimizer_step_pre_hook(_look)
-        _Known.watching = True
+        _cut[p] = cut
+    before_every_step(_check)
+
+
+@cache
+def before_every_step(check: Callable[..., None]) -> None:
+    """Calls `check(optimizer, ...)` before each step of any optimizer, from now on; once, however often it is given."""
+    register_optimizer_step_pre_hook(check)
 
 
 def suits(kind: type[Optimizer], *, cut: bool) -> None:
@@ -72,11 +74,11 @@ def suits(kind: type[Optimizer], *, cut: bool) -> None:
         )
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
+def _check(optimizer: Optimizer, *_: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _Known.asked.get(optimizer) == count:
+    if _asked.get(optimizer) == count:
         return
-    found = {_Known.cut[p] for group in optimizer.param_groups for p in group["params"] if p in _Known.cut}
-    if found:
-        suits(type(optimizer), cut=True in found)
-    _Known.asked[optimizer] = count
+    cut = {_cut[p] for group in optimizer.param_groups for p in group["params"] if p in _cut}
+    if cut:
+        suits(type(optimizer), cut=True in cut)
+    _asked[optimizer] = count
