@@ -16,7 +16,7 @@ Row = tuple[int, int, int, int]  # name and category by number, start and end in
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankSpans:
     """One rank's spans as they travel, on rank 0's clock."""
 
     host: str  # where it ran
@@ -24,32 +24,32 @@ class Told:
     rows: list[Row]
 
 
-def chrome_trace(ranks: Sequence[Told]) -> Iterator[str]:
+def chrome_trace(ranks: Sequence[RankSpans]) -> Iterator[str]:
     """The file, in parts: an event a line. Times are microseconds from the first span on."""
-    zero = min((start for told in ranks for _, _, start, _ in told.rows), default=0)
+    zero = min((start for spans in ranks for _, _, start, _ in spans.rows), default=0)
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     separator = ""
-    for rank, told in enumerate(ranks):
-        for event in _process(rank, told, zero):
+    for rank, spans in enumerate(ranks):
+        for event in _process(rank, spans, zero):
             yield separator + json.dumps(event)
             separator = ",\n"
     yield "\n]}\n"
 
 
-def _process(rank: int, told: Told, zero: int) -> Iterator[dict[str, object]]:
-    yield _about(rank, 0, "process_name", name=f"rank {rank} ({told.host})")
+def _process(rank: int, spans: RankSpans, zero: int) -> Iterator[dict[str, object]]:
+    yield _about(rank, 0, "process_name", name=f"rank {rank} ({spans.host})")
     yield _about(rank, 0, "process_sort_index", sort_index=rank)
     track = 0
     for number, category in enumerate(CATEGORIES):
-        rows = sorted((row for row in told.rows if row[1] == number), key=lambda row: (row[2], -row[3]))
-        for i, lane in enumerate(lanes(rows)):
+        rows = sorted((row for row in spans.rows if row[1] == number), key=lambda row: (row[2], -row[3]))
+        for i, track_rows in enumerate(tracks(rows)):
             track += 1
             yield _about(rank, track, "thread_name", name=category if i == 0 else f"{category} {i + 1}")
             yield _about(rank, track, "thread_sort_index", sort_index=track)
-            for name, _, start, end in lane:
+            for name, _, start, end in track_rows:
                 yield {
                     "ph": "X",
-                    "name": told.names[name],
+                    "name": spans.names[name],
                     "cat": category,
                     "pid": rank,
                     "tid": track,
@@ -62,16 +62,16 @@ def _about(rank: int, track: int, what: str, **said: object) -> dict[str, object
     return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": said}
 
 
-def lanes(rows: Sequence[Row]) -> list[list[Row]]:
+def tracks(rows: Sequence[Row]) -> list[list[Row]]:
     """Spread spans (by start; of equal start the longest first) over tracks in which any two are apart or nested."""
-    found: list[tuple[list[Row], list[int]]] = []  # a track's rows; ends of its open spans, the innermost last
+    result: list[tuple[list[Row], list[int]]] = []  # a track's rows; ends of its open spans, the innermost last
     for row in rows:
-        rows_here, open_until = next((lane for lane in found if _room(lane[1], row)), ([], []))
-        if not rows_here:
-            found.append((rows_here, open_until))
-        rows_here.append(row)
+        track, open_until = next((one for one in result if _room(one[1], row)), ([], []))
+        if not track:
+            result.append((track, open_until))
+        track.append(row)
         open_until.append(row[3])
-    return [lane for lane, _ in found]
+    return [track for track, _ in result]
 
 
 def _room(open_until: list[int], row: Row) -> bool:

@@ -66,15 +66,20 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
-def machine_arguments(parser: argparse.ArgumentParser, default: str | None = DEFAULT, told: str = DEFAULT) -> None:
-    """The device graph: --gpus, --gpus-per-node, --profile. told: what the help calls the default profile."""
+def machine_arguments(
+    parser: argparse.ArgumentParser, default: str | None = DEFAULT, default_name: str = DEFAULT
+) -> None:
+    """The device graph: --gpus, --gpus-per-node, --profile. default_name: what the help calls the default profile."""
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--gpus", type=int, required=True, metavar="N", help="devices: fewer than a node has, or whole nodes"
     )
     group.add_argument("--gpus-per-node", type=int, metavar="G", help="devices in a node (default: the profile's)")
     group.add_argument(
-        "--profile", default=default, metavar="NAME", help=f"{', '.join(names())}, or a .json file (default: {told})"
+        "--profile",
+        default=default,
+        metavar="NAME",
+        help=f"{', '.join(names())}, or a .json file (default: {default_name})",
     )
 
 

@@ -54,9 +54,9 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
                     totals[name] = totals.get(name, 0.0) + float(metric(kept, wanted)) * int(counts.sum())
     finally:
         module.train(training)
-    told = module.comm.all_gather_object(totals)
-    names = dict.fromkeys(name for one in told for name in one)
-    ranks = told[:1] if free else told
+    everyone = module.comm.all_gather_object(totals)
+    names = dict.fromkeys(name for one in everyone for name in one)
+    ranks = everyone[:1] if free else everyone
     return {name: sum(one.get(name, 0.0) for one in ranks) / held_out.count for name in names}
 
 

@@ -47,9 +47,9 @@ class Epoch:
 
     def line(self, of: int) -> str:
         """`epoch 2/10  loss 0.312  held out: accuracy 0.91, loss 0.3  5,120 samples/s`."""
-        told = ", ".join(f"{name} {value:.4g}" for name, value in self.held_out.items())
+        results = ", ".join(f"{name} {value:.4g}" for name, value in self.held_out.items())
         rate = f"{self.samples / max(self.seconds, 1e-9):,.0f} samples/s"
-        parts = [f"epoch {self.number}/{of}", f"loss {self.loss:.6g}", f"held out: {told}" if told else "", rate]
+        parts = [f"epoch {self.number}/{of}", f"loss {self.loss:.6g}", f"held out: {results}" if results else "", rate]
         return "  ".join(part for part in parts if part)
 
 
@@ -225,9 +225,9 @@ def _epoch(
             total += value.detach().double().cpu() * len(mine[i])
             if bar is not None:
                 bar(i + 1, len(cuts))
-    told = module.comm.all_gather_object([float(total), time.perf_counter() - started])
-    sums = told[:1] if module.io == "free" else told
-    return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in told)
+    everyone = module.comm.all_gather_object([float(total), time.perf_counter() - started])
+    sums = everyone[:1] if module.io == "free" else everyone
+    return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in everyone)
 
 
 def _resume(
@@ -236,14 +236,14 @@ def _resume(
     """Epochs that the last checkpoint has done; 0 where there is none."""
     assert folder is not None
     module = fitted.module
-    found = module.comm.broadcast_text(str(checkpoints.latest(folder) or ""))
-    if not found:
+    path = module.comm.broadcast_text(str(checkpoints.latest(folder) or ""))
+    if not path:
         return 0
-    progress = checkpoints.load(found, module, fitted.optimizer)
+    progress = checkpoints.load(path, module, fitted.optimizer)
     for what, here in facts.items():
         if progress.get(what) != here:
             raise LayerwiseError(
-                f"checkpoint {found!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
+                f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
             )
     if schedule is not None:
         schedule.load_state_dict(progress["scheduler"])

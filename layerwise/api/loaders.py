@@ -41,11 +41,11 @@ def example_of(loader: DataLoader[Any]) -> tuple[Tensor | tuple[Tensor, ...] | M
         items = data.__getitems__(numbers) if hasattr(data, "__getitems__") else [data[i] for i in numbers]
         made = loader.collate_fn(items)
     inputs = made[0] if isinstance(made, tuple | list) and len(made) == 2 else made
-    found = tuple(inputs) if isinstance(inputs, tuple | list) else inputs
-    tensors = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple) else (found,)
+    called = tuple(inputs) if isinstance(inputs, tuple | list) else inputs
+    tensors = called.values() if isinstance(called, Mapping) else called if isinstance(called, tuple) else (called,)
     if (isinstance(made, tuple | list) and len(made) != 2) or not all(isinstance(x, Tensor) for x in tensors):
         raise LayerwiseError(f"the loader's batches are neither (inputs, target) nor tensors by name: {OTHERWISE}")
-    return found, min(batch, count)
+    return called, min(batch, count)
 
 
 def check(loader: DataLoader[Any]) -> None:
@@ -182,10 +182,10 @@ class Shares(Sampler[list[int]]):
         """The same on all ranks, whatever their random states: where rank 0's is, its sampler would draw alone."""
         comm = self.feeding.module.comm
         state = torch.random.get_rng_state() if comm.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        told = comm.broadcast_text(state.numpy().tobytes().hex())
+        random_state = comm.broadcast_text(state.numpy().tobytes().hex())
         with nullcontext() if comm.rank == 0 else torch.random.fork_rng(devices=[]):
             if comm.rank:
-                torch.random.set_rng_state(torch.frombuffer(bytearray.fromhex(told), dtype=torch.uint8))
+                torch.random.set_rng_state(torch.frombuffer(bytearray.fromhex(random_state), dtype=torch.uint8))
             most = len(_sized(self.theirs))
             drawn = [_numbers(batch) for batch in islice(self.theirs, most + 1)]
         if len(drawn) > most:

@@ -47,19 +47,19 @@ def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
 
 def dtype_of(network: Network) -> torch.dtype:
     """Of the parameters (they must have one), else the network's."""
-    found: dict[torch.dtype, str] = {}
+    names: dict[torch.dtype, str] = {}
     for layer in network.graph.layers:
         for name in (name for name, p in layer.own_parameters() if p.trainable or name in layer.frozen):
             value = network.value(name)
             if isinstance(value, Tensor) and value.is_floating_point():
-                found.setdefault(value.dtype, name)
-    if len(found) > 1:
-        (a, first), (b, second) = list(found.items())[:2]
+                names.setdefault(value.dtype, name)
+    if len(names) > 1:
+        (a, first), (b, second) = list(names.items())[:2]
         raise LayerwiseError(
             f"parameter {first!r} is {dtype_name(a)} and {second!r} is {dtype_name(b)}: bring them to one type with "
             "model.to(...)"
         )
-    dtype: torch.dtype = next(iter(found), getattr(torch, network.graph.dtype))
+    dtype: torch.dtype = next(iter(names), getattr(torch, network.graph.dtype))
     return dtype
 
 

@@ -16,9 +16,9 @@ def table(choice: Choice, world: World, machine: str) -> Group:
     """One table, and the lines below it."""
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
     title = f" on {world.size} × {world.device}{nodes}, {choice.plan.batch:,} samples a step"
-    found = strategy_table(choice.model, choice.best)
+    strategies = strategy_table(choice.model, choice.best)
     return Group(
-        Text.assemble("layerwise: ", (choice.plan.model, "bold"), title), found, *lines(choice, world, machine)
+        Text.assemble("layerwise: ", (choice.plan.model, "bold"), title), strategies, *lines(choice, world, machine)
     )
 
 

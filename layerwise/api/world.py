@@ -69,9 +69,9 @@ def join(
     """
     if comm is None:
         comm = _join(device, timeout_s)
-    told = comm.all_gather_object(_here(device, comm.size))
-    where = topology_of([one["node"] for one in told])
-    kinds = Counter(one["device"] for one in told)
+    facts = comm.all_gather_object(_here(device, comm.size))
+    topology = topology_of([one["node"] for one in facts])
+    kinds = Counter(one["device"] for one in facts)
     if len(kinds) > 1:
         raise LayerwiseError(
             f"the ranks compute with different devices ({', '.join(kinds)}): layerwise plans for equal ones; start as "
@@ -80,11 +80,11 @@ def join(
     order = _order(mesh, comm.size) if mesh is not None else tuple(range(comm.size))
     return World(
         comm,
-        where.nodes,
-        where.local,
+        topology.nodes,
+        topology.local,
         order,
-        told[0]["device"],
-        min(one["memory_bytes"] for one in told),
+        facts[0]["device"],
+        min(one["memory_bytes"] for one in facts),
     )
 
 

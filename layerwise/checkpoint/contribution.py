@@ -95,23 +95,23 @@ def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> 
 
     LayerwiseError where they contradict each other or elements are missing.
     """
-    optimizers = [told["optimizer"] for told in written]
+    optimizers = [contribution["optimizer"] for contribution in written]
     if None in optimizers and any(optimizers):
         raise LayerwiseError(f"rank {optimizers.index(None)} gave no optimizer, others did: give all ranks the same")
     tensors: dict[str, TensorStorageMetadata] = {}
     results: list[WriteResult] = []
-    for told in written:
-        for name, (dtype, shape, rows) in told["tensors"].items():
+    for contribution in written:
+        for name, (dtype, shape, rows) in contribution["tensors"].items():
             new = TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[dtype]), torch.Size(shape), [])
             known = tensors.setdefault(name, new)
             if (known.properties.dtype, known.size) != (new.properties.dtype, new.size):
                 raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
             for lo, sizes in rows:
                 known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
-                results.append(WriteResult(MetadataIndex(name, lo), prod(sizes), Stored(*told["stored"])))
+                results.append(WriteResult(MetadataIndex(name, lo), prod(sizes), Stored(*contribution["stored"])))
     extended: dict[str, JSON] = {
         **about,
-        "aliases": {name: aliases for told in written for name, aliases in told["aliases"].items()},
+        "aliases": {name: aliases for contribution in written for name, aliases in contribution["aliases"].items()},
         "optimizer": None if None in optimizers else cast(JSON, merge(optimizers)),
     }
     Writer(folder, 0, extended).finish(Metadata(dict(tensors)), [results])

@@ -83,8 +83,8 @@ def save(
         return mine, {"steps": module.steps, "folder": begin(folder, module.steps).name if comm.rank == 0 else None}
 
     def write() -> tuple[None, JSON]:
-        if any(answer["steps"] != module.steps for answer in told):
-            raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in told]}")
+        if any(answer["steps"] != module.steps for answer in answers):
+            raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
         return None, mine.write(temporary, comm.rank)
 
     def complete() -> tuple[None, JSON]:
@@ -95,8 +95,8 @@ def save(
         return None, commit(temporary, module.steps, keep).name
 
     with ExitStack() as alone:
-        mine, told = agree(comm, start, failed)
-        temporary = folder / told[0]["folder"]
+        mine, answers = agree(comm, start, failed)
+        temporary = folder / answers[0]["folder"]
         try:
             _, written = agree(comm, write, failed)
             _, names = agree(comm, complete, failed)
@@ -125,10 +125,10 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
 
     def check() -> tuple[tuple[States, dict[str, Chunks]], JSON]:
         where = f"checkpoint {os.fspath(reader.folder)!r}"
-        if any(answer["checksum"] != told[0]["checksum"] for answer in told):
-            names = ", ".join(answer["folder"] for answer in told)
+        if any(answer["checksum"] != answers[0]["checksum"] for answer in answers):
+            names = ", ".join(answer["folder"] for answer in answers)
             raise LayerwiseError(f"ranks see different checkpoints ({names}): they must share the file system")
-        _check_model(reader, {name: spec for answer in told for name, spec in answer["tensors"].items()})
+        _check_model(reader, {name: spec for answer in answers for name, spec in answer["tensors"].items()})
         if about.model != model_digest(module.graph):
             raise LayerwiseError(f"{where} is of another model: it has the same names and shapes, but other operators")
         boxes, states, pending = chunks_of(shards), States(), dict[str, Chunks]()
@@ -143,7 +143,7 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
         read_into(reader, boxes)
         return None, None
 
-    (reader, about), told = agree(comm, open_it)
+    (reader, about), answers = agree(comm, open_it)
     (states, boxes), _ = agree(comm, check)
     agree(comm, read)
     if optimizer is not None and about.optimizer is not None:
@@ -167,21 +167,21 @@ def _owned(module: Saveable) -> Owned:
     return {parameter: shards[name] for name, parameter in module.named_parameters() if name in shards}
 
 
-def _check_model(reader: Reader, here: Mapping[str, Any]) -> None:
+def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
     """LayerwiseError unless the checkpoint is of this model; `here` has every tensor's shape and element type."""
     checkpoint = f"checkpoint {os.fspath(reader.folder)!r}"
     where = f"{checkpoint} is of another model:"
-    there = [name for name in reader.metadata.state_dict_metadata if not name.startswith(PREFIX)]
-    for name in here:
-        if name not in there:
-            raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, there)}")
-    for name in there:
-        if name not in here:
-            raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, here)}")
-        (shape, dtype), (our_shape, our_dtype) = reader.spec(name), here[name]
-        if list(shape) != our_shape:
-            raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, {our_shape} here")
-        if dtype_name(dtype) != our_dtype:
+    saved = [name for name in reader.metadata.state_dict_metadata if not name.startswith(PREFIX)]
+    for name in ours:
+        if name not in saved:
+            raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, saved)}")
+    for name in saved:
+        if name not in ours:
+            raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, ours)}")
+        (shape, dtype), (shape_here, dtype_here) = reader.spec(name), ours[name]
+        if list(shape) != shape_here:
+            raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, {shape_here} here")
+        if dtype_name(dtype) != dtype_here:
             raise LayerwiseError(
-                f"{checkpoint} has {name!r} in {dtype_name(dtype)}, it is {our_dtype} here: load the module so"
+                f"{checkpoint} has {name!r} in {dtype_name(dtype)}, it is {dtype_here} here: load the module so"
             )

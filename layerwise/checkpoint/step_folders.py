@@ -26,24 +26,24 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-\w+")
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint of the highest step in DIR; None where there is none."""
-    found = _complete(Path(directory))
-    return found[max(found)] if found else None
+    steps = _complete(Path(directory))
+    return steps[max(steps)] if steps else None
 
 
 def find(checkpoint: str | os.PathLike[str]) -> Path:
     """The checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
     path = Path(checkpoint)
     try:
-        there, found = path.exists(), path if (path / METADATA).is_file() else latest(path)
+        exists, folder = path.exists(), path if (path / METADATA).is_file() else latest(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         if isinstance(error, LayerwiseError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise LayerwiseError(f"checkpoint {os.fspath(path)!r} cannot be read: {reason}") from None
-    if found is None:
-        what = "there is no such folder" if not there else "the folder has no complete checkpoint (step-...)"
+    if folder is None:
+        what = "there is no such folder" if not exists else "the folder has no complete checkpoint (step-...)"
         raise LayerwiseError(f"checkpoint {os.fspath(path)!r}: {what}; give a step's folder or the one that holds them")
-    return found
+    return folder
 
 
 def begin(directory: Path, steps: int) -> Path:
@@ -72,16 +72,16 @@ def commit(temporary: Path, steps: int, keep: int) -> Path:
     temporary.rename(final)
     sync_folder(directory)
     _remove(aside, steps)
-    found = _complete(directory)
-    for old in sorted(found)[:-keep]:
-        if found[old] != final:
-            _remove(found[old], old)
+    complete = _complete(directory)
+    for old in sorted(complete)[:-keep]:
+        if complete[old] != final:
+            _remove(complete[old], old)
     return final
 
 
 def _complete(directory: Path) -> dict[int, Path]:
     """Complete checkpoints by step."""
-    found: dict[int, Path] = {}
+    complete: dict[int, Path] = {}
     try:
         for path in sorted(directory.iterdir()):  # .step comes before step
             match = _COMPLETE.fullmatch(path.name)
@@ -92,12 +92,12 @@ def _complete(directory: Path) -> dict[int, Path]:
                     "place, or remove it"
                 )
             if match and (path / METADATA).is_file():
-                found[int(match[1] or match[2])] = path
+                complete[int(match[1] or match[2])] = path
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise LayerwiseError(f"checkpoints {os.fspath(directory)!r} cannot be read: {error.strerror}") from None
-    return found
+    return complete
 
 
 def _name(steps: int) -> str:

@@ -120,10 +120,10 @@ class Comm(ABC):
 
         A fact that a rank does not state counts as empty.
         """
-        told = self.all_gather_object(dict(facts))
-        for name in dict.fromkeys(name for one in told for name in one):
+        everyone = self.all_gather_object(dict(facts))
+        for name in dict.fromkeys(name for one in everyone for name in one):
             holders: dict[str, list[int]] = {}
-            for rank, one in enumerate(told):
+            for rank, one in enumerate(everyone):
                 holders.setdefault(one.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 parts = ", ".join(f"{value or 'none'} on {ranks(who, None)}" for value, who in holders.items())

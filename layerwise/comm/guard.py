@@ -62,7 +62,7 @@ class Guard:
             ready, _, _ = select.select([self._read], [], [], TICK_S)
             if ready and signal.SIGTERM in os.read(self._read, 64):
                 self._terminated()
-            elif not self._watch.told:
+            elif not self._watch.reported:
                 self._look()
 
     def _terminated(self) -> None:
@@ -83,7 +83,7 @@ class Guard:
             self._end(f"{watch.find('overdue')}; this rank was in {what}", 2)
 
     def _end(self, text: str, code: int) -> NoReturn:
-        if self._watch.told:  # the main thread is about to say the same
+        if self._watch.reported:  # the main thread is about to say the same
             time.sleep(GRACE_S)
         else:
             with contextlib.suppress(OSError, ValueError):

@@ -148,10 +148,10 @@ class ProcessComm(MessageComm):
 
     def all_gather_text(self, text: str) -> list[str]:
         """By way of the CPU."""
-        told: list[str] = [""] * self.size
+        texts: list[str] = [""] * self.size
         with self._during("an agreement of all ranks"):
-            dist.all_gather_object(told, text, group=self._texts)
-        return told
+            dist.all_gather_object(texts, text, group=self._texts)
+        return texts
 
     def barrier(self) -> None:
         """By way of the CPU."""
@@ -168,7 +168,7 @@ class ProcessComm(MessageComm):
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
-            self._watch.told = True
+            self._watch.reported = True
             self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
 
     def _lane(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:

@@ -29,15 +29,15 @@ def agree(comm: Comm, act: Callable[[], tuple[T, JSON]], what: str = "") -> tupl
     except Exception as error:
         failure = error
         mine = json.dumps({"error": _reason(error)})
-    told = [_understood(rank, text, what) for rank, text in enumerate(comm.all_gather_text(mine))]
+    answers = [_understood(rank, text, what) for rank, text in enumerate(comm.all_gather_text(mine))]
     if failure is not None and not isinstance(failure, LayerwiseError | OSError):
         raise failure
-    errors = {rank: answer["error"] for rank, answer in enumerate(told) if "error" in answer}
+    errors = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
     if errors:
         rank, reason = next(iter(errors.items()))
         alike = len(errors) == comm.size and len(set(errors.values())) == 1
         raise LayerwiseError(": ".join([part for part in (what, "" if alike else f"rank {rank}", reason) if part]))
-    return made, [answer["answer"] for answer in told]
+    return made, [answer["answer"] for answer in answers]
 
 
 def _understood(rank: int, text: str, what: str) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def alone(comm: Comm, work: Callable[[], T]) -> T | None:
             wait([future], timeout=BEAT_S)
             error = future.exception() if future.done() else None
             text = "busy" if not future.done() else "done" if error is None else f"failed: {error}"
-        told = comm.broadcast_text(text)
-        if told == "busy":
+        state = comm.broadcast_text(text)
+        if state == "busy":
             continue
         if comm.rank == 0:
             return future.result()
-        if told != "done":
-            raise LayerwiseError(f"rank 0 {told}")
+        if state != "done":
+            raise LayerwiseError(f"rank 0 {state}")
         return None
 
 

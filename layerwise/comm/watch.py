@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, board: Board, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.waits_for, self.due_s = "", 0.0
-        self.told = self.stopped = False
+        self.reported = self.stopped = False
         self.overdue: Callable[[], str] = str  # names a communication that is overdue although nobody waits in it
         self._board = board
         self._step: int | None = None
@@ -75,7 +75,7 @@ class Watch:
 
     def error(self, text: str) -> CommError:
         """For the main thread to raise."""
-        self.told = True
+        self.reported = True
         return CommError(text)
 
     @property

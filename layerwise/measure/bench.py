@@ -135,9 +135,9 @@ class Bench:
             gradient = gradient + other
         targets = [leaf for leaf in self.leaves if leaf.requires_grad] + self.trained
         out, self.out = self.out, None
-        found = torch.autograd.grad(out, targets, gradient.to(out.dtype), allow_unused=True)
-        made = found[len(targets) - len(self.trained) :]
-        for p, g in zip(self.trained, made, strict=True):
+        gradients = torch.autograd.grad(out, targets, gradient.to(out.dtype), allow_unused=True)
+        of_parameters = gradients[len(targets) - len(self.trained) :]
+        for p, g in zip(self.trained, of_parameters, strict=True):
             p.grad = g
         self.leaves = []
 

@@ -186,13 +186,13 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             session.module.trace = session.module.trace or Trace(device=comm.device)
         trace = session.module.trace
         out = console(stderr=args.json)
-        told = comm.rank == 0
-        if told:
+        speaks = comm.rank == 0
+        if speaks:
             out.print(beginning(plan, data=session.data_text(), how=session.how_text(steps)))
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
-        if told:
+        if speaks:
             with steps_shown(console(stderr=args.json or sys.stderr.isatty()), steps, session.first) as show:
                 for step in session.train(steps):
                     show(step)
@@ -204,15 +204,15 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         if args.compare and trace is not None:
             seconds = [step.seconds for step in result.steps]
             times = compare_times.compare_times(trace, session.module, seconds, comm)
-        if told:
+        if speaks:
             out.print(ending(result, ALLOWED[args.dtype], args.dtype))
             for table in compare_times.tables(times) if times else ():
                 out.print("", table, sep="\n")
             for note in session.notes():
                 out.print(note, soft_wrap=True)
             if args.json:
-                said = result.as_dict() | ({"times": times.as_dict()} if times else {})
-                print(json.dumps(said, indent=1, allow_nan=False))
+                result_json = result.as_dict() | ({"times": times.as_dict()} if times else {})
+                print(json.dumps(result_json, indent=1, allow_nan=False))
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 

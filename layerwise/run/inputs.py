@@ -28,8 +28,8 @@ class Inputs:
         self._types = {layer.name: [getattr(torch, layer.out.dtype)] for layer in self._layers}
         for layer in self._layers:  # beside the example's
             if layer.out.differentiable:
-                types = (options.element_type(layer.out.dtype, graph), options.autocast)
-                self._types[layer.name] += [dtype for dtype in types if dtype is not None]
+                beside = (options.element_type(layer.out.dtype, graph), options.autocast)
+                self._types[layer.name] += [dtype for dtype in beside if dtype is not None]
             elif all(
                 use.main.kind == "embedding" and layer.name not in use.inputs[1:]
                 for use in map(graph.__getitem__, uses[layer.name])
@@ -74,10 +74,10 @@ class Inputs:
 
     def _agree(self, fed: int) -> None:
         """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
-        told = self.comm.all_gather_text(str(fed)) if self.comm.size > 1 else []
-        if len(set(told)) > 1:
+        counts = self.comm.all_gather_text(str(fed)) if self.comm.size > 1 else []
+        if len(set(counts)) > 1:
             raise LayerwiseError(
-                f"the ranks were given {', '.join(told)} samples: give module(..., batch=B) the number of samples of "
+                f"the ranks were given {', '.join(counts)} samples: give module(..., batch=B) the number of samples of "
                 "all ranks, and each rank its share"
             )
 

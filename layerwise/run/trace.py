@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from layerwise.chrome import CATEGORIES, Category, Told, chrome_trace
+from layerwise.chrome import CATEGORIES, Category, RankSpans, chrome_trace
 from layerwise.comm.base import Comm
 from layerwise.files import write_text
 
@@ -103,9 +103,9 @@ class Trace:
         for span in self.spans():
             start_ns, end_ns = (round((at - offset_s) * 1e9) for at in (span.start_s, span.end_s))
             rows.append((names.setdefault(span.name, len(names)), CATEGORIES.index(span.category), start_ns, end_ns))
-        told = comm.all_gather_text(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
+        texts = comm.all_gather_text(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
         if comm.rank == 0:
-            write_text(path, chrome_trace([Told(**json.loads(text)) for text in told]))
+            write_text(path, chrome_trace([RankSpans(**json.loads(text)) for text in texts]))
 
 
 class _Clock:
@@ -138,9 +138,9 @@ class _Clock:
         if isinstance(mark, float):
             return mark
         assert self._zero is not None
-        zero, at = self._zero
+        zero, zero_s = self._zero
         mark.synchronize()
-        return at + float(zero.elapsed_time(mark)) / 1e3
+        return zero_s + float(zero.elapsed_time(mark)) / 1e3
 
 
 def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
@@ -153,8 +153,8 @@ def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
     for _ in range(_ROUNDS):
         comm.barrier()
         times.append(now_s())
-    told = comm.all_gather_object([_machine(), times])
-    (machine, zero), (mine, own) = told[0], told[comm.rank]
+    readings = comm.all_gather_object([_machine(), times])
+    (machine, zero), (mine, own) = readings[0], readings[comm.rank]
     return 0.0 if machine == mine else median(b - a for a, b in zip(zero, own, strict=True))
 
 

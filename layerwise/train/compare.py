@@ -96,10 +96,10 @@ def difference(single: Outcome, planned: Outcome, trained: set[str]) -> Differen
         "parameters": [(n, p, planned.state[n]) for n, p in single.state.items() if n in trained],
         "buffers": [(n, b, planned.state[n]) for n, b in single.state.items() if n not in trained],
     }
-    found, worst = {}, {}
+    ratios, worst = {}, {}
     for what, tensors in pairs.items():
-        found[what], worst[what] = largest(tensors)
-    return Difference(**found, worst=worst)
+        ratios[what], worst[what] = largest(tensors)
+    return Difference(**ratios, worst=worst)
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

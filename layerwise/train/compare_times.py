@@ -57,15 +57,15 @@ class Comparison:
 
     def causes(self, name: str) -> list[str]:
         """Why a layer is not as predicted; nothing where it is."""
-        found = []
+        reasons = []
         for part, each in self.layers[name].items():
             if each.beyond(self.step.measured_s):
                 what = {"compute_s": "layer", "transfers_s": "link", "sync_s": "link, in sums of gradients,"}.get(part)
                 way = "slower" if each.measured_s > (each.predicted_s or 0.0) else "faster"
-                found.append(f"{what or 'statistics'} {way} than its profile")
+                reasons.append(f"{what or 'statistics'} {way} than its profile")
             if each.waiting_s > SMALL * self.step.measured_s and each.waiting_s > OFF * each.measured_s:
-                found.append(f"waits {seconds_text(each.waiting_s)} for rank {each.last}")
-        return found
+                reasons.append(f"waits {seconds_text(each.waiting_s)} for rank {each.last}")
+        return reasons
 
     def as_dict(self) -> dict[str, object]:
         """For --json."""
@@ -101,14 +101,14 @@ def compare_times(trace: Trace, module: ParallelModule, seconds: Sequence[float]
         key = keys.get(f"{span.category} {span.name}")
         if key is not None:
             mine.setdefault("\0".join((*key, span.name)), []).append((span.start_s - offset_s, span.end_s - offset_s))
-    told = comm.all_gather_object(mine)
-    found: dict[Key, list[Part]] = {}
-    for name in dict.fromkeys(name for one in told for name in one):
+    ranks = comm.all_gather_object(mine)
+    parts: dict[Key, list[Part]] = {}
+    for name in dict.fromkeys(name for one in ranks for name in one):
         layer, part, _ = name.split("\0")
-        ranks = {rank: one[name][WARM:] for rank, one in enumerate(told) if one.get(name, ())[WARM:]}
-        if ranks:
-            found.setdefault((layer, part), []).append(_together(ranks, alone=part == "compute_s"))
-    return _comparison(module.plan, median(seconds[WARM:]), found)
+        times = {rank: one[name][WARM:] for rank, one in enumerate(ranks) if one.get(name, ())[WARM:]}
+        if times:
+            parts.setdefault((layer, part), []).append(_together(times, alone=part == "compute_s"))
+    return _comparison(module.plan, median(seconds[WARM:]), parts)
 
 
 def _keys(module: ParallelModule) -> Iterator[tuple[str, Key]]:
@@ -144,29 +144,29 @@ def _together(ranks: Mapping[int, Times], *, alone: bool) -> Part:
     return Part(None, median(seconds), median(waiting) if waiting else 0.0, mode(last) if last else 0)
 
 
-def _comparison(plan: Plan, step_s: float, found: Mapping[Key, Sequence[Part]]) -> Comparison:
+def _comparison(plan: Plan, step_s: float, measured: Mapping[Key, Sequence[Part]]) -> Comparison:
     layers: dict[str, dict[str, Part]] = {}
-    for name in dict.fromkeys([*plan.predicted_layers, *(name for name, _ in found if name)]):
+    for name in dict.fromkeys([*plan.predicted_layers, *(name for name, _ in measured if name)]):
         predicted = dict(plan.predicted_layers.get(name, {}))
-        if "statistics_s" in predicted and (name, "statistics_s") not in found:  # they are spans of compute
+        if "statistics_s" in predicted and (name, "statistics_s") not in measured:  # they are spans of compute
             predicted["compute_s"] = predicted.get("compute_s", 0.0) + predicted.pop("statistics_s")
         for key in PARTS:
-            if key in predicted or (name, key) in found:
-                parts = found.get((name, key), [])
-                worst = max(parts, key=lambda part: part.waiting_s, default=Part(None, 0.0))
-                waiting = sum(part.waiting_s for part in parts)
-                each = Part(predicted.get(key, 0.0), sum(part.measured_s for part in parts), waiting, worst.last)
+            if key in predicted or (name, key) in measured:
+                each_part = measured.get((name, key), [])
+                worst = max(each_part, key=lambda part: part.waiting_s, default=Part(None, 0.0))
+                waiting = sum(part.waiting_s for part in each_part)
+                each = Part(predicted.get(key, 0.0), sum(part.measured_s for part in each_part), waiting, worst.last)
                 layers.setdefault(name, {})[key] = each
     totals = {}
     for key in PARTS:
-        parts = [each[key] for each in layers.values() if key in each]
-        if parts:
+        each_part = [each[key] for each in layers.values() if key in each]
+        if each_part:
             totals[key] = Part(
-                sum(part.predicted_s or 0.0 for part in parts),
-                sum(part.measured_s for part in parts),
-                sum(part.waiting_s for part in parts),
+                sum(part.predicted_s or 0.0 for part in each_part),
+                sum(part.measured_s for part in each_part),
+                sum(part.waiting_s for part in each_part),
             )
-    exposed = found.get(("", "exposed_sync_s"))
+    exposed = measured.get(("", "exposed_sync_s"))
     if exposed:
         totals["exposed_sync_s"] = Part(plan.predicted.get("exposed_sync_s"), exposed[0].measured_s)
     return Comparison(Part(plan.predicted["timeline_s"], step_s), totals, layers)
@@ -178,19 +178,22 @@ TITLES = {
 }  # fmt: skip
 
 
-def tables(found: Comparison) -> Iterator[Table]:
+def tables(comparison: Comparison) -> Iterator[Table]:
     """The step and its parts; then the layers that are not as predicted."""
     table = Table("", "predicted", "measured", "off by", box=None, pad_edge=False, header_style="bold")
-    for title, part in {"step": found.step, **{TITLES[key]: part for key, part in found.totals.items()}}.items():
+    for title, part in {
+        "step": comparison.step,
+        **{TITLES[key]: part for key, part in comparison.totals.items()},
+    }.items():
         table.add_row(title, *_numbers(part))
-        if part.waiting_s > SMALL * found.step.measured_s:
+        if part.waiting_s > SMALL * comparison.step.measured_s:
             table.add_row(f"{title}: waiting for another rank", "", seconds_text(part.waiting_s), "")
     yield table
-    rows = [(name, causes) for name in found.layers if (causes := found.causes(name))]
+    rows = [(name, causes) for name in comparison.layers if (causes := comparison.causes(name))]
     if rows:
         table = Table("layer", "part", "predicted", "measured", "off by", "likely cause", box=None, pad_edge=False)
         for name, causes in rows:
-            for number, (key, part) in enumerate(found.layers[name].items()):
+            for number, (key, part) in enumerate(comparison.layers[name].items()):
                 first = number == 0
                 said = "; ".join(causes) if first else ""
                 table.add_row(name if first else "", TITLES[key], *_numbers(part), said)

@@ -95,7 +95,7 @@ class Schedule:
         size = self.batch * self.accumulate
         first = step % self.per_epoch * size
         numbers = kept[first : first + size]
-        return [numbers[at : at + self.batch] for at in range(0, len(numbers), self.batch)]
+        return [numbers[start : start + self.batch] for start in range(0, len(numbers), self.batch)]
 
 
 def order(count: int, seed: int, epoch: int) -> Tensor:
@@ -147,8 +147,8 @@ def _digits() -> tuple[Tensor, Tensor]:
 
     with _extra("digits", "scikit-learn"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    found = load_digits()
-    return torch.from_numpy(found.images).double(), torch.from_numpy(found.target).long()
+    digits = load_digits()
+    return torch.from_numpy(digits.images).double(), torch.from_numpy(digits.target).long()
 
 
 def _mnist() -> tuple[Tensor, Tensor]:
@@ -223,8 +223,8 @@ def _called(spec: str, module: str, name: str, seed: int) -> object:
         sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
         try:
-            found = getattr(importlib.import_module(module), name)
-            return found() if callable(found) else found
+            value = getattr(importlib.import_module(module), name)
+            return value() if callable(value) else value
         except LayerwiseError:
             raise
         except (Exception, SystemExit) as error:

@@ -72,7 +72,8 @@ class _Local:
     losses: list[tuple[Tensor, float]]
     seconds: float
 
-    def told(self) -> tuple[float, float]:
+    def summary(self) -> tuple[float, float]:
+        """Its loss and its seconds."""
         return math.fsum(float(loss) * weight for loss, weight in self.losses), self.seconds
 
 
@@ -183,9 +184,9 @@ class Trainer:
     def _gather(self, waiting: list[_Local]) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""
         module = self.module
-        told = module.comm.all_gather_object([local.told() for local in waiting])
+        everyone = module.comm.all_gather_object([local.summary() for local in waiting])
         steps = []
-        for local, ranks in zip(waiting, zip(*told, strict=True), strict=True):
+        for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
             loss = losses[0] if module.io == "free" else math.fsum(losses)
             epoch = self.schedule.epoch(local.number)

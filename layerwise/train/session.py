@@ -87,22 +87,22 @@ class Session:
     def resume(self) -> Path | None:
         """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
         assert self.folder is not None
-        found = self.comm.broadcast_text(str(checkpoint.latest(self.folder) or ""))  # rank 0's: all take the same
-        if not found:
+        path = self.comm.broadcast_text(str(checkpoint.latest(self.folder) or ""))  # rank 0's: all take the same
+        if not path:
             return None
-        progress = checkpoint.load(found, self.module, self.trainer.optimizer)
+        progress = checkpoint.load(path, self.module, self.trainer.optimizer)
         here = self._progress(0)
         for what, value in here.items():
             if what != "steps" and progress.get(what) != value:
                 raise LayerwiseError(
-                    f"checkpoint {found!r} was trained with {what} {progress.get(what)}, here it is {value}: give the "
+                    f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {value}: give the "
                     "same, or start anew with --weights from layerwise export"
                 )
         if self._compare:
             single = self._single
-            alone(self.comm, lambda: checkpoint.load(found, single.module, single.optimizer) if single else None)
+            alone(self.comm, lambda: checkpoint.load(path, single.module, single.optimizer) if single else None)
         self.first = int(progress["steps"])
-        return Path(found)
+        return Path(path)
 
     def train(self, steps: int) -> Iterator[Step]:
         """Yields each step up to the `steps`-th when its loss is known."""
@@ -130,9 +130,9 @@ class Session:
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""
-        told = self.comm.all_gather_object(self.trainer.sent)
+        ranks = self.comm.all_gather_object(self.trainer.sent)
         full = self.trainer.full
-        return {kind: sum(one.get(kind, 0) for one in told) / full for kind in KINDS} if full else None
+        return {kind: sum(one.get(kind, 0) for one in ranks) / full for kind in KINDS} if full else None
 
     def _difference(self, planned: Outcome) -> Difference:
         """Takes the same steps on one device. On rank 0."""

@@ -135,11 +135,11 @@ def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss,
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:
     """How many values an integer input has: the smallest vocabulary that looks it up, through views."""
-    found = []
+    counts = []
     for use in uses[name]:
         op = graph[use].main
         if isinstance(op, Embedding):
-            found.append(op.count)
+            counts.append(op.count)
         elif graph[use].inputs == (name,) and not graph[use].out.differentiable:
-            found.append(_values(graph, uses, use))
-    return min(found, default=2)
+            counts.append(_values(graph, uses, use))
+    return min(counts, default=2)

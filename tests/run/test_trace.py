@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from layerwise.chrome import CATEGORIES, Row, Told, chrome_trace, lanes
+from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace, tracks
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
@@ -178,7 +178,7 @@ intervals = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (
 
 @given(st.lists(st.lists(intervals, max_size=12), min_size=1, max_size=3))
 def test_any_spans_make_a_sound_file(ranks: list[list[Row]]) -> None:
-    text = "".join(chrome_trace([Told("host", ["a"], rows) for rows in ranks]))
+    text = "".join(chrome_trace([RankSpans("host", ["a"], rows) for rows in ranks]))
     events = json.loads(text)["traceEvents"]
     check_sound(events, len(ranks))
     assert sum(e["ph"] == "X" for e in events) == sum(map(len, ranks))
@@ -186,7 +186,7 @@ def test_any_spans_make_a_sound_file(ranks: list[list[Row]]) -> None:
 
 def test_a_second_track_only_where_spans_cross() -> None:
     apart, nested, crossing = [(0, 0, 0, 4), (0, 0, 4, 8)], [(0, 0, 0, 9), (0, 0, 2, 4)], [(0, 0, 0, 4), (0, 0, 2, 6)]
-    assert [len(lanes(rows)) for rows in (apart, nested, crossing)] == [1, 1, 2]
+    assert [len(tracks(rows)) for rows in (apart, nested, crossing)] == [1, 1, 2]
 
 
 def slow_peer(comm: Comm, ahead: str) -> list[tuple[str, str, float, float]]:

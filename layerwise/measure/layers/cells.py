@@ -46,11 +46,11 @@ class Wanted:
 
 def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> dict[Key, Wanted]:
     """The cells of all these configurations of the layers of a network."""
-    found: dict[Key, Wanted] = {}
+    cells: dict[Key, Wanted] = {}
     for layer in model.graph.layers:
         for cell in layer_cells(model, layer, () if layer.end else configs[layer.name]):
-            found.setdefault(cell.key, cell)
-    return found
+            cells.setdefault(cell.key, cell)
+    return cells
 
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
@@ -64,28 +64,28 @@ def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> li
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
     if layer.role is Role.TIED:
         return []
-    lay = model.layout(layer, configs)
-    cells, local = fullest(layer, lay), model.options.local_batch_norm
+    layouts = model.layout(layer, configs)
+    cells, local = fullest(layer, layouts), model.options.local_batch_norm
     flows = model.graph.flows_back(layer)
     uses = model.uses[layer.name]
-    name, rows = signature(layer, flows, uses), extents(layer, lay, cells, local_batch_norm=local)
-    both = rooflines(layer, lay, flows, model.devices.processor, model.options.dtype)
+    name, rows = signature(layer, flows, uses), extents(layer, layouts, cells, local_batch_norm=local)
+    both = rooflines(layer, layouts, flows, model.devices.processor, model.options.dtype)
     predicted = model.node_cost(layer, tuple(configs)).compute
-    statistics = iter(shared_statistics(layer, lay, local_batch_norm=local))
+    statistics = iter(shared_statistics(layer, layouts, local_batch_norm=local))
     columns = [
         np.zeros(len(rows), np.int64) if stage.statistics() is None else next(statistics) for stage in layer.stages
     ]
     rank = len(layer.out.shape)
-    found: dict[Extents, Wanted] = {}
+    wanted: dict[Extents, Wanted] = {}
     for i, row in enumerate(rows):
-        if row not in found:
+        if row not in wanted:
             shared = tuple(bool(column[i]) for column in columns)
             task = Task(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
             forward, backward = (Work(*work.work[i].tolist()) for work in both)
             time = float(predicted.forward[i] + predicted.backward[i])
             held = _bytes(layer, row, len(layer.stages))
-            found[row] = Wanted(name, row, layer.kinds, task, time, held, forward, backward)
-    return list(found.values())
+            wanted[row] = Wanted(name, row, layer.kinds, task, time, held, forward, backward)
+    return list(wanted.values())
 
 
 def _bytes(layer: Layer, row: Extents, stages: int) -> float:
@@ -98,24 +98,24 @@ def _bytes(layer: Layer, row: Extents, stages: int) -> float:
 
 
 def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
-    lay = model.layout(layer, configs)
+    layouts = model.layout(layer, configs)
     optimizer = model.options.optimizer
-    work = update_roofline(layer, lay, model.devices.processor, optimizer)
+    work = update_roofline(layer, layouts, model.devices.processor, optimizer)
     predicted = model.node_cost(layer, tuple(configs)).compute.update
-    found: dict[Extents, Wanted] = {}
-    for i, row in enumerate(sizes(layer, fullest(layer, lay))):
-        if row and row not in found:
+    wanted: dict[Extents, Wanted] = {}
+    for i, row in enumerate(sizes(layer, fullest(layer, layouts))):
+        if row and row not in wanted:
             held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
             time = Work(*work.work[i].tolist())
-            found[row] = Wanted(
+            wanted[row] = Wanted(
                 update_name(optimizer), row, "update", Update(optimizer, row), float(predicted[i]), held, time, Work()
             )
-    return list(found.values())
+    return list(wanted.values())
 
 
 def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
-    lay = model.layout(sink, (model.end_config(sink),))
-    (row,) = extents(sink, lay, fullest(sink, lay), local_batch_norm=False)
+    layouts = model.layout(sink, (model.end_config(sink),))
+    (row,) = extents(sink, layouts, fullest(sink, layouts), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
     task = Loss(tuple(row[a:b] for a, b in pairwise(ends)))

@@ -78,14 +78,14 @@ class Job:
         for _ in range(ROUNDS):
             model = self._model(measuring.known)
             best = strategies(model, self.space)
-            chosen = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
-            first = measuring.left(wanted_cells(model, chosen).values())
+            candidates = {layer.name: [strategy[layer.name] for strategy in best] for layer in self.graph.inner}
+            first = measuring.left(wanted_cells(model, candidates).values())
             if not first or not self._measure(measuring, first, "the best plan and baselines", quiet=quiet):
                 break
         # The best plans of earlier rounds are of the space, or one of the baselines, which stay the same.
         every = {layer.name: self.space.configurations(layer.space.dims) for layer in self.graph.inner}
         model = self._model(measuring.known)
-        self.cells = wanted_cells(model, {name: (*configs, *chosen[name]) for name, configs in every.items()})
+        self.cells = wanted_cells(model, {name: (*configs, *candidates[name]) for name, configs in every.items()})
         self._measure(measuring, measuring.left(self.cells.values()), "all other pieces", quiet=quiet)
         return self._summary(measuring, best[0])
 
@@ -108,10 +108,10 @@ class Job:
         optimizer = self.options.optimizer
         step = (step_name(optimizer), ())
         if self.mode.device.type == "cpu" and not (measuring.has(step) and measuring.has((LAYER, ()))):
-            found = overhead(optimizer, self.mode, load)
-            measuring.call_s = found.call_s
-            measuring.add((LAYER, ()), found.layer)
-            measuring.add(step, found.step)
+            measured = overhead(optimizer, self.mode, load)
+            measuring.call_s = measured.call_s
+            measuring.add((LAYER, ()), measured.layer)
+            measuring.add(step, measured.step)
         else:
             measuring.call_s = optimizer_call_s(optimizer, self.mode)
 
@@ -156,23 +156,20 @@ def base_profile(out: str | None, given: str | None, where: Conditions, device: 
     LayerwiseError where the file holds times of another device.
     """
     if out is not None and Path(out).exists():
-        found = load(out)
-        other = next((one.conditions.device for one in found.layers if one.conditions.device != where.device), None)
+        base = load(out)
+        other = next((one.conditions.device for one in base.layers if one.conditions.device != where.device), None)
         if other is not None:
             raise LayerwiseError(
                 f"profile {out} has times of another device, {other!r}; this is {where.device!r}: give another --out"
             )
-        if found.layers:
-            return found
-        base = found
+        if base.layers:
+            return base
     else:
-        chosen = given or ("cpu" if device.type == "cpu" else DEFAULT)
-        base = load(chosen)
-        name = Path(out).stem if out else "measured"
+        source = given or ("cpu" if device.type == "cpu" else DEFAULT)
         base = replace(
-            base,
-            name=name,
-            description=f"Measured by layerwise on {where.device}; peaks and links of profile {chosen}.",
+            load(source),
+            name=Path(out).stem if out else "measured",
+            description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
         )
     sources = dict(base.sources)
     processor = replace(base.processor, name=where.device)

@@ -76,10 +76,12 @@ class Measuring:
     def _take(self, cell: Wanted, stopwatch: Stopwatch) -> None:
         started = time.monotonic()
         try:
-            found = timed(cell, self.mode, stopwatch)
+            cell_time = timed(cell, self.mode, stopwatch)
             if isinstance(cell.task, Update):
-                found = replace(
-                    found, forward_s=max(0.0, found.forward_s + found.backward_s - self.call_s), backward_s=0.0
+                cell_time = replace(
+                    cell_time,
+                    forward_s=max(0.0, cell_time.forward_s + cell_time.backward_s - self.call_s),
+                    backward_s=0.0,
                 )
         except (MemoryError, ValueError, RuntimeError) as error:  # too large, or refused: batch norm of a single value
             reason = "" if isinstance(error, MemoryError | torch.OutOfMemoryError) else str(error).partition("\n")[0]
@@ -87,15 +89,15 @@ class Measuring:
             return
         finally:
             self.spent_s += time.monotonic() - started
-        self.add(cell.key, found)
+        self.add(cell.key, cell_time)
         if time.monotonic() > self._saved_at + SAVE_S:
             self.keep()
 
-    def add(self, key: Key, found: CellTime) -> None:
+    def add(self, key: Key, cell_time: CellTime) -> None:
         """Takes a time into `known`."""
         name, extents = key
         cells: dict[str, Mapping[Extents, CellTime]] = dict(self.known.cells)
-        cells[name] = {**cells.get(name, {}), extents: found}
+        cells[name] = {**cells.get(name, {}), extents: cell_time}
         self.known = replace(self.known, cells=cells)
         self.taken += 1
 
@@ -118,9 +120,9 @@ def timed(cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
         raise MemoryError
     bench = bench_of(cell.task, mode)
     before = [partial(leave_only, recent, mode.device) for recent in (*bench.recent, None)]
-    found = stopwatch([bench.forward, bench.backward, bench.forget], before)
-    forward, backward, forget = found.seconds
-    return CellTime(forward, backward + forget, found.spread, found.samples, cell.forward, cell.backward)
+    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
+    forward, backward, forget = reading.seconds
+    return CellTime(forward, backward + forget, reading.spread, reading.samples, cell.forward, cell.backward)
 
 
 def free_bytes(device: torch.device) -> float:

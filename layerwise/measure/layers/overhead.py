@@ -123,9 +123,9 @@ def _alone(graph: LayerGraph, name: str, mode: Mode, stopwatch: Stopwatch) -> Re
     bench = Bench(task, mode)
     recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
     before = [partial(leave_only, tensors, mode.device) for tensors in recent]
-    found = stopwatch([bench.forward, bench.backward, bench.forget], before)
-    forward, backward, forget = found.seconds
-    return Reading((forward, backward + forget), found.spread, found.samples)
+    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
+    forward, backward, forget = reading.seconds
+    return Reading((forward, backward + forget), reading.spread, reading.samples)
 
 
 def _update(optimizer: str, mode: Mode, sizes: tuple[int, ...], stopwatch: Stopwatch) -> Reading:

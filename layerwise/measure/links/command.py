@@ -101,7 +101,7 @@ def _print(args: argparse.Namespace, comm: Comm, profile: Profile, spreads: dict
             str(curve.load),
             f"{curve.knots[0][1] * 1e6:,.0f} µs",
             f"{1e-6 / last[2]:,.0f} MB/s" if last[2] > 0 else "",
-            ", ".join(f"{at / 1024:,.0f} KiB" for at, _, _ in curve.pieces[1:]),
+            ", ".join(f"{size / 1024:,.0f} KiB" for size, _, _ in curve.pieces[1:]),
             f"{spreads[curve]:.0%}",
         )
     out = console()

@@ -26,11 +26,11 @@ def knots(points: Sequence[Point]) -> tuple[Point, ...]:
             if off <= TOLERANCE or start == end - 1:
                 choices.append((best[start][0] + 1, best[start][1] + off, start))
         best.append(min(choices))
-    found, at = [len(sizes) - 1], len(sizes) - 1
-    while at > 0:
-        at = best[at][2]
-        found.insert(0, at)
-    return tuple((float(sizes[i]), float(seconds[i])) for i in found)
+    kept, last = [len(sizes) - 1], len(sizes) - 1
+    while last > 0:
+        last = best[last][2]
+        kept.insert(0, last)
+    return tuple((float(sizes[i]), float(seconds[i])) for i in kept)
 
 
 def _off(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:

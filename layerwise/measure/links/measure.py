@@ -83,10 +83,10 @@ def _curve(comm: Comm, operation: Operation, shape: Shape, longest_s: float) -> 
     spread = 0.0
     for size in SIZES:
         carried = float(size * carried_by(operation, shape))
-        found = operation_time(comm, operation, shape, carried)
-        points.append((carried, found.seconds))
-        spread = max(spread, found.spread)
-        if found.seconds > longest_s and len(points) > 2:
+        time = operation_time(comm, operation, shape, carried)
+        points.append((carried, time.seconds))
+        spread = max(spread, time.spread)
+        if time.seconds > longest_s and len(points) > 2:
             break
     return Series(Curve(operation, shape.fan, shape.load, knots(points)), tuple(points), spread)
 
@@ -99,8 +99,8 @@ def carried_by(operation: Operation, shape: Shape) -> int:
 def operation_time(comm: Comm, operation: Operation, shape: Shape, size: float, rounds: int = ROUNDS) -> Time:
     """Of the slowest rank; `size` as in `Curve`. Every rank calls this."""
     group, each = shape.of(comm.rank), round(size / carried_by(operation, shape))
-    found = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
-    return replace(found, seconds=found.seconds / 2) if operation == "message" else found  # there and back
+    time = timed(comm, None if group is None else prepared(comm, operation, group, each), rounds)
+    return replace(time, seconds=time.seconds / 2) if operation == "message" else time  # there and back
 
 
 def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
@@ -213,8 +213,8 @@ def overlap(comm: Comm, shape: Shape, size: int, rounds: int = 3) -> Overlap:
         return do
 
     def seconds(convolutions: int, sums: int) -> float:
-        found: Time = timed(comm, None if group is None else both(convolutions, sums), rounds)
-        return found.seconds
+        time: Time = timed(comm, None if group is None else both(convolutions, sums), rounds)
+        return time.seconds
 
     sums, sum_s = seconds(0, 2), seconds(0, 1)
     equal = max(1, round(sum_s / (seconds(8, 0) / 8)))  # convolutions that take as long as a sum

@@ -54,17 +54,17 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
     )
     sources = dict(profile.sources)
     levels = list(profile.levels[:2])
-    for at, level in enumerate(levels):
-        series = port_series(measured, at)
-        if at == 0:
+    for number, level in enumerate(levels):
+        series = port_series(measured, number)
+        if number == 0:
             level = replace(level, devices=where.local)
             sources["levels[0].devices"] = f"{source}: ranks of a node"
             level = replace(level, devices_per_port=1)
             sources["levels[0].devices_per_port"] = "assumption: ranks of a node have no port to share"
         if series:
-            level = _measured_level(level, at, series, where, source, sources)
-        levels[at] = level if at == 0 else replace(level, devices=None)  # beyond the nodes it is everything
-    gone = (*(f"levels[{at}]." for at in range(2, len(profile.levels))), "levels[1].devices ")
+            level = _measured_level(level, number, series, where, source, sources)
+        levels[number] = level if number == 0 else replace(level, devices=None)  # beyond the nodes it is everything
+    gone = (*(f"levels[{number}]." for number in range(2, len(profile.levels))), "levels[1].devices ")
     kept = {path: text for path, text in sources.items() if not f"{path} ".startswith(gone)}
     return replace(profile, levels=tuple(levels), links=measured.links(facts), sources=kept)
 
@@ -72,28 +72,28 @@ def with_links(profile: Profile, measured: Measured, where: Topology, facts: dic
 def port_series(measured: Measured, level: int) -> list[Series]:
     """Exchanges of pairs at a level, the largest load first."""
     fan = (*(1,) * level, 2)
-    found = [s for s in measured.series if s.curve.operation == "exchange" and s.curve.fan == fan]
-    return sorted(found, key=lambda s: -s.curve.load)
+    series = [s for s in measured.series if s.curve.operation == "exchange" and s.curve.fan == fan]
+    return sorted(series, key=lambda s: -s.curve.load)
 
 
 def _measured_level(
-    level: LinkLevel, at: int, series: list[Series], where: Topology, source: str, sources: dict[str, str]
+    level: LinkLevel, number: int, series: list[Series], where: Topology, source: str, sources: dict[str, str]
 ) -> LinkLevel:
     loaded, single = series[0], series[-1]
     latency = single.points[0][1]
     (x0, y0), (x1, y1) = loaded.curve.knots[-2:]
     bytes_per_s = (x1 - x0) / (y1 - y0) if y1 > y0 else x1 / y1  # noise can make the last line flat
-    shared = at > 0 and where.local > 1 and contention(loaded, single) > SHARED
+    shared = number > 0 and where.local > 1 and contention(loaded, single) > SHARED
     port: int | str = level.devices_per_port
-    if at > 0:
+    if number > 0:
         port = "node" if shared or where.local == 1 else 1
         pairs_text = f"{where.local} pairs at once took {contention(loaded, single):.2f} times as long as one"
-        sources[f"levels[{at}].devices_per_port"] = f"{source}: " + (
+        sources[f"levels[{number}].devices_per_port"] = f"{source}: " + (
             pairs_text if where.local > 1 else "one rank a node"
         )
-    carried = 1.0 if port == "node" or at == 0 else where.local  # curves count what a node's ranks carry together
-    sources[f"levels[{at}].latency_s"] = f"{source}: an exchange of {series[-1].points[0][0]:,.0f} bytes"
-    sources[f"levels[{at}].bandwidth_bytes_per_s"] = f"{source}: exchanges of {x0:,.0f} to {x1:,.0f} bytes"
+    carried = 1.0 if port == "node" or number == 0 else where.local  # curves count what a node's ranks carry together
+    sources[f"levels[{number}].latency_s"] = f"{source}: an exchange of {series[-1].points[0][0]:,.0f} bytes"
+    sources[f"levels[{number}].bandwidth_bytes_per_s"] = f"{source}: exchanges of {x0:,.0f} to {x1:,.0f} bytes"
     return replace(level, latency_s=latency, bandwidth_bytes_per_s=bytes_per_s / carried, devices_per_port=port)
 
 

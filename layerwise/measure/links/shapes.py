@@ -42,11 +42,11 @@ def find_topology(comm: Comm) -> Topology:
 
     Every rank calls this. LayerwiseError where nodes differ in size or their ranks are not numbered one after another.
     """
-    here = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
-    told = comm.all_gather_object(here)
-    hosts = [host for host, _ in told]
-    if len(set(hosts)) == 1 and told[0][1].isdecimal() and 0 < int(told[0][1]) < comm.size:
-        hosts = [f"node {rank // int(told[0][1])}" for rank in range(comm.size)]
+    mine = [platform.node(), os.environ.get("LOCAL_WORLD_SIZE", "")]
+    facts = comm.all_gather_object(mine)
+    hosts = [host for host, _ in facts]
+    if len(set(hosts)) == 1 and facts[0][1].isdecimal() and 0 < int(facts[0][1]) < comm.size:
+        hosts = [f"node {rank // int(facts[0][1])}" for rank in range(comm.size)]
     return topology_of(hosts)
 
 
@@ -67,7 +67,7 @@ def shapes(where: Topology) -> list[Shape]:
 
     All groups of a kind at once, as in a step; and where several then share a node's port, also one of them alone.
     """
-    found = []
+    result = []
     for outer in _divisors(where.nodes):
         for inner in _divisors(where.local):
             if inner * outer == 1:
@@ -79,24 +79,24 @@ def shapes(where: Topology) -> list[Shape]:
                     groups.append(tuple(n * where.local + first + i for n in nodes for i in range(inner)))
             fan = trimmed((inner, outer))
             load = where.local // inner if outer > 1 else 1
-            found.append(Shape(fan, load, tuple(groups)))
+            result.append(Shape(fan, load, tuple(groups)))
             if load > 1:
-                found.append(Shape(fan, 1, tuple(groups[::load])))
-    return found
+                result.append(Shape(fan, 1, tuple(groups[::load])))
+    return result
 
 
 def pairs(where: Topology) -> list[Shape]:
     """Ranks that talk in twos, at each level: all of them at once, and between nodes also one pair a port."""
-    found = []
+    result = []
     if where.local > 1:
         starts = [n * where.local + i for n in range(where.nodes) for i in range(0, where.local - 1, 2)]
-        found.append(Shape((2,), 1, tuple((r, r + 1) for r in starts)))
+        result.append(Shape((2,), 1, tuple((r, r + 1) for r in starts)))
     if where.nodes > 1:
         starts = [n * where.local + i for n in range(0, where.nodes - 1, 2) for i in range(where.local)]
-        found.append(Shape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
+        result.append(Shape((1, 2), where.local, tuple((r, r + where.local) for r in starts)))
         if where.local > 1:
-            found.append(Shape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
-    return found
+            result.append(Shape((1, 2), 1, tuple((r, r + where.local) for r in starts[:: where.local])))
+    return result
 
 
 def _divisors(number: int) -> list[int]:

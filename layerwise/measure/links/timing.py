@@ -38,10 +38,10 @@ def timed(comm: Comm, operation: Callable[[], None] | None, rounds: int = ROUNDS
         _, first = _slowest(comm, operation, 1)
     times = max(1, min(MOST, round(ROUND_S / max(first, 1e-9))))
     bearable_s = STOLEN * (os.cpu_count() or 1) * times * first
-    found: list[tuple[float, float]] = []  # seconds stolen, and of the operation
-    while len(found) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in found) < rounds:
-        found.append(_slowest(comm, operation, times))
-    least = sorted(found, key=lambda one: one[0])[:rounds]  # of those that are alike the earlier ones
+    rounds_taken: list[tuple[float, float]] = []  # seconds stolen, and of the operation
+    while len(rounds_taken) < TRIES * rounds and sum(stolen <= bearable_s for stolen, _ in rounds_taken) < rounds:
+        rounds_taken.append(_slowest(comm, operation, times))
+    least = sorted(rounds_taken, key=lambda one: one[0])[:rounds]  # of those that are alike the earlier ones
     seconds = [each for _, each in least]
     middle = median(seconds)
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
@@ -56,8 +56,8 @@ def _slowest(comm: Comm, operation: Callable[[], None] | None, times: int) -> tu
         for _ in range(times):
             operation()
     mine = (_now(comm) - start) / times if operation is not None else 0.0
-    told = comm.all_gather_object([stolen_s() - before, mine])
-    return max(stolen for stolen, _ in told), max(seconds for _, seconds in told)
+    everyone = comm.all_gather_object([stolen_s() - before, mine])
+    return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)
 
 
 def _now(comm: Comm) -> float:

@@ -43,9 +43,9 @@ def predicted_bytes(
             more[kind] += real - by_plan
     for kind, by_plan, real in _sums(schedule.graph, reducer, schedule.comm.rank):
         more[kind] += real - by_plan
-    told = schedule.comm.all_gather_object(more)
+    ranks = schedule.comm.all_gather_object(more)
     return {
-        kind: planned[name] + sum(one.get(kind, 0) for one in told) if name in planned else None
+        kind: planned[name] + sum(one.get(kind, 0) for one in ranks) if name in planned else None
         for kind, name in PREDICTED.items()
     }
 

@@ -17,11 +17,11 @@ from layerwise.plan import Plan
 
 def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
     """The place of every layer of the plan's graph by rank, at whatever batch the graph has."""
-    ranks, found = np.argsort(plan.device_order), {}  # the device that each rank is
+    ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
         config = fed_config(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
-        found[layer.name] = place(layer, config, plan.gpus, plan.io).on(ranks)
-    return found
+        result[layer.name] = place(layer, config, plan.gpus, plan.io).on(ranks)
+    return result
 
 
 def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
@@ -34,15 +34,15 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
 
 
-def parameter_boxes(graph: LayerGraph, at: Mapping[str, Place]) -> dict[str, Each]:
+def parameter_boxes(graph: LayerGraph, layers: Mapping[str, Place]) -> dict[str, Each]:
     """By the model's name, the box of each parameter and buffer that every rank holds."""
-    found: dict[str, Each] = {}
+    boxes: dict[str, Each] = {}
     for layer in graph.layers:
         for name, p in layer.own_parameters():
-            if name in found:
+            if name in boxes:
                 raise LayerwiseError(
                     f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
                     "is called twice: give each use a module of its own"
                 )
-            found[name] = at[layer.name].at(p.late).needs(p.maps).each
-    return found
+            boxes[name] = layers[layer.name].at(p.late).needs(p.maps).each
+    return boxes

@@ -145,7 +145,7 @@ class State:
 
         LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
         """
-        missing, found = [], list[tuple[Shard, Tensor]]()
+        missing, values = [], list[tuple[Shard, Tensor]]()
         named = {name: key for key in state_dict if (name := _without_box(key)) != key}
         for shard in self.shards():
             key = next((key for key in (shard.key, shard.name, *shard.aliases) if key in state_dict), None)
@@ -155,7 +155,7 @@ class State:
                     raise LayerwiseError(
                         f"{key!r} has shape {tuple(state_dict[key].shape)} in the state dict; the model has {shape}"
                     )
-                found.append((shard, state_dict[key]))
+                values.append((shard, state_dict[key]))
             elif shard.name in named:
                 raise LayerwiseError(
                     f"the state dict has {named[shard.name]!r}, but this rank holds {shard.key!r}: it is another "
@@ -169,7 +169,7 @@ class State:
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
             raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
         with torch.no_grad():
-            for shard, value in found:
+            for shard, value in values:
                 part = value if tuple(value.shape) == shard.box.shape else value[shard.box.slices()]
                 shard.tensor.copy_(part[...])
         return missing, odd
@@ -182,14 +182,14 @@ def _without_box(key: str) -> str:
 
 def _batches(graph: LayerGraph) -> Counter[str]:
     """How often a step calls each batch norm, by its module's name. The counter of an instance norm stays 0."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for layer in graph.layers:
         kinds = (stage.op.kind for stage in layer.stages for _ in stage.space.parameters)
         for kind, name in zip(kinds, layer.parameters, strict=True):
             module, _, last = name.rpartition(".")
             if kind == "batch_norm" and last == "running_mean":
-                found[module] += 1
-    return found
+                counts[module] += 1
+    return counts
 
 
 def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen: bool) -> None:

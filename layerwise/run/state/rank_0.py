@@ -20,10 +20,10 @@ def take_rank_0s(held: Mapping[str, Tensor], comm: Comm) -> None:
     if comm.size == 1:
         return
     facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else _crc(t)] for name, t in held.items()}
-    told = comm.all_gather_object(facts)
-    for rank, theirs in enumerate(told):
-        for name in dict.fromkeys((*told[0], *theirs)):
-            ours, other = told[0].get(name), theirs.get(name)
+    ranks = comm.all_gather_object(facts)
+    for rank, theirs in enumerate(ranks):
+        for name in dict.fromkeys((*ranks[0], *theirs)):
+            ours, other = ranks[0].get(name), theirs.get(name)
             if ours is None or other is None or ours[:2] != other[:2] or (ours[2] is None) != (other[2] is None):
                 what = "is missing" if ours is None or other is None else "has another shape, type or kind of device"
                 raise CommError(
@@ -32,7 +32,7 @@ def take_rank_0s(held: Mapping[str, Tensor], comm: Comm) -> None:
                 )
     with torch.no_grad():
         for name, tensor in held.items():
-            unlike = [rank for rank, theirs in enumerate(told) if theirs[name] != told[0][name]]
+            unlike = [rank for rank, theirs in enumerate(ranks) if theirs[name] != ranks[0][name]]
             _send(tensor, unlike, comm, f"the value of {name}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from layerwise.chrome import CATEGORIES, Row, Told, chrome_trace
+from layerwise.chrome import CATEGORIES, RankSpans, Row, chrome_trace
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import Span, timeline
@@ -25,6 +25,7 @@ def write_timeline(model: CostModel, strategy: Mapping[str, Config], path: str |
             start, end = (round(float(at[device]) * 1e9) for at in (span.start_s, span.end_s))
             rows[device].append((name, category, start, end))
     told = [
-        Told(f"predicted, {model.devices.device_name(device)}", list(names), mine) for device, mine in enumerate(rows)
+        RankSpans(f"predicted, {model.devices.device_name(device)}", list(names), mine)
+        for device, mine in enumerate(rows)
     ]
     write_text(path, chrome_trace(told))
