@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.comm.base import Comm
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.links.measure import bucket, operation_time, overlap
+from layerwise.measure.links.measure import bucket_bytes, operation_time, overlap
 from layerwise.measure.links.shapes import Shape, find_topology, pairs, shapes
 
 USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scatter")  # by gloo
@@ -61,4 +61,4 @@ class LinksAgain:
     def _overlap(self, known: Overlap) -> Overlap:
         alone = self.first.curve("all_reduce", known.fan, known.load)
         assert alone is not None
-        return overlap(self.comm, self.groups[known.fan, known.load], bucket(alone), rounds=1)
+        return overlap(self.comm, self.groups[known.fan, known.load], bucket_bytes(alone), rounds=1)

@@ -25,7 +25,7 @@ from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
 from layerwise.machine.fields import Field
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes
 from layerwise.machine.layer_times_json import read, written
-from layerwise.measure.bench import Mode, Update
+from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.layers.cells import Key, Wanted, layer_cells
 from layerwise.measure.layers.measure import Measuring, timed
 from layerwise.measure.layers.overhead import overhead
@@ -107,7 +107,7 @@ class Layers:
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
         stopwatch = Stopwatch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
         found = timed(cell, MODE, stopwatch)
-        if isinstance(cell.task, Update):
+        if isinstance(cell.spec, UpdateSpec):
             found = replace(found, forward_s=max(0.0, found.forward_s - self.measuring.call_s / self.share))
         return found
 
@@ -133,7 +133,7 @@ def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part
         layer, update = model.graph[span.layer], span.name.endswith(UPDATE)
         cells = layer_cells(model, layer, () if layer.end else (strategy[layer.name],))
         way = BACKWARD if span.name.endswith(" (backward)") else FORWARD
-        segments[-1] += [(*cell.key, way) for cell in cells if isinstance(cell.task, Update) == update]
+        segments[-1] += [(*cell.key, way) for cell in cells if isinstance(cell.spec, UpdateSpec) == update]
     return segments
 
 

@@ -115,7 +115,7 @@ def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
     """One training, from the same initial values and over the same batches whatever the plan."""
     options = RuntimeOptions(comm.device, *ARITHMETIC[job.dtype])
     session = Session(plan, comm, options, Settings("sgd", job.lr), data=DATA[plan.model])
-    steps = list(session.train(job.epochs * session.schedule.per_epoch))
+    steps = list(session.train(job.epochs * session.sampler.per_epoch))
     result = session.finish()
     return {
         "train_s": sum(step.seconds for step in steps),

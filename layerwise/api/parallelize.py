@@ -24,7 +24,7 @@ from layerwise.api.keywords import ByPosition, by_name
 from layerwise.api.machine import Machine, built_in
 from layerwise.api.machine import given as given_profile
 from layerwise.api.measuring import cached, measurable, measured
-from layerwise.api.source import Inputs, Model, device_of, dtype_of, examples_of, network
+from layerwise.api.source import ExampleInputs, Model, device_of, dtype_of, examples_of, network
 from layerwise.api.table import table
 from layerwise.api.world import World, join
 from layerwise.cli import console
@@ -40,7 +40,7 @@ from layerwise.run.load import load_network
 from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 
-Examples = Inputs | Mapping[str, Tensor]
+Examples = ExampleInputs | Mapping[str, Tensor]
 
 
 class How(TypedDict, total=False):

@@ -14,7 +14,7 @@ from layerwise.importers.load import Network, load_network, network_of
 from layerwise.ops.base import Role
 from layerwise.tensorfile import dtype_name
 
-Inputs = Tensor | tuple[Tensor, ...] | list[Tensor]
+ExampleInputs = Tensor | tuple[Tensor, ...] | list[Tensor]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 

@@ -21,7 +21,7 @@ PREFIX = "optimizer/"  # of the names of state: optimizer/exp_avg/conv.weight
 UNSAVED = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}  # who, and by which kernel
 
 
-class Group(TypedDict):
+class ParameterGroup(TypedDict):
     """A group of parameters: the model's names of them, and learning rate and the like."""
 
     parameters: list[str]
@@ -32,7 +32,7 @@ class OptimizerFacts(TypedDict):
     """All of an optimizer but its boxes. numbers: by parameter and name of the state (`step`)."""
 
     kind: str
-    groups: list[Group]
+    groups: list[ParameterGroup]
     numbers: dict[str, dict[str, JSON]]
 
 
@@ -43,7 +43,9 @@ Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of t
 
 def checked(value: Any) -> OptimizerFacts:
     """The facts that a file gives. Something like TypeError, KeyError or ValueError where they are none."""
-    groups = [Group(parameters=[*map(str, g["parameters"])], settings=dict(g["settings"])) for g in value["groups"]]
+    groups = [
+        ParameterGroup(parameters=[*map(str, g["parameters"])], settings=dict(g["settings"])) for g in value["groups"]
+    ]
     for numbers in value["numbers"].values():
         for number in numbers.values():
             _from_json(number, torch.device("cpu"), False)
@@ -60,7 +62,9 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[s
     boxes: dict[str, Chunks] = {}
     for held, group in _groups(optimizer, owned):
         settings = {key: _setting(kind, key, value) for key, value in group.items() if key not in UNSAVED}
-        facts["groups"].append(Group(parameters=[owned[parameter].name for parameter in held], settings=settings))
+        facts["groups"].append(
+            ParameterGroup(parameters=[owned[parameter].name for parameter in held], settings=settings)
+        )
         for parameter in held:
             shard = owned[parameter]
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -95,7 +99,7 @@ def merge(ranks: Sequence[OptimizerFacts]) -> OptimizerFacts:
                 raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {numbers} on rank {rank}")
     for i, shared in enumerate(settings):
         names = dict.fromkeys(name for facts in ranks for name in facts["groups"][i]["parameters"])
-        merged["groups"].append(Group(parameters=list(names), settings=shared))
+        merged["groups"].append(ParameterGroup(parameters=list(names), settings=shared))
     return merged
 
 

@@ -45,7 +45,7 @@ class Comm(ABC):
     counts once, at its sender; an all-reduce counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole
     numbers with an exact sum (`all_reduce_bytes`).
 
-    Traffic of kind "sync" has a lane of its own: it never waits for the other kinds, nor they for it.
+    Traffic of kind "sync" has a stream of its own: it never waits for the other kinds, nor they for it.
     """
 
     rank: int

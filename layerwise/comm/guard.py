@@ -1,4 +1,4 @@
-"""Guard: a thread that ends the process with a word where its main thread cannot: it may be inside torch for long.
+"""Guard: a thread that ends the process, with an error message, where the main thread is inside torch for too long.
 
 It never touches the network. SIGTERM reaches it through a pipe, as Python's own handlers wait for the main thread.
 """

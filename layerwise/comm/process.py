@@ -1,6 +1,6 @@
 """ProcessComm: ranks that are processes, over torch.distributed (NCCL between GPUs, else gloo).
 
-Lanes, each a process group of its own, so that none waits for another: messages and the collectives that somebody
+Streams, each a process group of its own, so that none waits for another: messages and the collectives that somebody
 waits for at once; the sums of gradients (kind "sync"), which run beside them; texts and barriers, on the CPU.
 
 gloo: all receives of an exchange are posted before its sends. Then both directions of a link are used at once, at 91 %
@@ -65,10 +65,10 @@ class ProcessComm(MessageComm):
 
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
         """Makes a process group of each, 2 to 11 ms long (2 to 8 ranks)."""
-        lane = self._lane(kind)
+        stream = self._stream(kind)
         for group in groups:
-            if len(group) > 1 and group not in lane:
-                lane[group] = self._new_group(group)
+            if len(group) > 1 and group not in stream:
+                stream[group] = self._new_group(group)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
@@ -112,7 +112,7 @@ class ProcessComm(MessageComm):
         self.sent[kind] += (len(group) - 1) * _bytes(mine)
         with self._during(what):
             flat = mine.contiguous().view(-1)
-            self._wait(_all_gather(out.view(-1), flat, group=self._lane(kind)[group], async_op=True), what)
+            self._wait(_all_gather(out.view(-1), flat, group=self._stream(kind)[group], async_op=True), what)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange and a sum."""
@@ -121,7 +121,7 @@ class ProcessComm(MessageComm):
         self.sent[kind] += (len(group) - 1) * _bytes(out)
         with self._during(what):
             flat = parts.contiguous().view(-1)
-            self._wait(_reduce_scatter(out.view(-1), flat, group=self._lane(kind)[group], async_op=True), what)
+            self._wait(_reduce_scatter(out.view(-1), flat, group=self._stream(kind)[group], async_op=True), what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange."""
@@ -129,7 +129,7 @@ class ProcessComm(MessageComm):
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
         with self._during(what):
-            work = dist.all_to_all_single(out, parts.contiguous(), group=self._lane(kind)[group], async_op=True)
+            work = dist.all_to_all_single(out, parts.contiguous(), group=self._stream(kind)[group], async_op=True)
             self._wait(work, what)
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
@@ -140,7 +140,7 @@ class ProcessComm(MessageComm):
         self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
         staged = tensor.detach() if self.collectives else _on_cpu(tensor.detach(), copy=True)
         with self._during(what):
-            work = dist.all_reduce(staged, group=self._lane(kind)[group], async_op=True)
+            work = dist.all_reduce(staged, group=self._stream(kind)[group], async_op=True)
         assert work is not None
         if self.collectives:
             self._last = work, what, time.monotonic()
@@ -171,7 +171,7 @@ class ProcessComm(MessageComm):
             self._watch.reported = True
             self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
 
-    def _lane(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
+    def _stream(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
         return self._beside if kind == "sync" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:

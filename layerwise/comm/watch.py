@@ -38,7 +38,7 @@ class Watch:
     """One rank's watch: a thread that alone talks to the board, which blocks where the network is cut.
 
     waits_for: the communication that the rank is in, else ""; it should have ended at `due_s` (by time.monotonic).
-    told: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
+    reported: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
     """
 
     def __init__(self, board: Board, timeout_s: float) -> None:

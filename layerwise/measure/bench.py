@@ -17,21 +17,19 @@ SCALE = 0.05  # of random values: activations and gradients stay in the range of
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A cell to be measured: a box of the layer's iteration space, and the one that is owned of the output (they differ
-    where k is split). wanted: which inputs' gradients are; shared: which stages sum statistics with other cells;
-    uses: how many gradients of the output are added up."""
+class CellSpec:
+    """A cell to be measured."""
 
     layer: Layer
-    cell: Box
-    owned: Box
-    wanted: tuple[bool, ...]
-    shared: tuple[bool, ...]
-    uses: int
+    cell: Box  # of the layer's iteration space
+    owned: Box  # of its output; another one where the contraction dimension is split
+    wanted: tuple[bool, ...]  # which inputs' gradients are asked for
+    shared: tuple[bool, ...]  # which stages sum statistics with other cells
+    uses: int  # how many gradients of the output are added up
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateSpec:
     """An optimizer's step over parameters of these numbers of elements."""
 
     optimizer: str
@@ -39,7 +37,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossSpec:
     """The mean loss of outputs of these shapes, and its gradient: of classes in dimension 1, or the mean of one."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -47,11 +45,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How kernels run: on which device, of which type; autocast: to which, where mixed."""
+    """How kernels run."""
 
     device: torch.device
     dtype: torch.dtype
-    autocast: torch.dtype | None = None
+    autocast: torch.dtype | None = None  # the 16-bit type of mixed precision
     channels_last: bool = False
 
     def filled(self, shape: Sequence[int], dtype: str = "float32", bound: int = 2) -> Tensor:
@@ -71,18 +69,18 @@ class Mode:
 class Bench:
     """Tensors of one cell, and its forward and backward pass. Made once, called often."""
 
-    def __init__(self, task: Task, mode: Mode) -> None:
-        layer, where = task.layer, task.layer.space
-        self.task, self.mode = task, mode
-        self.stages = local_stages(layer.stages, layer.specs, task.cell, task.owned)
+    def __init__(self, spec: CellSpec, mode: Mode) -> None:
+        layer, where = spec.layer, spec.layer.space
+        self.spec, self.mode = spec, mode
+        self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned)
         needs = zip(layer.specs, where.needs, where.late_inputs, strict=True)
         inputs = [
-            mode.filled(needed_box(maps, task.owned if late else task.cell).shape, spec.dtype, _bound(layer))
-            for spec, maps, late in needs
+            mode.filled(needed_box(maps, spec.owned if late else spec.cell).shape, tensor.dtype, _bound(layer))
+            for tensor, maps, late in needs
         ]
         given: list[Tensor] = []
         for p in where.parameters:
-            shape = needed_box(p.maps, task.owned if p.late else task.cell).shape
+            shape = needed_box(p.maps, spec.owned if p.late else spec.cell).shape
             given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
         inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
         self.inputs = inputs
@@ -91,11 +89,11 @@ class Bench:
             for i, (p, value) in enumerate(zip(where.parameters, given, strict=True))
         ]
         self.trained = [p for p in self.parameters if isinstance(p, nn.Parameter)]
-        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(task.wanted))
+        self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.wanted))
         self.reduce = (
-            _reduction(task) if task.cell.hi[: len(layer.out.shape)] != task.owned.hi or _partial(task) else None
+            _reduction(spec) if spec.cell.hi[: len(layer.out.shape)] != spec.owned.hi or _partial(spec) else None
         )
-        self.gradients = [mode.filled(task.owned.shape) for _ in range(task.uses)] if self.differentiable else []
+        self.gradients = [mode.filled(spec.owned.shape) for _ in range(spec.uses)] if self.differentiable else []
         self.leaves: list[Tensor] = []
         self.out: Tensor | None = None
 
@@ -109,9 +107,9 @@ class Bench:
         with torch.set_grad_enabled(self.differentiable):
             self.leaves = [
                 x.detach().requires_grad_() if wanted else x.detach()
-                for x, wanted in zip(self.inputs, self.task.wanted, strict=True)
+                for x, wanted in zip(self.inputs, self.spec.wanted, strict=True)
             ]
-            count = len(self.task.layer.specs)
+            count = len(self.spec.layer.specs)
             tied = iter(self.leaves[count:])
             given = [next(tied) if p is None else p for p in self.parameters]
             with self.mode.mixed():
@@ -148,7 +146,7 @@ class Bench:
             p.grad = None
 
     def _all_reduce(self, number: int) -> Callable[[Tensor], Tensor] | None:
-        return torch.Tensor.contiguous if self.task.shared[number] else None
+        return torch.Tensor.contiguous if self.spec.shared[number] else None
 
 
 def _bound(layer: Layer) -> int:
@@ -159,20 +157,20 @@ def _bound(layer: Layer) -> int:
     return int(getattr(main, "count", 2))
 
 
-def _partial(task: Task) -> bool:
+def _partial(spec: CellSpec) -> bool:
     """Whether the cell has part of a reduction only."""
-    layer = task.layer
-    return any(task.cell.lo[k] > 0 or task.cell.hi[k] < layer.space.dims[k].extent for k in layer.space.reductions)
+    layer = spec.layer
+    return any(spec.cell.lo[k] > 0 or spec.cell.hi[k] < layer.space.dims[k].extent for k in layer.space.reductions)
 
 
-def _reduction(task: Task) -> Callable[[Tensor], Tensor]:
+def _reduction(spec: CellSpec) -> Callable[[Tensor], Tensor]:
     """What a device does of a reduce-scatter beside sending: cut its partial sums, and add the others' to its own."""
-    layer = task.layer
+    layer = spec.layer
     rank = len(layer.out.shape)
-    cell = Box(task.cell.lo[:rank], task.cell.hi[:rank])
-    axis = next((i for i in range(rank) if cell.shape[i] != task.owned.shape[i]), 0)
-    others = cell.shape[axis] // max(1, task.owned.shape[axis]) - 1
-    own = task.owned.slices(cell)
+    cell = Box(spec.cell.lo[:rank], spec.cell.hi[:rank])
+    axis = next((i for i in range(rank) if cell.shape[i] != spec.owned.shape[i]), 0)
+    others = cell.shape[axis] // max(1, spec.owned.shape[axis]) - 1
+    own = spec.owned.slices(cell)
 
     def reduce(partial: Tensor) -> Tensor:
         rest = [p.contiguous() for p in partial.detach().chunk(others + 1, axis)]

@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             trace=args.trace,
         )
         resumed = session.resume() if args.resume else None
-        steps = args.steps if args.steps is not None else (args.epochs or 1) * session.schedule.per_epoch
+        steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
         if args.compare:
             compare_times.check(plan, steps - session.first, args.accumulate)
             session.module.trace = session.module.trace or Trace(device=comm.device)

@@ -53,7 +53,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepSampler:
     """Which samples every step takes: a new permutation every epoch, cut into batches, `accumulate` of them a step.
 
     The last batch of an epoch is short, and is left out where it has fewer than `least` samples (each rank feeds one).

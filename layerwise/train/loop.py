@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.importers.torch.structure import tensors
 from layerwise.plan import Plan
-from layerwise.train.data import Data, Schedule
+from layerwise.train.data import Data, StepSampler
 
 if TYPE_CHECKING:
     from layerwise.comm.base import Kind
@@ -77,9 +77,9 @@ class _Local:
         return math.fsum(float(loss) * weight for loss, weight in self.losses), self.seconds
 
 
-def schedule(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> Schedule:
+def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepSampler:
     """The steps of a plan on `count` samples. A batch that is too short to be cut as planned is left out."""
-    return Schedule(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
+    return StepSampler(count, plan.batch, accumulate, min(least(plan), plan.batch), seed)
 
 
 def least(plan: Plan) -> int:
@@ -108,7 +108,7 @@ class Trainer:
 
     module: ParallelModule
     data: Data
-    schedule: Schedule
+    sampler: StepSampler
     optimizer: torch.optim.Optimizer
     settings: Settings
     sent: Counter[Kind] = field(default_factory=Counter)
@@ -133,7 +133,7 @@ class Trainer:
                 waiting = []
 
     def _step(self, number: int) -> _Local:
-        module, batches = self.module, self.schedule.step(number)
+        module, batches = self.module, self.sampler.step(number)
         samples = sum(len(batch) for batch in batches)
         fed = [self._feed(batch) for batch in batches]
         before = module.comm.sent.copy()
@@ -152,7 +152,7 @@ class Trainer:
             module.clip_grad_norm_(self.settings.clip)
         self.optimizer.step()
         seconds = self._now() - start
-        if samples == self.schedule.batch * self.schedule.accumulate:
+        if samples == self.sampler.batch * self.sampler.accumulate:
             self.full += 1
             self.sent.update(module.comm.sent - before)
         return _Local(number, samples, losses, seconds)
@@ -189,7 +189,7 @@ class Trainer:
         for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
             loss = losses[0] if module.io == "free" else math.fsum(losses)
-            epoch = self.schedule.epoch(local.number)
+            epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps
 

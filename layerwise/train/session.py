@@ -21,7 +21,7 @@ from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
-from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, schedule
+from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, sampler
 from layerwise.train.report import KINDS, Result
 
 
@@ -52,7 +52,7 @@ class Session:
         self._network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
         graph = fuse(self._network.graph) if plan.fused else self._network.graph
         self.data = load_data(data, graph, options.seed)
-        self.schedule = schedule(plan, self.data.train.count, settings.accumulate, options.seed)
+        self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
         self.trainer = self._trainer(comm)
         self.module = self.trainer.module
@@ -71,11 +71,11 @@ class Session:
             loss=cross_entropy if self.plan.io == "free" and not gathered else None,
             weights=None if self._weights is None else weights_file(self._weights),
         )
-        return Trainer(module, self.data, self.schedule, self.settings.build(module.parameters()), self.settings)
+        return Trainer(module, self.data, self.sampler, self.settings.build(module.parameters()), self.settings)
 
     def _progress(self, steps: int) -> dict[str, str | int]:
         """What a checkpoint must know to go on with the next sample; all but "steps" must be the same then."""
-        size = self.schedule.batch * self.schedule.accumulate
+        size = self.sampler.batch * self.sampler.accumulate
         return {
             "steps": steps,
             "data": self.data.name,
@@ -126,7 +126,7 @@ class Session:
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
         accuracy = evaluate(self.module, self.data)
         predicted = self.module.predicted_bytes()
-        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, self.schedule.accumulate, compare)
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, self.sampler.accumulate, compare)
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""
@@ -148,12 +148,12 @@ class Session:
         held = self.data.held_out
         text = f"{self.data.name}: {self.data.train.count:,} samples to train on"
         text += "" if held is None else f", {held.count:,} held out"
-        left = self.schedule.left_out
+        left = self.sampler.left_out
         return text + (f"; the last {left} of an epoch are left out, too few for the plan's cuts" if left else "")
 
     def how_text(self, steps: int) -> str:
         """`170 steps (2 epochs of 85), sgd, float32 on cpu`."""
-        each, batches = self.schedule.per_epoch, self.schedule.accumulate
+        each, batches = self.sampler.per_epoch, self.sampler.accumulate
         size = f" of {batches} batches" if batches > 1 else ""
         return (
             f"{steps} steps{size} ({steps / each:.3g} epochs of {each}), {self.settings.optimizer}, "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.random import combine, normal, uniform
-from layerwise.train.task import Feed, Task
+from layerwise.train.task import ModelInput, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ class Synthetic:
             return torch.stack(rows)
 
         task = self.task
-        inputs = tuple(drawn(i, _kind(feed), feed.sample, feed.values) for i, feed in enumerate(task.inputs))
+        inputs = tuple(drawn(i, _kind(one), one.sample, one.values) for i, one in enumerate(task.inputs))
         if task.labels:
             kind = "int64"
         elif task.loss is not None and (task.loss.classes or task.loss.fn in ("bce", "bce_logits", "kl")):
@@ -101,8 +101,8 @@ class Synthetic:
         return inputs, drawn(len(inputs), kind, task.target_sample, task.classes)
 
 
-def _kind(feed: Feed) -> str:
-    return "float" if feed.spec.differentiable else feed.spec.dtype
+def _kind(given: ModelInput) -> str:
+    return "float" if given.spec.differentiable else given.spec.dtype
 
 
 def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
@@ -162,14 +162,14 @@ class Listed:
 def checked(task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str) -> Batch:
     """The user's samples. LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):
-        names = ", ".join(feed.name for feed in task.inputs)
+        names = ", ".join(one.name for one in task.inputs)
         raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")
-    for feed, x in zip(task.inputs, inputs, strict=True):
-        _fits(x, feed.sample, feed.spec.differentiable, f"{where}: input {feed.name!r}")
+    for one, x in zip(task.inputs, inputs, strict=True):
+        _fits(x, one.sample, one.spec.differentiable, f"{where}: input {one.name!r}")
         if len(x) != len(target):
-            raise LayerwiseError(f"{where}: {len(x)} samples of input {feed.name!r}, but {len(target)} targets")
-        if not feed.spec.differentiable and feed.values > 2:
-            _below(x, feed.values, f"{where}: input {feed.name!r}")
+            raise LayerwiseError(f"{where}: {len(x)} samples of input {one.name!r}, but {len(target)} targets")
+        if not one.spec.differentiable and one.values > 2:
+            _below(x, one.values, f"{where}: input {one.name!r}")
     _fits(target, task.target_sample, not task.labels, f"{where}: the target")
     if task.labels:
         _below(target, task.classes, f"{where}: the target (class indices)")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ModelInput:
     """One input of the model: its name, its tensor at the plan's batch, and how many values an integer of it has."""
 
     name: str
@@ -41,10 +41,10 @@ class Task:
     """
 
     batch: int
-    inputs: tuple[Feed, ...]
+    inputs: tuple[ModelInput, ...]
     predictions: tuple[TensorSpec, ...]
     loss: Loss | None = None
-    target: Feed | None = None
+    target: ModelInput | None = None
     slot: int = 0
     answer: int = 0
 
@@ -95,7 +95,7 @@ def task(graph: LayerGraph) -> Task:
     """What `graph` wants. LayerwiseError where it is neither a classifier nor ends in a loss."""
     uses = graph.consumers()
     feeds = [
-        Feed(layer.name, layer.out, _values(graph, uses, layer.name))
+        ModelInput(layer.name, layer.out, _values(graph, uses, layer.name))
         for layer in graph.layers
         if type(layer.op) is Input
     ]
@@ -121,7 +121,7 @@ def task(graph: LayerGraph) -> Task:
     return Task(graph.batch, tuple(feeds), tuple(end.out for end in ends))
 
 
-def _with_own_loss(graph: LayerGraph, feeds: list[Feed], end: Layer, loss: Loss, answer: int) -> Task:
+def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, loss: Loss, answer: int) -> Task:
     source = end.inputs[1]
     while not graph[source].end and len(graph[source].inputs) == 1:
         source = graph[source].inputs[0]  # a view of the target

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-Lane = tuple[str, Group, int, int]  # a use, the group, from, to
+Use = tuple[str, Group, int, int]  # a use, the group, from, to
 Message = tuple[str, "Tensor | str"]
 STOP: Final = None  # what a queue gives once a rank has failed
 
@@ -33,16 +33,16 @@ class _Hub:
     def __init__(self, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
         self.lock = threading.Lock()
-        self.queues: dict[Lane, SimpleQueue[Message | None]] = {}
+        self.queues: dict[Use, SimpleQueue[Message | None]] = {}
         self.stopped = False
 
-    def queue(self, lane: Lane) -> SimpleQueue[Message | None]:
+    def queue(self, use: Use) -> SimpleQueue[Message | None]:
         with self.lock:
-            if lane not in self.queues:
-                self.queues[lane] = SimpleQueue()
+            if use not in self.queues:
+                self.queues[use] = SimpleQueue()
                 if self.stopped:
-                    self.queues[lane].put(STOP)
-            return self.queues[lane]
+                    self.queues[use].put(STOP)
+            return self.queues[use]
 
     def stop(self) -> None:
         with self.lock:

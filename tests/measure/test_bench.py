@@ -12,7 +12,7 @@ from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
+from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.cells import wanted_cells
 from layerwise.measure.layers.measure import bench_of
@@ -31,20 +31,20 @@ def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.D
         layer.name: data.draw(brute.configs(layer.space, model.devices.count, most=2)) for layer in network.inner
     }
     for cell in wanted_cells(model, configs).values():
-        if not isinstance(cell.task, Task) or "float16" in cell.name:
+        if not isinstance(cell.spec, CellSpec) or "float16" in cell.name:
             continue
-        layer, bench = cell.task.layer, Bench(cell.task, CPU)
+        layer, bench = cell.spec.layer, Bench(cell.spec, CPU)
         for _ in range(2):  # what is left from the first step must not hinder the second
             try:
                 bench.forward()
             except ValueError as error:  # PyTorch refuses to normalise a single value
                 assert "more than 1" in str(error)  # noqa: PT017
-                assert not any(cell.task.shared)
+                assert not any(cell.spec.shared)
                 break
             assert bench.out is not None
-            assert tuple(bench.out.shape) == cell.task.owned.shape, layer.name
+            assert tuple(bench.out.shape) == cell.spec.owned.shape, layer.name
             leaves = bench.leaves
-            assert [leaf.requires_grad for leaf in leaves] == list(cell.task.wanted)
+            assert [leaf.requires_grad for leaf in leaves] == list(cell.spec.wanted)
             bench.backward()
             if bench.differentiable:
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in bench.trained)
@@ -63,9 +63,9 @@ def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch
     graph = b.finish([networks.add(b, "linear", Linear(12), [x])])
     model = CostModel(graph, brute.machine((4,)))
     cells = wanted_cells(model, {"linear": (Config.of({"k": 4}),)})
-    (task,) = (cell.task for cell in cells.values() if isinstance(cell.task, Task))
-    assert (task.cell.shape, task.owned.shape) == ((8, 12, 4), (8, 3))
-    bench = Bench(task, CPU)
+    (spec,) = (cell.spec for cell in cells.values() if isinstance(cell.spec, CellSpec))
+    assert (spec.cell.shape, spec.owned.shape) == ((8, 12, 4), (8, 3))
+    bench = Bench(spec, CPU)
     assert [tuple(p.shape) for p in bench.trained] == [(12, 4), (3,)]
     bench.forward()
     assert bench.out is not None
@@ -76,12 +76,12 @@ def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch
 
 def test_updates_and_losses() -> None:
     for optimizer in ("sgd", "momentum", "adam"):
-        update = bench_of(Update(optimizer, (6, 2)), CPU)
+        update = bench_of(UpdateSpec(optimizer, (6, 2)), CPU)
         assert isinstance(update, UpdateBench)
         before = [p.detach().clone() for p in update.parameters]
         update.forward()
         assert all((p != old).any() for p, old in zip(update.parameters, before, strict=True))
-    loss = bench_of(Loss(((4, 3), (2, 3, 5), (4,))), CPU)
+    loss = bench_of(LossSpec(((4, 3), (2, 3, 5), (4,))), CPU)
     assert isinstance(loss, LossBench)
     loss.forward()
     assert loss.total is not None

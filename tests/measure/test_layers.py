@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
-from layerwise.measure.bench import Mode, Update
+from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.layers import measure as layers
 from layerwise.measure.layers.cells import Wanted
 from layerwise.measure.layers.measure import Measuring
@@ -19,7 +19,7 @@ START = LayerTimes(Conditions("device", "2.13.0", "float32"))
 
 
 def cell(i: int, predicted_s: float = 1.0) -> Wanted:
-    return Wanted("conv", (i,), "conv", Update("sgd", (1,)), predicted_s, 0.0, Work(), Work())
+    return Wanted("conv", (i,), "conv", UpdateSpec("sgd", (1,)), predicted_s, 0.0, Work(), Work())
 
 
 class Machine:

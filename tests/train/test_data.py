@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.train.data import Schedule, load_data, order
+from layerwise.train.data import StepSampler, load_data, order
 from layerwise.train.task import task
 from tests.run.small_plans import graph
 
@@ -270,22 +270,22 @@ def test_a_model_that_is_no_classifier() -> None:
 
 
 def test_every_epoch_is_a_new_permutation() -> None:
-    schedule = Schedule(count=50, batch=8, seed=4)
-    assert (schedule.per_epoch, schedule.left_out) == (7, 0)
+    sampler = StepSampler(count=50, batch=8, seed=4)
+    assert (sampler.per_epoch, sampler.left_out) == (7, 0)
     epochs = []
     for epoch in range(3):
-        steps = [schedule.step(epoch * 7 + i) for i in range(7)]
+        steps = [sampler.step(epoch * 7 + i) for i in range(7)]
         assert [len(batch) for batches in steps for batch in batches] == [8] * 6 + [2]
         epochs.append(torch.cat([batch for batches in steps for batch in batches]).tolist())
         assert sorted(epochs[-1]) == list(range(50))
-        assert {schedule.epoch(epoch * 7 + i) for i in range(7)} == {epoch}
+        assert {sampler.epoch(epoch * 7 + i) for i in range(7)} == {epoch}
     assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0][:8] != Schedule(50, 8, seed=5).step(0)[0].tolist()
+    assert epochs[0][:8] != StepSampler(50, 8, seed=5).step(0)[0].tolist()
     assert torch.equal(order(50, 4, 1), order(50, 4, 1))
 
 
 def test_accumulated_steps_are_the_same_samples() -> None:
-    small, large = Schedule(50, 4, accumulate=3, seed=1), Schedule(50, 12, seed=1)
+    small, large = StepSampler(50, 4, accumulate=3, seed=1), StepSampler(50, 12, seed=1)
     assert small.per_epoch == large.per_epoch == 5
     for step in range(10):
         assert torch.equal(torch.cat(small.step(step)), torch.cat(large.step(step)))
@@ -293,14 +293,14 @@ def test_accumulated_steps_are_the_same_samples() -> None:
 
 
 def test_a_batch_too_short_to_cut_is_left_out() -> None:
-    schedule = Schedule(count=50, batch=8, least=4)
-    assert (schedule.per_epoch, schedule.left_out) == (6, 2)
-    assert sum(len(batch) for step in range(6) for batch in schedule.step(step)) == 48
-    assert Schedule(count=50, batch=8, least=2).left_out == 0
+    sampler = StepSampler(count=50, batch=8, least=4)
+    assert (sampler.per_epoch, sampler.left_out) == (6, 2)
+    assert sum(len(batch) for step in range(6) for batch in sampler.step(step)) == 48
+    assert StepSampler(count=50, batch=8, least=2).left_out == 0
 
 
 def test_too_few_samples() -> None:
     with pytest.raises(LayerwiseError, match=r"there are 5 samples .* batch of 8: search with a smaller"):
-        Schedule(5, 8)
+        StepSampler(5, 8)
     with pytest.raises(LayerwiseError, match="batch of 8 and --accumulate 4"):
-        Schedule(31, 8, accumulate=4)
+        StepSampler(31, 8, accumulate=4)

@@ -22,7 +22,7 @@ from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.train.compare import Outcome, difference, largest, outcome
 from layerwise.train.data import Data, load_data
-from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, evaluate, schedule
+from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, evaluate, sampler
 from layerwise.train.sources import Tensors
 from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan
@@ -54,7 +54,7 @@ def data_for(found: Plan, count: int = 26) -> Data:
 def trainer(found: Plan, comm: Comm, data: Data, settings: Settings, accumulate: int = 1) -> Trainer:
     loss = cross_entropy if found.io == "free" else None
     module = load(found, network(MLP, found.batch), comm=comm, dtype=torch.float64, loss=loss)
-    steps = schedule(found, data.train.count, accumulate, 7)
+    steps = sampler(found, data.train.count, accumulate, 7)
     return Trainer(module, data, steps, settings.build(module.parameters()), settings)
 
 
@@ -65,7 +65,7 @@ def in_plain_torch(made: Trainer, state: dict[str, Tensor], steps: int) -> tuple
     optimizer = made.settings.build(model.parameters())
     losses = []
     for step in range(steps):
-        (x,), y = made.data.train.batch(torch.cat(made.schedule.step(step)))
+        (x,), y = made.data.train.batch(torch.cat(made.sampler.step(step)))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -219,7 +219,7 @@ def test_a_loss_of_the_models_own(reduction: str, io: str, accumulate: int) -> N
 
     def rank(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
         module = load(found, own, comm=comm, dtype=torch.float64)
-        settings, steps = Settings("sgd", lr=0.01), schedule(found, 26, accumulate, 7)
+        settings, steps = Settings("sgd", lr=0.01), sampler(found, 26, accumulate, 7)
         made = Trainer(module, data, steps, settings.build(module.parameters()), settings)
         losses = [step.loss for step in made.run(5)]
         assert evaluate(module, data) is None
@@ -228,7 +228,7 @@ def test_a_loss_of_the_models_own(reduction: str, io: str, accumulate: int) -> N
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     results = run_threads(3, rank)  # the module has copied the values that the model has now
     plain = []
-    steps = schedule(found, 26, accumulate, 7)
+    steps = sampler(found, 26, accumulate, 7)
     for step in range(5):
         (x,), y = data.train.batch(torch.cat(steps.step(step)))
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS, rooflines, update_roofli
 from layerwise.cost.model import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.machine.layer_times import Extents, Work
-from layerwise.measure.bench import Loss, Task, Update
+from layerwise.measure.bench import CellSpec, LossSpec, UpdateSpec
 from layerwise.ops.base import Role
 
 Key = tuple[str, Extents]
@@ -32,7 +32,7 @@ class Wanted:
     name: str
     extents: Extents
     what: str
-    task: Task | Update | Loss
+    spec: CellSpec | UpdateSpec | LossSpec
     predicted_s: float
     bytes: float
     forward: Work
@@ -80,11 +80,11 @@ def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wa
     for i, row in enumerate(rows):
         if row not in wanted:
             shared = tuple(bool(column[i]) for column in columns)
-            task = Task(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
+            spec = CellSpec(layer, cells.cell(i), cells.owned(i, rank), flows, shared, uses)
             forward, backward = (Work(*work.work[i].tolist()) for work in both)
             time = float(predicted.forward[i] + predicted.backward[i])
             held = _bytes(layer, row, len(layer.stages))
-            wanted[row] = Wanted(name, row, layer.kinds, task, time, held, forward, backward)
+            wanted[row] = Wanted(name, row, layer.kinds, spec, time, held, forward, backward)
     return list(wanted.values())
 
 
@@ -108,7 +108,14 @@ def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[
             held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
             time = Work(*work.work[i].tolist())
             wanted[row] = Wanted(
-                update_name(optimizer), row, "update", Update(optimizer, row), float(predicted[i]), held, time, Work()
+                update_name(optimizer),
+                row,
+                "update",
+                UpdateSpec(optimizer, row),
+                float(predicted[i]),
+                held,
+                time,
+                Work(),
             )
     return list(wanted.values())
 
@@ -118,5 +125,5 @@ def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
     (row,) = extents(sink, layouts, fullest(sink, layouts), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
-    task = Loss(tuple(row[a:b] for a, b in pairwise(ends)))
-    return [Wanted(loss_name(sink), row, "loss", task, 0.0, 4 * size, Work(), Work())]
+    spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)))
+    return [Wanted(loss_name(sink), row, "loss", spec, 0.0, 4 * size, Work(), Work())]

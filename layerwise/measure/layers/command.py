@@ -26,7 +26,7 @@ from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.job import Job, Strategies, Summary, base_profile, terminable
-from layerwise.measure.layers.overhead import Load
+from layerwise.measure.layers.overhead import MakeModule
 
 
 def add(subparsers: Any) -> None:
@@ -55,7 +55,7 @@ def add(subparsers: Any) -> None:
     g.add_argument("--json", action="store_true", help="what was done, for programs")
 
 
-def run(args: argparse.Namespace, strategies: Strategies, load: Load) -> int:
+def run(args: argparse.Namespace, strategies: Strategies, make_module: MakeModule) -> int:
     """Measures, writes, prints.
 
     strategies: what a search thinks best, whose cells go first; load: the runtime, whose overhead is measured.
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, strategies: Strategies, load: Load) -> int:
         graph = fuse(load_model(args.model, batch, args.input_shape))
         job = Job(base, where, args.out, mode, graph, devices, options, space, args.budget)
         with terminable():
-            summary = job.run(strategies, load, quiet=args.json)
+            summary = job.run(strategies, make_module, quiet=args.json)
     if args.json:
         print(json.dumps(summary.as_dict(), indent=1))
     else:

@@ -25,7 +25,7 @@ from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import made
 from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
 from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.layers.overhead import Load, optimizer_call_s, overhead
+from layerwise.measure.layers.overhead import MakeModule, optimizer_call_s, overhead
 
 ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
 
@@ -70,11 +70,11 @@ class Job:
     budget_s: float
     cells: dict[Key, Wanted] = field(default_factory=dict)
 
-    def run(self, strategies: Strategies, load: Load, *, quiet: bool) -> Summary:
+    def run(self, strategies: Strategies, make_module: MakeModule, *, quiet: bool) -> Summary:
         """Measures what the budget allows. What was measured is kept whatever happens."""
         before = next((one for one in self.base.layers if one.conditions == self.where), LayerTimes(self.where))
         measuring = Measuring(replace(before, made=made(self.mode.device)), self.mode, self._save, self.budget_s)
-        self._overhead(measuring, load)
+        self._overhead(measuring, make_module)
         for _ in range(ROUNDS):
             model = self._model(measuring.known)
             best = strategies(model, self.space)
@@ -103,12 +103,12 @@ class Job:
             measuring.measure(cells, after)
         return measuring.taken - before
 
-    def _overhead(self, measuring: Measuring, load: Load) -> None:
+    def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
         """Of the runtime on a CPU. On a GPU the host runs ahead of the kernels, and what it does takes no time."""
         optimizer = self.options.optimizer
         step = (step_name(optimizer), ())
         if self.mode.device.type == "cpu" and not (measuring.has(step) and measuring.has((LAYER, ()))):
-            measured = overhead(optimizer, self.mode, load)
+            measured = overhead(optimizer, self.mode, make_module)
             measuring.call_s = measured.call_s
             measuring.add((LAYER, ()), measured.layer)
             measuring.add(step, measured.step)

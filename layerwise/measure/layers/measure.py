@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.cost.compute.fit import held_out_error
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
-from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
+from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.layers.cells import Key, Wanted
 from layerwise.measure.layers.cold import leave_only
 from layerwise.measure.layers.step import LossBench, UpdateBench
@@ -77,7 +77,7 @@ class Measuring:
         started = time.monotonic()
         try:
             cell_time = timed(cell, self.mode, stopwatch)
-            if isinstance(cell.task, Update):
+            if isinstance(cell.spec, UpdateSpec):
                 cell_time = replace(
                     cell_time,
                     forward_s=max(0.0, cell_time.forward_s + cell_time.backward_s - self.call_s),
@@ -107,18 +107,18 @@ class Measuring:
         self._saved_at = time.monotonic()
 
 
-def bench_of(task: Task | Update | Loss, mode: Mode) -> Timed:
+def bench_of(spec: CellSpec | UpdateSpec | LossSpec, mode: Mode) -> Timed:
     """The tensors of a task, ready to be timed."""
-    if isinstance(task, Update):
-        return UpdateBench(task, mode)
-    return LossBench(task, mode) if isinstance(task, Loss) else Bench(task, mode)
+    if isinstance(spec, UpdateSpec):
+        return UpdateBench(spec, mode)
+    return LossBench(spec, mode) if isinstance(spec, LossSpec) else Bench(spec, mode)
 
 
 def timed(cell: Wanted, mode: Mode, stopwatch: Stopwatch) -> CellTime:
     """Measures one cell. MemoryError, or torch's, where it does not fit; ValueError, RuntimeError of its kernels."""
     if cell.bytes > free_bytes(mode.device):
         raise MemoryError
-    bench = bench_of(cell.task, mode)
+    bench = bench_of(cell.spec, mode)
     before = [partial(leave_only, recent, mode.device) for recent in (*bench.recent, None)]
     reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
     forward, backward, forget = reading.seconds

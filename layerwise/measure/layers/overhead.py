@@ -13,7 +13,7 @@ from layerwise.config import Config, layout
 from layerwise.cost.compute.fullest import fullest
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine.layer_times import CellTime
-from layerwise.measure.bench import Bench, Loss, Mode, Task, Update
+from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.layers.cold import leave_only, own_cache_bytes
 from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
 from layerwise.measure.stopwatch import Reading, Stopwatch
@@ -24,7 +24,7 @@ from layerwise.tensor import TensorSpec
 
 SHORT, LONG = 2, 34  # layers of the chains
 BATCH, WIDTH = 8, 8  # and their tensors
-Load = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime's module of a plan on one device
+MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime's module of a plan on one device
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ def optimizer_call_s(optimizer: str, mode: Mode) -> float:
     return max(0.0, 2 * one - two)
 
 
-def overhead(optimizer: str, mode: Mode, load: Load) -> Overhead:
+def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
     """Steps of chains of 2 and of 34 layers, against the sum of their layers, loss and update by themselves.
 
     What a layer takes is measured where its tensors fill a core's own cache, as they do in networks: the runtime's
     code and objects have left it when the next layer comes.
     """
     stopwatch = Stopwatch(mode.device, 0.5, most=100)
-    tiny = _layer(WIDTH, optimizer, mode, load, stopwatch)
+    tiny = _layer(WIDTH, optimizer, mode, make_module, stopwatch)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
-    layer = _layer(wide, optimizer, mode, load, stopwatch).each if wide > WIDTH else tiny.each
+    layer = _layer(wide, optimizer, mode, make_module, stopwatch).each if wide > WIDTH else tiny.each
     first = _alone(_chain(SHORT, WIDTH), "first", mode, stopwatch)
     call_s = optimizer_call_s(optimizer, mode)
-    loss = stopwatch([(bench := LossBench(Loss(((BATCH, WIDTH),)), mode)).forward, bench.backward])
+    loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
     steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
     rest = [
@@ -75,8 +75,8 @@ class _Chains:
     each: CellTime
 
 
-def _layer(width: int, optimizer: str, mode: Mode, load: Load, stopwatch: Stopwatch) -> _Chains:
-    short, long = (_steps(_chain(count, width), optimizer, mode, load, stopwatch) for count in (SHORT, LONG))
+def _layer(width: int, optimizer: str, mode: Mode, make_module: MakeModule, stopwatch: Stopwatch) -> _Chains:
+    short, long = (_steps(_chain(count, width), optimizer, mode, make_module, stopwatch) for count in (SHORT, LONG))
     forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
     alone = _alone(_chain(SHORT, width), "link", mode, stopwatch).seconds
     spread = max(short.spread, long.spread)
@@ -93,11 +93,11 @@ def _chain(count: int, width: int) -> LayerGraph:
     return b.finish([x])
 
 
-def _steps(graph: LayerGraph, optimizer: str, mode: Mode, load: Load, stopwatch: Stopwatch) -> Reading:
+def _steps(graph: LayerGraph, optimizer: str, mode: Mode, make_module: MakeModule, stopwatch: Stopwatch) -> Reading:
     """Forward with the loss, backward, update of the runtime's own steps."""
     strategy = {layer.name: Config() for layer in graph.inner}
     plan = Plan("chain", graph.digest, BATCH, 1, 1, "sample", fused=False, strategy=strategy)
-    module = load(plan, graph, mode)
+    module = make_module(plan, graph, mode)
     update = optimizer_of(optimizer, list(module.parameters()))
     x, target = mode.filled((BATCH, WIDTH)), torch.zeros(BATCH, dtype=torch.int64, device=mode.device)
     losses: list[torch.Tensor] = []
@@ -119,8 +119,8 @@ def _alone(graph: LayerGraph, name: str, mode: Mode, stopwatch: Stopwatch) -> Re
     layer = graph[name]
     cells = fullest(layer, layout((Config(),), layer.space, 1))
     wanted = graph.flows_back(layer)
-    task = Task(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1)
-    bench = Bench(task, mode)
+    spec = CellSpec(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1)
+    bench = Bench(spec, mode)
     recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
     before = [partial(leave_only, tensors, mode.device) for tensors in recent]
     reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
@@ -129,5 +129,5 @@ def _alone(graph: LayerGraph, name: str, mode: Mode, stopwatch: Stopwatch) -> Re
 
 
 def _update(optimizer: str, mode: Mode, sizes: tuple[int, ...], stopwatch: Stopwatch) -> Reading:
-    bench = UpdateBench(Update(optimizer, sizes), mode)
+    bench = UpdateBench(UpdateSpec(optimizer, sizes), mode)
     return stopwatch([bench.forward])

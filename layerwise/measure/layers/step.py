@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from layerwise.measure.bench import Loss, Mode, Update
+from layerwise.measure.bench import LossSpec, Mode, UpdateSpec
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -20,10 +20,10 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 class UpdateBench:
     """An optimizer's step. `forward` does it; there is no way back."""
 
-    def __init__(self, task: Update, mode: Mode) -> None:
-        self.parameters = [nn.Parameter(mode.filled((size,))) for size in task.sizes]
-        self.values = [mode.filled((size,)) for size in task.sizes]
-        self.optimizer = optimizer_of(task.optimizer, self.parameters)
+    def __init__(self, spec: UpdateSpec, mode: Mode) -> None:
+        self.parameters = [nn.Parameter(mode.filled((size,))) for size in spec.sizes]
+        self.values = [mode.filled((size,)) for size in spec.sizes]
+        self.optimizer = optimizer_of(spec.optimizer, self.parameters)
 
     @property
     def recent(self) -> tuple[Sequence[Tensor], None]:
@@ -46,11 +46,11 @@ class UpdateBench:
 class LossBench:
     """The loss as `layerwise.run` takes it: cross-entropy over dimension 1 in float32, means added up."""
 
-    def __init__(self, task: Loss, mode: Mode) -> None:
-        self.outputs = [mode.filled(shape).requires_grad_() for shape in task.shapes]
+    def __init__(self, spec: LossSpec, mode: Mode) -> None:
+        self.outputs = [mode.filled(shape).requires_grad_() for shape in spec.shapes]
         self.targets = [
             torch.randint(shape[1], (shape[0], *shape[2:]), device=mode.device) if len(shape) > 1 else None
-            for shape in task.shapes
+            for shape in spec.shapes
         ]
         self.total: Tensor | None = None
 

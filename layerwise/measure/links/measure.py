@@ -70,7 +70,7 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
         if progress:
             progress(len(plan) + number, len(plan) + len(groups))
         alone = next(s for s in series if _of(s.curve, "all_reduce", shape))
-        overlaps.append(overlap(comm, shape, bucket(alone.curve)))
+        overlaps.append(overlap(comm, shape, bucket_bytes(alone.curve)))
     return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
 
 
@@ -181,7 +181,7 @@ def _with_further_messages(series: list[Series]) -> Iterator[Series]:
         yield s
 
 
-def bucket(curve: Curve) -> int:
+def bucket_bytes(curve: Curve) -> int:
     """Bytes of the largest all-reduce that was measured, of those that the runtime issues."""
     most = min(float(BUCKET_BYTES), curve.knots[-1][0])
     return max(size for size in SIZES if size <= most)
