@@ -51,7 +51,7 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
     for layer in network.inner:
         config = data.draw(st.sampled_from(brute.legal(layer.space.dims, graph.count)))
         lay = layout((config,), layer.space, graph.count)
-        for (p, _), held_by in zip(
+        for (_, p), held_by in zip(
             [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
         ):
             row = replicas(lay, tuple(sorted({m.source for m in p.maps if m.source is not None})), p.late)[0]
