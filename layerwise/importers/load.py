@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.models import find, names
+from layerwise.ops.base import Role
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,16 +72,19 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
     if suffix == ".onnx":
         from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 
-        weights = _Lazy(lambda: load_onnx_weights(spec))
+        weights = cache(load_onnx_weights)  # read again when the first value is asked for
         graph = from_onnx(spec, batch=batch)
-        return Network(graph, weights, {name: name for name in _names(graph)})
+        keys = {name: name for name in _names(graph)}
+        constants = [layer.name for layer in graph.layers if layer.role is Role.CONSTANT]
+        return Network(graph, {n: partial(_value, weights, spec, n) for n in (*keys, *constants)}, keys)
     if suffix in SUFFIXES:
         from layerwise.importers.torch.from_torch import import_torch
         from layerwise.importers.torch.load_pt2 import load_pt2, load_pt2_weights
 
         graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
-        values, keys = load_pt2_weights(spec)
-        return Network(graph.rebatch(batch), {**stored, **values}, {name: name for name in _names(graph)} | keys)
+        values, aliases = load_pt2_weights(spec)
+        keys = {name: name for name in _names(graph)} | aliases
+        return Network(graph.rebatch(batch), {**stored, **values}, keys)
     return _built_in(spec, batch)
 
 
@@ -142,35 +147,13 @@ def network_of(
     return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)
 
 
+def _value(read: Callable[[str], Mapping[str, object]], spec: str, name: str) -> object:
+    return read(spec).get(name)
+
+
 def _names(graph: LayerGraph) -> list[str]:
     """Parameters and buffers of a graph, tied ones included."""
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
-
-
-class _Lazy(Mapping[str, Callable[[], object]]):
-    """The values of an ONNX file, which is read again when the first is asked for."""
-
-    def __init__(self, read: Callable[[], Mapping[str, object]]) -> None:
-        self._read = read
-        self._values: Mapping[str, object] | None = None
-
-    @property
-    def values_(self) -> Mapping[str, object]:
-        if self._values is None:
-            self._values = self._read()
-        return self._values
-
-    def __getitem__(self, name: str) -> Callable[[], object]:
-        values = self.values_
-        if name not in values:
-            raise KeyError(name)
-        return lambda: values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_)
-
-    def __len__(self) -> int:
-        return len(self.values_)
 
 
 def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: tuple[int, ...] | None) -> Network:

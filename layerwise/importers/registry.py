@@ -123,9 +123,11 @@ class Built:
     parameters: tuple[Operand, ...] = ()
 
 
+Tensor: TypeAlias = Operand | Built
 # An Operand: the call changes nothing. A tuple: one result an output, None for one that is not made.
 Result: TypeAlias = Built | Operand | tuple["Result", ...] | None
 Build: TypeAlias = Callable[[Call], Result]
+Table: TypeAlias = Mapping[str, Build]  # by the operator's name, without its domain
 
 _builds: dict[str, Build] = {}
 

@@ -1,4 +1,8 @@
-"""Rows: (n, s, c) that a PyTorch program merges to (n*s, c), kept apart here."""
+"""Rows: (n, s, c) seen as (n*s, c) for a linear layer and back again.
+
+Models and exporters write linear layers on sequences so. Taken literally, s is lost (and n, where it is not the
+outermost), which can be split; so what takes row by row works on the tensor as it was before.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ from dataclasses import dataclass
 from math import prod
 
 from layerwise.importers.registry import Operand
+from layerwise.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An activation whose leading dimensions are merged; what takes row by row works on it as it was before.
-
-    (n, s, c) seen as (n*s, c) for a linear layer and back again would lose s, which can be split.
-    """
+    """An activation whose leading dimensions are merged; `shape` is what the model sees."""
 
     whole: Operand
     shape: tuple[int, ...]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """As the model sees it."""
+        named = "n" if "n" in self.whole.spec.dims else None
+        return TensorSpec(self.shape, (named, None), self.whole.spec.dtype)
 
 
 def before_merging(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...] | None:

@@ -178,9 +178,9 @@ def _fused(op: Fused, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
         for view in chain:
             x = run(view, [x], {})
         viewed.append(x)
-    count = len(viewed) - sum(f.extras for f in op.followers)
+    count = len(viewed) - sum(f.extras for f in op.epilogue)
     out, extras = run(op.main, viewed[:count], p), viewed[count:]
-    for i, f in enumerate(op.followers):
+    for i, f in enumerate(op.epilogue):
         given, extras = extras[: f.extras], extras[f.extras :]
         own = {name.removeprefix(f"{i}."): value for name, value in p.items() if name.startswith(f"{i}.")}
         out = run(f.op, [*given[: f.slot], out, *given[f.slot :]], own)

@@ -20,9 +20,10 @@ from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard
 from layerwise.importers.onnx.infer import extents, inferred
 from layerwise.importers.onnx.inputs import Inputs
 from layerwise.importers.onnx.ops.table import row
-from layerwise.importers.onnx.place import Held, Placer, Sharing, sharing_of
-from layerwise.importers.onnx.rows import Rows, merged_rows, split_again, takes_rows
+from layerwise.importers.onnx.place import Held, OnnxPlacer, Sharing, sharing_of
+from layerwise.importers.onnx.rows import merged_rows, split_again, takes_rows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
+from layerwise.importers.rows import Rows
 from layerwise.ops.loss import Loss
 from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
@@ -69,7 +70,7 @@ class _Importer:
     ) -> None:
         self.model, self.folder, self.title, self.inputs, self.known = model, folder, title, inputs, known
         self.opset = opset_of(model, title)
-        self.placer = Placer(GraphBuilder(title), sharing)
+        self.placer = OnnxPlacer(GraphBuilder(title), sharing)
         self.values: dict[str, Constant | Operand | Rows] = {}  # by name of the tensor
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
@@ -169,7 +170,6 @@ class _Importer:
                 f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported; "
                 f"register it with layerwise.register_op('{domain}::{node.op_type}', ...)"
             )
-        self.placer.begin()
         by_row = domain == "ai.onnx" and takes_rows(node, [self.values[name] if name else None for name in node.input])
         try:
             arguments = bind(node, schema, self.row_argument if by_row else self.argument)

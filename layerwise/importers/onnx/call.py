@@ -10,10 +10,8 @@ import onnx
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Argument, Built, Call, Operand
+from layerwise.importers.registry import Argument, Call, Operand
 from layerwise.tensor import TensorSpec
-
-Tensor = Operand | Built
 
 
 def element_type(code: int) -> str:
@@ -84,12 +82,6 @@ def recast(x: Operand, shape: tuple[int, ...]) -> Operand:
         raise LayerwiseError(f"{x.name!r} of shape {x.shape} cannot be read as {shape}")
     value = None if x.value is None else x.value.reshape(shape)
     return replace(x, spec=TensorSpec(shape, (None,) * len(shape), x.spec.dtype), value=value)
-
-
-def turned(x: Operand) -> Operand:
-    """A stored matrix read transposed."""
-    spec = TensorSpec(x.shape[::-1], (None,) * len(x.shape), x.spec.dtype)
-    return replace(x, spec=spec, value=None if x.value is None else x.value.T, transposed=not x.transposed)
 
 
 def axis(call: Call, rank: int, name: str = "axis") -> int:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from onnx import GraphProto, NodeProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.labels import Labels, asked_labels, usual_labels
 from layerwise.importers.onnx.call import element_type
-from layerwise.tensor import LABELS, TensorSpec
+from layerwise.tensor import TensorSpec
 
 Extent = int | str | None  # fixed, named or simply open
-Labels = Sequence[str | None]
 
-IMAGES: dict[int, tuple[str | None, ...]] = {1: ("n",), 4: ("n", "c", "h", "w"), 5: ("n", "c", "d", "h", "w")}
 SIGNALS = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool",
            "BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN")  # fmt: skip
 PASSED = ("Cast", "Dropout", "Identity", "Pad")  # on the way to the first use
@@ -95,21 +94,10 @@ def _spec(info: ValueInfoProto, shape: Sequence[Extent], labels: Labels) -> Tens
 def _labels(graph: GraphProto, info: ValueInfoProto, rank: int, asked: Labels | None) -> tuple[str | None, ...]:
     """Those that are asked for, or by rank and first use."""
     if asked is not None:
-        named = [d for d in asked if d is not None]
-        if len(asked) != rank:
-            raise LayerwiseError(f"dims: input {info.name!r} has {rank} dimensions, not {len(asked)} {tuple(asked)}")
-        if any(d not in LABELS for d in named) or len(set(named)) < len(named):
-            raise LayerwiseError(
-                f"dims: {tuple(asked)} of input {info.name!r}: use each of {', '.join(LABELS)} once, or None"
-            )
-        return tuple(asked)
+        return asked_labels(info.name, rank, asked)
     use = _first_use(graph, info.name)
-    if rank == 2:
-        return ("n", "c") if "float" in element_type(info.type.tensor_type.elem_type) else ("n", "s")
-    if rank == 3:
-        labels: tuple[str | None, ...] = ("n", "c", "l") if use and use.op_type in SIGNALS else ("n", "s", "c")
-    else:
-        labels = IMAGES.get(rank, ("n",) + (None,) * (rank - 1) if rank else ())
+    signal = use is not None and use.op_type in SIGNALS
+    labels = usual_labels(rank, element_type(info.type.tensor_type.elem_type) if rank == 2 else "", signal=signal)
     if rank >= 4 and use is not None and use.op_type == "Transpose":
         order = next((tuple(a.ints) for a in use.attribute if a.name == "perm"), ())
         if order == (0, rank - 1, *range(1, rank - 1)):  # channels last, as TensorFlow has them

@@ -1,21 +1,16 @@
-"""Rows: (n, s, c) seen as (n*s, c) for a linear layer and back again.
-
-Exporters write linear layers on sequences so. Taken literally, s is lost (and n, where it is not the outermost), which
-can be split; so what takes row by row works on the tensor as it was before.
-"""
+"""Which nodes of an ONNX model take row by row, and which reshapes make rows of a tensor and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from onnx import NodeProto
 
 from layerwise.importers.onnx.constants import Constant
 from layerwise.importers.registry import Built, Operand, Result
+from layerwise.importers.rows import Rows
 from layerwise.ops.view import Reshape
-from layerwise.tensor import TensorSpec
 
 # One element from one, or one row from one where the other operands are stored.
 ELEMENTWISE = frozenset({
@@ -23,20 +18,6 @@ ELEMENTWISE = frozenset({
     "Log", "Mish", "Neg", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh",
 })  # fmt: skip
 WITH_STORED = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """An activation whose leading dimensions are merged; `shape` is what the model sees."""
-
-    whole: Operand
-    shape: tuple[int, ...]
-
-    @property
-    def spec(self) -> TensorSpec:
-        """As the model sees it."""
-        named = "n" if "n" in self.whole.spec.dims else None
-        return TensorSpec(self.shape, (named, None), self.whole.spec.dtype)
 
 
 def merged_rows(result: Result) -> tuple[int, ...] | None:

@@ -11,7 +11,8 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import GraphBuilder, LayerGraph
-from layerwise.importers.registry import Argument, Built, Call, Operand, Result
+from layerwise.importers.registry import Argument, Built, Call, Operand
+from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.losses import follows
 from layerwise.importers.torch.memory import Memory, in_place
@@ -19,15 +20,13 @@ from layerwise.importers.torch.names import input_spec, layer_names
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
-from layerwise.importers.torch.parameters import shared_parameters, without_ones
+from layerwise.importers.torch.parameters import shared_parameters
+from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
-from layerwise.importers.torch.rows import Rows, before_merging
 from layerwise.importers.torch.types import typed
 from layerwise.importers.torch.writes import check_written, separate_writes
-from layerwise.ops.ends import Constant
 from layerwise.ops.loss import Loss
-from layerwise.ops.pointwise import Binary
-from layerwise.ops.view import Permute, Reshape
+from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name
@@ -42,40 +41,37 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
         self.program = program = separate_writes(program)
-        self.builder = GraphBuilder(title)
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
-        self.sources: dict[str, str] = {}  # parameters and constants -> their node
-        self.made: dict[int, tuple[Built, Operand]] = {}  # by id, as one may be the input of several
         self.buffers = {s.value.name: s.target for s in program.sources if s.kind == "buffer"}
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
         self.memory = Memory(program)
-        self.uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
+        uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
+        self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
         self.batch = next((s.value.shape[0] for s in inputs if s.value.shape), 0)
         for i, source in enumerate(inputs):
             spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
-            self.values[source.value.name] = self.activation(self.builder.input(source.target, spec))
+            self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))
         shared = shared_parameters(program)
-        self.shapes: dict[str, TensorSpec] = {}
         for source in program.sources:
             value, target = source.value, source.target
             if 0 in value.shape:
                 self.nothing.add(value.name)
             if source.kind == "input" or 0 in value.shape:
                 continue
-            self.shapes[target] = _spec(value)
+            placer.shapes[target] = _spec(value)
             if source.kind == "parameter":
                 self.values[value.name] = Operand("parameter", target, _spec(value))
                 if value.name in shared and value.shape:
                     labels = ("c", *(None,) * (len(value.shape) - 1))
-                    self.sources[target] = self.builder.tied(target, replace(_spec(value), dims=labels))
+                    placer.sources[target] = placer.builder.tied(target, replace(_spec(value), dims=labels))
             else:
                 self.constants.store(value.name, target, value.shape, source.read)
                 self.values[value.name] = Operand("constant", target, _spec(value), self.constants.value(value.name))
@@ -100,8 +96,8 @@ class _Importer:
         fed = {self.operand(Ref(s.value.name)).name for s in self.program.sources if s.kind == "input"}
         computed = dict.fromkeys(o.name for o in outputs if o.activation)
         if computed.keys() <= fed:
-            raise LayerwiseError(f"model {self.builder.name!r} computes nothing from its inputs")
-        return self.builder.finish(list(computed))
+            raise LayerwiseError(f"model {self.placer.builder.name!r} computes nothing from its inputs")
+        return self.placer.builder.finish(list(computed))
 
     def call(self, place: int, node: Node) -> None:
         """One call: a constant, a layer or several, or nothing."""
@@ -143,7 +139,7 @@ class _Importer:
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
             result = typed(
-                node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch), self.place
+                node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch), self.placer.place
             )
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
@@ -151,7 +147,7 @@ class _Importer:
         for value, made in zip(node.outputs, results, strict=False):
             if value is None or made is None or isinstance(made, tuple):
                 continue
-            operand = self.place(made, self.names[node.name])
+            operand = self.placer.place(made, self.names[node.name])
             if not by_row and value.shape not in ((), operand.shape):  # a loss is a number a sample here
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
@@ -205,7 +201,7 @@ class _Importer:
         if shape is None:
             return False
         if shape != whole.shape:
-            whole = self.place(Built(Reshape(shape), (whole,)), self.names[node.name])
+            whole = self.placer.place(Built(Reshape(shape), (whole,)), self.names[node.name])
         self.values[out.name] = Rows(whole, out.shape)
         return True
 
@@ -229,7 +225,7 @@ class _Importer:
         name = self.memory.current(ref.name)
         value = self.values[name]
         if isinstance(value, Rows):
-            value = self.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
+            value = self.placer.place(Built(Reshape(value.shape), (value.whole,)), f"{value.whole.name}.rows")
             self.values[name] = value
         return value
 
@@ -245,64 +241,6 @@ class _Importer:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         return str(value).removeprefix("torch.")  # dtypes, devices, layouts
-
-    def place(self, result: Result, name: str) -> Operand:
-        """Adds the layers of a row's result."""
-        if isinstance(result, Operand):
-            return result
-        assert isinstance(result, Built)
-        if id(result) in self.made:
-            return self.made[id(result)][1]
-        op, inputs, parameters = result.op, result.inputs, result.parameters
-        placed = [self.place(i, f"{name}.{i.op.kind}" if isinstance(i, Built) else name) for i in inputs]
-        if isinstance(op, Binary) and parameters and self.stands_alone(parameters[0]):
-            placed = [parameters[0], *placed] if op.swapped else [*placed, parameters[0]]
-            op, parameters = Binary(op.fn, arguments=op.arguments), ()
-        elif isinstance(op, Binary) and parameters and parameters[0].role == "parameter":
-            op = replace(op, stored=without_ones(parameters[0].shape, self.shapes[parameters[0].name].shape))
-        for p in parameters:
-            if self.is_reshaped(p):
-                raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
-        layer = self.builder.add(name, op, [self.source(p) for p in placed], [p.name for p in parameters])
-        operand = self.activation(layer)
-        self.made[id(result)] = (result, operand)  # kept alive, or its id would be another's
-        return operand
-
-    def stands_alone(self, p: Operand) -> bool:
-        """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
-        shared = p.role == "constant" and self.uses[p.name.removesuffix(".not")] > 1
-        return shared or self.is_reshaped(p) or (p.role == "parameter" and self.is_merged(p))
-
-    def is_merged(self, p: Operand) -> bool:
-        """Whether a parameter is used in a shape that differs from its own by more than extents of 1."""
-        own = self.shapes[p.name].shape
-        return not p.transposed and p.shape != own and without_ones(p.shape, own) is None
-
-    def is_reshaped(self, p: Operand) -> bool:
-        """Whether a parameter with a node of its own is used in another shape than it has."""
-        return p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
-
-    def source(self, x: Operand) -> str:
-        """The layer that gives an operand; parameters and constants become nodes of their own."""
-        if x.activation:
-            return x.name
-        if x.role == "constant":
-            if x.name not in self.sources:
-                self.sources[x.name] = self.builder.add(x.name, Constant(_labelled(x.spec)), ())
-            return self.sources[x.name]
-        base = self.shapes[x.name]
-        if x.name not in self.sources:
-            labels = (*(None,) * (len(base.shape) - 1), "c") if base.shape else ()
-            self.sources[x.name] = self.builder.tied(x.name, replace(base, dims=labels))
-        node = self.sources[x.name]
-        if x.transposed:
-            return self.builder.add(f"{x.name}.permute", Permute((1, 0)), [node])
-        if x.shape != base.shape:
-            return self.builder.add(f"{x.name}.reshape", Reshape(x.shape), [node])
-        return node
-
-    def activation(self, layer: str) -> Operand:
-        return Operand("activation", layer, self.builder.spec(layer))
 
     def known(self, ref: Ref) -> Operand | Rows | None:
         """A tensor; None for one without elements."""
@@ -334,13 +272,6 @@ class _Importer:
 
 def _spec(value: Value) -> TensorSpec:
     return TensorSpec(value.shape, (None,) * len(value.shape), value.dtype)
-
-
-def _labelled(spec: TensorSpec) -> TensorSpec:
-    """A constant that is a source: positions and token types are sequences."""
-    if spec.differentiable or not 1 <= len(spec.shape) <= 2:
-        return spec
-    return replace(spec, dims=(*spec.dims[:-1], "s"))
 
 
 def _whole(bound: dict[str, Argument]) -> Operand:

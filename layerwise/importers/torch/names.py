@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from layerwise.errors import LayerwiseError
+from layerwise.importers.labels import asked_labels, usual_labels
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.program import Node, Program, Source, module_path
-from layerwise.tensor import LABELS, TensorSpec
+from layerwise.tensor import TensorSpec
 
-IMAGES: dict[int, tuple[str | None, ...]] = {1: ("n",), 4: ("n", "c", "h", "w"), 5: ("n", "c", "d", "h", "w")}
 SIGNALS = ("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d",
            "batch_norm", "instance_norm", "group_norm")  # fmt: skip
 
@@ -44,26 +43,11 @@ def input_spec(program: Program, source: Source, batch: int, dims: Sequence[str 
     value = source.value
     rank = len(value.shape)
     if dims is not None:
-        labels = tuple(dims)
-        _check(source.target, rank, labels)
-    elif rank == 2:
-        labels = ("n", "c") if "float" in value.dtype else ("n", "s")
-    elif rank == 3:
-        labels = ("n", "c", "l") if _is_signal(program, value.name) else ("n", "s", "c")
-    else:
-        labels = IMAGES.get(rank, ("n",) + (None,) * (rank - 1) if rank else ())
-    if dims is None and rank and value.shape[0] != batch:
+        return TensorSpec(value.shape, asked_labels(source.target, rank, dims), value.dtype)
+    labels = usual_labels(rank, value.dtype, signal=_is_signal(program, value.name))
+    if rank and value.shape[0] != batch:
         labels = (None, *labels[1:])  # a table that is fed beside the samples
     return TensorSpec(value.shape, labels, value.dtype)
-
-
-def _check(name: str, rank: int, labels: tuple[str | None, ...]) -> None:
-    if len(labels) != rank:
-        raise LayerwiseError(f"dims: input {name!r} has {rank} dimensions, not {len(labels)} {labels}")
-    named = [d for d in labels if d is not None]
-    wrong = [d for d in named if d not in LABELS]
-    if wrong or len(set(named)) < len(named):
-        raise LayerwiseError(f"dims: {labels} of input {name!r}: use each of {', '.join(LABELS)} once, or None")
 
 
 def _is_signal(program: Program, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from layerwise.importers.torch.program import Node, Program, Ref
@@ -17,6 +17,8 @@ _BETWEEN = (
     "aten::view", "aten::reshape", "aten::squeeze.dim", "aten::unsqueeze", "aten::pad", "aten::constant_pad_nd"
 )  # fmt: skip
 
+Made = dict[str, Node]  # by the name of a value, the node that makes it
+Match = tuple[dict[str, object], list[Node]]  # arguments of the call that replaces a node, and the nodes behind it
 Drawn = tuple[object, object, list[Node]]  # what is dropped, the chance to be kept, and the nodes that draw
 
 
@@ -27,23 +29,33 @@ def rewrite(program: Program) -> Program:
 
 def _drop_paths(program: Program) -> Program:
     """Stochastic depth: some samples become zeros."""
+
+    def match(node: Node, made: Made) -> Match | None:
+        drawn = _floored(node, made) or _tossed(node, made) if node.target == "aten::mul.Tensor" else None
+        if drawn is None:
+            return None
+        x, keep, chain = drawn
+        assert isinstance(keep, (int, float))
+        return {"input": x, "p": 1 - keep}, chain
+
+    return _replaced(program, DROP_PATH, match)
+
+
+def _replaced(program: Program, target: str, match: Callable[[Node, Made], Match | None]) -> Program:
+    """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
     uses = Counter(_used(program))
     found: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
-        drawn = _floored(node, made) or _tossed(node, made) if node.target == "aten::mul.Tensor" else None
-        if drawn is None or any(uses[n.name] > 1 for n in drawn[2]):
-            continue
-        x, keep, chain = drawn
-        assert isinstance(keep, (int, float))
-        found[node.name] = replace(node, target=DROP_PATH, arguments={"input": x, "p": 1 - keep}, overload=None)
-        gone |= {n.name for n in chain}
-    nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
-    return replace(program, nodes=nodes)
+        matched = match(node, made)
+        if matched is not None and all(uses[n.name] <= 1 for n in matched[1]):
+            found[node.name] = replace(node, target=target, arguments=matched[0], overload=None)
+            gone |= {n.name for n in matched[1]}
+    return replace(program, nodes=tuple(found.get(n.name, n) for n in program.nodes if n.name not in gone))
 
 
-def _floored(node: Node, made: dict[str, Node]) -> Drawn | None:
+def _floored(node: Node, made: Made) -> Drawn | None:
     """x / keep * floor(keep + rand(n, 1, ...)), as Hugging Face writes it."""
     scaled = _maker(node.arguments["self"], made)
     chain = _behind(node.arguments["other"], ("aten::floor", "aten::add.Tensor", "aten::rand"), made)
@@ -54,7 +66,7 @@ def _floored(node: Node, made: dict[str, Node]) -> Drawn | None:
     return (scaled.arguments["self"], keep, [scaled, *chain]) if alike else None
 
 
-def _tossed(node: Node, made: dict[str, Node]) -> Drawn | None:
+def _tossed(node: Node, made: Made) -> Drawn | None:
     """x * (empty(n, 1, ...).bernoulli_(keep) / keep), as torchvision and timm write it."""
     for empty in ("aten::empty.memory_format", "aten::new_empty"):
         targets = ("aten::div.Tensor", "aten::bernoulli.float", empty)
@@ -66,7 +78,7 @@ def _tossed(node: Node, made: dict[str, Node]) -> Drawn | None:
     return None
 
 
-def _behind(value: object, targets: Sequence[str], made: dict[str, Node]) -> list[Node] | None:
+def _behind(value: object, targets: Sequence[str], made: Made) -> list[Node] | None:
     """The nodes that make a value, the last first, each of the one after it, in place or not. None if others do."""
     chain: list[Node] = []
     for target in targets:
@@ -87,18 +99,12 @@ def _one_a_sample(drawn: Node, product: Node) -> bool:
 
 def _local_response_norms(program: Program) -> Program:
     """x / (k + alpha * average_pool(pad(x²)))^beta, as torch.nn.functional.local_response_norm exports."""
-    made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    uses = Counter(_used(program))
-    found: dict[str, Node] = {}
-    gone: set[str] = set()
-    for node in program.nodes:
+
+    def match(node: Node, made: Made) -> Match | None:
         chain = _chain(node, made)
         if chain is None:
-            continue
+            return None
         power, add, mul, pool, squares = chain[0], chain[1], chain[2], chain[-1], chain[-2]
-        inner = {n.name for n in chain}
-        if any(uses[n.name] > 1 for n in chain):
-            continue
         kernel = pool.arguments["kernel_size"]
         assert isinstance(kernel, tuple)
         bound = {
@@ -108,13 +114,12 @@ def _local_response_norms(program: Program) -> Program:
             "beta": power.arguments["exponent"],
             "k": add.arguments["other"],
         }
-        found[node.name] = replace(node, target=LOCAL_RESPONSE_NORM, arguments=bound, overload=None)
-        gone |= inner
-    nodes = tuple(found.get(node.name, node) for node in program.nodes if node.name not in gone)
-    return replace(program, nodes=nodes)
+        return bound, chain
+
+    return _replaced(program, LOCAL_RESPONSE_NORM, match)
 
 
-def _chain(node: Node, made: dict[str, Node]) -> list[Node] | None:
+def _chain(node: Node, made: Made) -> list[Node] | None:
     """The nodes behind the division: pow, add, mul, views and padding, x², and last the pool. None if it is no LRN."""
     if node.target != "aten::div.Tensor":
         return None
@@ -165,7 +170,7 @@ def _batch_means(program: Program) -> Program:
     return replace(program, nodes=tuple(nodes))
 
 
-def _maker(value: object, made: dict[str, Node]) -> Node | None:
+def _maker(value: object, made: Made) -> Node | None:
     return made.get(value.name) if isinstance(value, Ref) else None
 
 

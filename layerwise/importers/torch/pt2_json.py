@@ -25,6 +25,7 @@ from layerwise.importers.torch.program import (
     Source,
     Stack,
     Value,
+    bind,
     control_flow,
     detached,
     left_open,
@@ -156,7 +157,7 @@ class _Reader:
             inputs = map(mapping, sequence(node["inputs"]))
             given = {text(i["name"]): self.argument(mapping(i["arg"])) for i in inputs}
             if overload is not None:
-                given = _with_defaults(overload, given)
+                given = bind(overload, (), given)
             own = node.get("name") or next((name for name in names if name), called)
             outputs = tuple(self.value(name) if name in self.tensors else None for name in names)
             self.nodes.append(Node(self.prefix + text(own), called, given, outputs, stack, overload))
@@ -284,14 +285,6 @@ def _overload(namespace: str, name: str, overload: str) -> torch._ops.OpOverload
     """The operator, if torch knows it in this process."""
     found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     return found if isinstance(found, torch._ops.OpOverload) else None
-
-
-def _with_defaults(overload: torch._ops.OpOverload, given: Mapping[str, object]) -> dict[str, object]:
-    bound: dict[str, object] = {}
-    for argument in overload._schema.arguments:
-        default = argument.default_value
-        bound[argument.name] = given.get(argument.name, tuple(default) if isinstance(default, list) else default)
-    return bound
 
 
 def _stack(said: str) -> Stack:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import (
-    Tensor,
     axes,
     axis,
     integers,
     optional,
     recast,
     text,
-    turned,
     weights,
 )
 from layerwise.importers.onnx.ops.pointwise import both
-from layerwise.importers.registry import Build, Built, Call, Operand, Result
-from layerwise.importers.torch.ops.matrix import einsum
-from layerwise.importers.torch.ops.views import permuted, reshaped
+from layerwise.importers.products import einsum, linear_layer
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.tensors import permuted, reshaped, turned
 from layerwise.ops.attention import Attention
 from layerwise.ops.conv import Conv, ConvTranspose, Pads
-from layerwise.ops.linear import Linear, MatMul
+from layerwise.ops.linear import MatMul
 from layerwise.ops.loss import Loss
 from layerwise.ops.pointwise import Unary
 from layerwise.ops.pool import AdaptivePool, Pool
@@ -131,12 +129,6 @@ def global_max_pool(call: Call) -> Result:
     return Built(AdaptivePool("max", (1,) * (len(x.shape) - 2)), (x,))
 
 
-def linear(x: Tensor, weight: Operand, bias: tuple[Operand, ...] = ()) -> Built:
-    """x @ weight + bias. The matrix stays as it is stored: (in, out), or (out, in) where `weight` is its transpose."""
-    op = Linear(weight.shape[1], bool(bias), transposed=not weight.transposed)
-    return Built(op, (x,), (turned(weight) if weight.transposed else weight, *bias))
-
-
 def gemm(call: Call) -> Result:
     """alpha · A' · B' + beta · C."""
     a, b = call.operand("A"), call.operand("B")
@@ -149,19 +141,15 @@ def gemm(call: Call) -> Result:
         b = turned(b) if call.flag("transB") else b
         plain = alpha == beta == 1 and c is not None and not c.activation and c.spec.volume == b.shape[1]
         if plain and c is not None and c.shape in ((b.shape[1],), (1, b.shape[1])):
-            return linear(left, b, (recast(c, (b.shape[1],)),))
-        product: Tensor = linear(left, b)
+            return linear_layer(left, b, recast(c, (b.shape[1],)))
+        product: Tensor = linear_layer(left, b)
     else:
         right: Tensor = b
         if call.flag("transB"):
             right = permuted(b, (1, 0)) if b.activation else turned(b)
         product = Built(MatMul(), (left, right))
-    if alpha != 1:
-        product = Built(Unary("mul_scalar", (alpha,)), (product,))
-    if c is None:
-        return product
-    addend: Tensor = c if beta == 1 else Built(Unary("mul_scalar", (beta,)), (c,))
-    return both("add", product, addend)
+    product = scaled(product, alpha)
+    return product if c is None else both("add", product, scaled(c, beta))
 
 
 def matmul(call: Call) -> Result:
@@ -169,7 +157,7 @@ def matmul(call: Call) -> Result:
     if a.activation and not b.activation and len(b.shape) == 2 and a.shape:
         if a.shape[-1] != b.shape[0]:
             raise LayerwiseError(f"a matrix of {b.shape} does not fit an input of {a.shape}")
-        return linear(a, b)
+        return linear_layer(a, b)
     return Built(MatMul(), (a, b))
 
 
@@ -260,7 +248,7 @@ def _heads(x: Operand, count: int) -> Tensor:
     return permuted(reshaped(x, (n, s, count, width // count)), (0, 2, 1, 3))
 
 
-LAYERS: dict[str, Callable[[Call], Result]] = {
+LAYERS: Table = {
     "Conv": conv,
     "ConvTranspose": conv_transpose,
     "MaxPool": max_pool,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import axis, optional, recast, weights
-from layerwise.importers.registry import Built, Call, Operand, Result
+from layerwise.importers.registry import Built, Call, Operand, Result, Table
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.pointwise import Binary, Unary
 from layerwise.ops.reduce import Reduce
@@ -66,7 +64,7 @@ def lp_normalization(call: Call) -> Result:
     return Built(Binary("div"), (x, norm))
 
 
-NORMS: dict[str, Callable[[Call], Result]] = {
+NORMS: Table = {
     "BatchNormalization": batch_norm,
     "LayerNormalization": layer_norm,
     "RMSNormalization": rms_norm,

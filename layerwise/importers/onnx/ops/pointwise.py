@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce as folded
 from math import inf, isclose
@@ -10,21 +9,12 @@ from math import inf, isclose
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.onnx.call import Tensor, element_type, number, operands, recast, text
+from layerwise.importers.functions import gelu, scaled, unary
+from layerwise.importers.onnx.call import element_type, number, operands, recast
 from layerwise.importers.onnx.constants import thin
-from layerwise.importers.registry import Build, Built, Call, Operand, Result
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.tensor import TensorSpec
-
-
-def unary(fn: str) -> Build:
-    """A function without attributes."""
-    return lambda call: Built(Unary(fn), (call.tensors[0],))
-
-
-def scaled(fn: str, attribute: str) -> Build:
-    """A function with one attribute, which ours takes as well."""
-    return lambda call: Built(Unary(fn, (call.number(attribute),)), (call.tensors[0],))
 
 
 def selu(call: Call) -> Result:
@@ -33,7 +23,7 @@ def selu(call: Call) -> Result:
     # https://pytorch.org/docs/stable/generated/torch.nn.SELU.html has these two built in.
     if isclose(alpha, 1.6732632423543772, rel_tol=1e-5) and isclose(gamma, 1.0507009873554805, rel_tol=1e-5):
         return Built(Unary("selu"), (x,))
-    return Built(Unary("mul_scalar", (gamma,)), (Built(Unary("elu", (alpha,)), (x,)),))
+    return scaled(Built(Unary("elu", (alpha,)), (x,)), gamma)
 
 
 def hard_sigmoid(call: Call) -> Result:
@@ -41,7 +31,7 @@ def hard_sigmoid(call: Call) -> Result:
     x = call.tensors[0]
     if isclose(alpha, 1 / 6, rel_tol=1e-5) and beta == 0.5:
         return Built(Unary("hardsigmoid"), (x,))
-    line = Built(Unary("add_scalar", (beta,)), (Built(Unary("mul_scalar", (alpha,)), (x,)),))
+    line = Built(Unary("add_scalar", (beta,)), (scaled(x, alpha),))
     return Built(Unary("clamp", (0.0, 1.0)), (line,))
 
 
@@ -56,12 +46,8 @@ def swish(call: Call) -> Result:
     alpha, x = call.number("alpha"), call.tensors[0]
     if alpha == 1:
         return Built(Unary("silu"), (x,))
-    gate = Built(Unary("sigmoid"), (Built(Unary("mul_scalar", (alpha,)), (x,)),))
+    gate = Built(Unary("sigmoid"), (scaled(x, alpha),))
     return Built(Binary("mul"), (x, gate))
-
-
-def gelu(call: Call) -> Result:
-    return Built(Unary("gelu_tanh" if text(call, "approximate") == "tanh" else "gelu"), (call.tensors[0],))
 
 
 def clip(call: Call) -> Result:
@@ -206,7 +192,7 @@ def mean(call: Call) -> Result:
     count = len(call.tensors)
     total = chain("add", "add_scalar")(call)
     assert isinstance(total, (Operand, Built))
-    return total if count == 1 else Built(Unary("mul_scalar", (1 / count,)), (total,))
+    return scaled(total, 1 / count)
 
 
 _SAME_NAME: dict[str, str] = {
@@ -218,11 +204,11 @@ _SAME_NAME: dict[str, str] = {
     "IsNaN": "isnan", "BitwiseNot": "bitwise_not",
 }  # fmt: skip
 
-POINTWISE: dict[str, Callable[[Call], Result]] = {
+POINTWISE: Table = {
     **{name: unary(fn) for name, fn in _SAME_NAME.items()},
-    "Elu": scaled("elu", "alpha"),
-    "Celu": scaled("celu", "alpha"),
-    "LeakyRelu": scaled("leaky_relu", "alpha"),
+    "Elu": unary("elu", "alpha"),
+    "Celu": unary("celu", "alpha"),
+    "LeakyRelu": unary("leaky_relu", "alpha"),
     "ThresholdedRelu": lambda call: Built(Unary("threshold", (call.number("alpha"), 0.0)), (call.tensors[0],)),
     "Selu": selu,
     "HardSigmoid": hard_sigmoid,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import floor, isfinite, prod
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import (
-    Tensor,
     axes,
     axis,
     integers,
@@ -24,9 +22,10 @@ from layerwise.importers.onnx.call import (
     text,
 )
 from layerwise.importers.onnx.ops.pointwise import few
-from layerwise.importers.registry import Built, Call, Operand, Result
-from layerwise.importers.torch.ops.index import gathered
-from layerwise.importers.torch.ops.views import expanded, joined, permuted, reshaped, sliced
+from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.tensors import depth_to_space as to_space
+from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced
+from layerwise.importers.tensors import space_to_depth as to_depth
 from layerwise.ops.embed import Embedding
 from layerwise.ops.learned import Learned
 from layerwise.ops.resample import Interpolate, Pad
@@ -38,7 +37,6 @@ PADDINGS: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
     "constant": "constant", "edge": "replicate", "reflect": "reflect", "wrap": "circular",
 }  # fmt: skip
 LONGEST = 1 << 20  # extent after resampling
-MOST_PIECES = 64  # copies of a tensor, joined
 
 
 def reshape(call: Call) -> Result:
@@ -105,24 +103,14 @@ def expand(call: Call) -> Result:
 
 
 def tile(call: Call) -> Result:
-    """A dimension of extent 1 is expanded, another one joined with itself."""
     x, repeats = call.operand("input"), integers(call, "repeats")
     assert repeats is not None
-    result: Tensor = x
-    shape = tuple(r if extent == 1 else extent for extent, r in zip(x.shape, repeats, strict=True))
     if min(repeats) < 1:
         raise LayerwiseError(f"Tile by {repeats} leaves nothing")
-    for dim, (extent, count) in enumerate(zip(x.shape, repeats, strict=True)):
-        if extent > 1 and count > 1:
-            if count > MOST_PIECES:
-                raise LayerwiseError(f"Tile by {repeats}: {count} copies are more than {MOST_PIECES}")
-            if x.spec.dims[dim] == "n":
-                raise LayerwiseError(f"Tile by {repeats} repeats the samples, which is not supported")
-            result = joined([result] * count, dim)
-            shape = (*shape[:dim], extent * count, *shape[dim + 1 :])
-    if any(extent == 1 < r for extent, r in zip(x.shape, repeats, strict=True)):
-        return Built(Expand(shape, x.shape[0] == 1 < shape[0] == call.batch and "n" not in x.spec.dims), (result,))
-    return result
+    if any(s > 1 and r > 1 and d == "n" for s, r, d in zip(x.shape, repeats, x.spec.dims, strict=True)):
+        raise LayerwiseError(f"Tile by {repeats} repeats the samples, which is not supported")
+    shape = tuple(s * r for s, r in zip(x.shape, repeats, strict=True))
+    return repeated(x, shape, call.batch if shape[:1] != (1,) else 0)
 
 
 def concat(call: Call) -> Result:
@@ -196,40 +184,32 @@ def gather(call: Call) -> Result:
     if places.size and (places.min() < -data.shape[at] or places.max() >= data.shape[at]):
         raise LayerwiseError(f"Gather: positions beyond axis {at} of {data.spec.describe()}")
     if places.ndim == 0:
-        return gathered(data, (at, ids))
+        return gathered(data, at, ids)
     spec = TensorSpec((places.size,), (None,), "int64")
-    taken = gathered(data, (at, replace(ids, spec=spec, value=places.ravel())))
-    assert isinstance(taken, (Operand, Built))
+    taken = gathered(data, at, replace(ids, spec=spec, value=places.ravel()))
     return taken if places.ndim == 1 else reshaped(taken, (*data.shape[:at], *places.shape, *data.shape[at + 1 :]))
 
 
 def depth_to_space(call: Call) -> Result:
     x, b = call.operand("input"), call.integer("blocksize")
-    n, c, h, w = _image(x)
+    c, *_ = _image(x)
     if b < 1 or c % (b * b):
         raise LayerwiseError(f"DepthToSpace: {c} channels do not divide into blocks of {b} x {b}")
-    if text(call, "mode", "DCR") == "CRD":
-        parts = permuted(reshaped(x, (n, c // b**2, b, b, h, w)), (0, 1, 4, 2, 5, 3))
-    else:
-        parts = permuted(reshaped(x, (n, b, b, c // b**2, h, w)), (0, 3, 4, 1, 5, 2))
-    return reshaped(parts, (n, c // b**2, h * b, w * b))
+    return to_space(x, b, blocks_first=text(call, "mode", "DCR") != "CRD")
 
 
 def space_to_depth(call: Call) -> Result:
     x, b = call.operand("input"), call.integer("blocksize")
-    n, c, h, w = _image(x)
+    _, h, w = _image(x)
     if b < 1 or h % b or w % b:
         raise LayerwiseError(f"SpaceToDepth: {h} x {w} does not divide into blocks of {b} x {b}")
-    order = (0, 1, 3, 5, 2, 4) if text(call, "mode", "DCR") == "CRD" else (0, 3, 5, 1, 2, 4)
-    parts = permuted(reshaped(x, (n, c, h // b, b, w // b, b)), order)
-    return reshaped(parts, (n, c * b**2, h // b, w // b))
+    return to_depth(x, b, blocks_first=text(call, "mode", "DCR") != "CRD")
 
 
-def _image(x: Operand) -> tuple[int, int, int, int]:
+def _image(x: Operand) -> tuple[int, ...]:
     if len(x.shape) != 4:
         raise LayerwiseError(f"an image (n, c, h, w) is needed, not {x.spec.describe()}")
-    n, c, h, w = x.shape
-    return n, c, h, w
+    return x.shape[1:]
 
 
 def pad(call: Call) -> Result:
@@ -321,7 +301,7 @@ def _nearest(extent: int, size: int, scale: float, where: str, rounding: str) ->
     return np.asarray(np.clip(rounded, 0, extent - 1), np.int64)
 
 
-SHAPES: dict[str, Callable[[Call], Result]] = {
+SHAPES: Table = {
     "Reshape": reshape,
     "Flatten": flatten,
     "Squeeze": squeeze,

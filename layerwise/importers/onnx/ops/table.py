@@ -5,15 +5,13 @@ https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from layerwise.importers.onnx.ops.layers import LAYERS
 from layerwise.importers.onnx.ops.norms import NORMS
 from layerwise.importers.onnx.ops.pointwise import POINTWISE
 from layerwise.importers.onnx.ops.shapes import SHAPES
-from layerwise.importers.registry import Build, lookup
+from layerwise.importers.registry import Build, Table, lookup
 
-TABLE: Mapping[str, Build] = {**LAYERS, **NORMS, **SHAPES, **POINTWISE}
+TABLE: Table = {**LAYERS, **NORMS, **SHAPES, **POINTWISE}
 
 
 def row(domain: str, op_type: str, since: int = 0) -> Build | None:

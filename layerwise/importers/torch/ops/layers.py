@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Build, Built, Call, Operand, Result
-from layerwise.importers.torch.ops.pointwise import scaled
+from layerwise.importers.functions import scaled
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.attention import Attention
 from layerwise.ops.conv import Conv, ConvTranspose
@@ -86,37 +84,27 @@ def any_convolution(call: Call) -> Result:
     return transposed_convolution(call) if call.flag("transposed") else convolution(call)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    mode: Literal["max", "average"]
-    rank: int
-
-    def __call__(self, call: Call) -> Result:
-        kernel = call.integers("kernel_size", self.rank)
-        average = self.mode == "average"
+def pool(mode: Literal["max", "average"], rank: int) -> Build:
+    def build(call: Call) -> Result:
+        kernel, average = call.integers("kernel_size", rank), mode == "average"
         divisor = call.get("divisor_override")
         op = Pool(
-            self.mode,
+            mode,
             kernel,
-            call.integers("stride", self.rank) or kernel,
-            tuple((p, p) for p in call.integers("padding", self.rank)),
-            (1,) * self.rank if average else call.integers("dilation", self.rank),
+            call.integers("stride", rank) or kernel,
+            tuple((p, p) for p in call.integers("padding", rank)),
+            (1,) * rank if average else call.integers("dilation", rank),
             call.flag("ceil_mode"),
             call.flag("count_include_pad") if average else True,
             divisor=divisor if isinstance(divisor, int) else None,
         )
-        made = Built(op, (call.operand("self"),))
-        return (made, None) if len(call.outputs) > 1 else made
+        return _first(call, Built(op, (call.operand("self"),)))
+
+    return build
 
 
-@dataclass(frozen=True, slots=True)
-class _AdaptivePool:
-    mode: Literal["max", "average"]
-    rank: int
-
-    def __call__(self, call: Call) -> Result:
-        made = Built(AdaptivePool(self.mode, call.outputs[0].shape[-self.rank :]), (call.operand("self"),))
-        return (made, None) if len(call.outputs) > 1 else made
+def adaptive_pool(mode: Literal["max", "average"], rank: int) -> Build:
+    return lambda call: _first(call, Built(AdaptivePool(mode, call.outputs[0].shape[-rank:]), (call.operand("self"),)))
 
 
 def _affine(call: Call) -> tuple[Operand, ...]:
@@ -192,18 +180,18 @@ REDUCTIONS: dict[int, Literal["none", "mean", "sum", "batchmean"]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"]
-    defaults: tuple[tuple[str, float], ...] = ()
-
-    def __call__(self, call: Call) -> Result:
+def loss(
+    fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"], **defaults: float
+) -> Build:
+    def build(call: Call) -> Result:
         for name in ("weight", "pos_weight"):
             if call.get(name) is not None:
-                raise LayerwiseError(f"{self.fn} with {name} is not supported; scale the loss outside of the model")
-        own = tuple((n, call.number(n)) for n, default in self.defaults if call.number(n) != default)
-        op = Loss(self.fn, REDUCTIONS[call.integer("reduction")], own)
+                raise LayerwiseError(f"{fn} with {name} is not supported; scale the loss outside of the model")
+        own = tuple((n, call.number(n)) for n, default in defaults.items() if call.number(n) != default)
+        op = Loss(fn, REDUCTIONS[call.integer("reduction")], own)
         return _first(call, Built(op, (call.operand("self"), call.operand("target"))))
+
+    return build
 
 
 def huber_loss(call: Call) -> Result:
@@ -218,57 +206,54 @@ MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Pad:
-    """`mode` None: the call tells. torch counts the pads from the last dimension."""
+def pad(mode: str = "") -> Build:
+    """Without a `mode` the call tells it. torch counts the pads from the last dimension."""
 
-    mode: str | None = None
-
-    def __call__(self, call: Call) -> Result:
+    def build(call: Call) -> Result:
         x = call.operand("self")
         numbers = call.integers("pad" if "pad" in call.arguments else "padding")
         pads = [(numbers[i], numbers[i + 1]) for i in range(0, len(numbers), 2)][::-1]
         if not any(map(any, pads)):
             return x
-        mode, value = self.mode or str(call["mode"]), call.get("value", 0.0)
+        how, value = MODES[mode or str(call["mode"])], call.get("value", 0.0)
         assert isinstance(value, (int, float))
-        return Built(Pad(((0, 0),) * (len(x.shape) - len(pads)) + tuple(pads), MODES[mode], float(value)), (x,))
+        return Built(Pad(((0, 0),) * (len(x.shape) - len(pads)) + tuple(pads), how, float(value)), (x,))
+
+    return build
 
 
-@dataclass(frozen=True, slots=True)
-class _Interpolate:
-    mode: Literal["nearest", "nearest_exact", "linear", "cubic"]
-    rank: int
-
-    def __call__(self, call: Call) -> Result:
-        x, size = call.tensors[0], call.outputs[0].shape[-self.rank :]
+def interpolate(mode: Literal["nearest", "nearest_exact", "linear", "cubic"], rank: int) -> Build:
+    def build(call: Call) -> Result:
+        x, size = call.tensors[0], call.outputs[0].shape[-rank:]
         named = [call.get(n) for n in ("scales_d", "scales_h", "scales_w", "scales")]
         factors = call.get("scale_factors") or tuple(f for f in named if f is not None)
         assert isinstance(factors, tuple)
         scales = tuple(float(f) for f in factors if isinstance(f, (int, float)))
-        ratios = tuple(s / e for s, e in zip(size, x.shape[-self.rank :], strict=True))
+        ratios = tuple(s / e for s, e in zip(size, x.shape[-rank:], strict=True))
         aligned = bool(call.get("align_corners", False))
-        return Built(Interpolate(size, self.mode, aligned, () if scales == ratios else scales), (x,))
+        return Built(Interpolate(size, mode, aligned, () if scales == ratios else scales), (x,))
+
+    return build
 
 
-LAYERS: Mapping[str, Build] = (
+LAYERS: Table = (
     {f"conv{d}d": convolution for d in (1, 2, 3)}
     | {f"conv_transpose{d}d": transposed_convolution for d in (1, 2, 3)}
-    | {f"max_pool{d}d{more}": _Pool("max", d) for d in (1, 2, 3) for more in ("", "_with_indices")}
-    | {f"avg_pool{d}d": _Pool("average", d) for d in (1, 2, 3)}
-    | {f"adaptive_max_pool{d}d": _AdaptivePool("max", d) for d in (1, 2, 3)}
-    | {f"{own}adaptive_avg_pool{d}d": _AdaptivePool("average", d) for own in ("", "_") for d in (1, 2, 3)}
+    | {f"max_pool{d}d{more}": pool("max", d) for d in (1, 2, 3) for more in ("", "_with_indices")}
+    | {f"avg_pool{d}d": pool("average", d) for d in (1, 2, 3)}
+    | {f"adaptive_max_pool{d}d": adaptive_pool("max", d) for d in (1, 2, 3)}
+    | {f"{own}adaptive_avg_pool{d}d": adaptive_pool("average", d) for own in ("", "_") for d in (1, 2, 3)}
     | dict.fromkeys(("layer_norm", "native_layer_norm"), layer_norm)
     | dict.fromkeys(("group_norm", "native_group_norm"), group_norm)
     | dict.fromkeys(("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"), batch_norm)
-    | {f"reflection_pad{d}d": _Pad("reflect") for d in (1, 2, 3)}
-    | {f"replication_pad{d}d": _Pad("replicate") for d in (1, 2, 3)}
-    | {f"upsample_nearest{d}d": _Interpolate("nearest", d) for d in (1, 2, 3)}
-    | {f"_upsample_nearest_exact{d}d": _Interpolate("nearest_exact", d) for d in (1, 2, 3)}
-    | {f"upsample_{n}{d}d": _Interpolate("linear", d) for d, n in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))}
+    | {f"reflection_pad{d}d": pad("reflect") for d in (1, 2, 3)}
+    | {f"replication_pad{d}d": pad("replicate") for d in (1, 2, 3)}
+    | {f"upsample_nearest{d}d": interpolate("nearest", d) for d in (1, 2, 3)}
+    | {f"_upsample_nearest_exact{d}d": interpolate("nearest_exact", d) for d in (1, 2, 3)}
+    | {f"upsample_{n}{d}d": interpolate("linear", d) for d, n in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))}
     | dict.fromkeys(
         ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"),
-        _Loss("nll", (("ignore_index", -100),)),
+        loss("nll", ignore_index=-100),
     )
     | {
         "convolution": any_convolution,
@@ -276,16 +261,16 @@ LAYERS: Mapping[str, Build] = (
         "rms_norm": rms_norm,
         "embedding": embedding,
         "scaled_dot_product_attention": attention,
-        "pad": _Pad(),
-        "constant_pad_nd": _Pad("constant"),
-        "upsample_bicubic2d": _Interpolate("cubic", 2),
-        "cross_entropy_loss": _Loss("cross_entropy", (("ignore_index", -100), ("label_smoothing", 0))),
-        "mse_loss": _Loss("mse"),
-        "l1_loss": _Loss("l1"),
-        "smooth_l1_loss": _Loss("smooth_l1", (("beta", 1),)),
+        "pad": pad(),
+        "constant_pad_nd": pad("constant"),
+        "upsample_bicubic2d": interpolate("cubic", 2),
+        "cross_entropy_loss": loss("cross_entropy", ignore_index=-100, label_smoothing=0),
+        "mse_loss": loss("mse"),
+        "l1_loss": loss("l1"),
+        "smooth_l1_loss": loss("smooth_l1", beta=1),
         "huber_loss": huber_loss,
-        "binary_cross_entropy": _Loss("bce"),
-        "binary_cross_entropy_with_logits": _Loss("bce_logits"),
-        "kl_div": _Loss("kl", (("log_target", 0),)),
+        "binary_cross_entropy": loss("bce"),
+        "binary_cross_entropy_with_logits": loss("bce_logits"),
+        "kl_div": loss("kl", log_target=0),
     }
 )

@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
-from layerwise.importers.torch.ops.views import Tensor, sliced, wrapped
+from layerwise.importers.functions import gelu, scaled, unary
+from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.tensors import axis, sliced
 from layerwise.ops.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.softmax import Softmax
 
 Number = bool | int | float
 
 
-@dataclass(frozen=True, slots=True)
-class _Unary:
-    """A function of one tensor, `numbers` are the names of its arguments."""
-
-    fn: str
-    numbers: tuple[str, ...] = ()
-
-    def __call__(self, call: Call) -> Result:
-        return Built(Unary(self.fn, tuple(call.number(n) for n in self.numbers)), (call.tensors[0],))
-
-
-@dataclass(frozen=True, slots=True)
-class _Binary:
+def two(fn: str) -> Build:
     """A function of two tensors, or of a tensor and a number, in either place."""
 
-    fn: str
-
-    def __call__(self, call: Call) -> Result:
+    def build(call: Call) -> Result:
         first, second, *_ = call.arguments.values()
         alpha = call.get("alpha", 1)
         if isinstance(alpha, (int, float)) and alpha != 1:
             second = second * alpha if isinstance(second, (int, float)) else scaled(tensor(second), alpha)  # type: ignore[assignment]
-        return binary(self.fn, first, second)
+        return binary(fn, first, second)
+
+    return build
 
 
 def tensor(value: Argument | Built) -> Tensor:
     """`value`, which must be a tensor."""
     assert isinstance(value, (Operand, Built)), value
     return value
-
-
-def scaled(x: Tensor, factor: float) -> Tensor:
-    """factor*x."""
-    return x if factor == 1 else Built(Unary("mul_scalar", (float(factor),)), (x,))
 
 
 def binary(fn: str, x: Argument | Built, y: Argument | Built) -> Built:
@@ -138,10 +121,6 @@ def addcmul(call: Call) -> Result:
     return binary("add", call["self"], scaled(product, call.number("value")))
 
 
-def gelu(call: Call) -> Result:
-    return Built(Unary("gelu_tanh" if call.get("approximate") == "tanh" else "gelu"), (call.tensors[0],))
-
-
 def elu(call: Call) -> Result:
     """elu(alpha, scale, input_scale), of which only alpha is in torch.nn.ELU."""
     x = scaled(call.operand("self"), call.number("input_scale"))
@@ -158,7 +137,7 @@ def prelu(call: Call) -> Result:
 def glu(call: Call) -> Result:
     """The first half times sigmoid of the second."""
     x = call.operand("self")
-    dim = wrapped(call.integer("dim"), len(x.shape))
+    dim = axis(call)
     half = x.shape[dim] // 2
     value, gate = sliced(x, x.shape, dim, 0, half), sliced(x, x.shape, dim, half, 2 * half)
     return Built(Binary("mul"), (value, Built(Unary("sigmoid"), (gate,))))
@@ -207,13 +186,8 @@ def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:
     return Built(Where(), (mask, tensor(value), x))
 
 
-@dataclass(frozen=True, slots=True)
-class _Softmax:
-    log: bool
-
-    def __call__(self, call: Call) -> Result:
-        x = call.tensors[0]
-        return Built(Softmax(wrapped(call.integer("dim"), len(x.shape)), self.log), (x,))
+def softmax(*, log: bool) -> Build:
+    return lambda call: Built(Softmax(axis(call), log), (call.tensors[0],))
 
 
 PLAIN = (
@@ -234,15 +208,15 @@ ELEMENTWISE = frozenset(PLAIN) | frozenset(TWO) | {
     "hardshrink", "softshrink", "softplus", "threshold", "log_sigmoid",
 }  # fmt: skip
 
-POINTWISE: Mapping[str, Build] = (
-    {fn: _Unary(fn) for fn in PLAIN}
-    | {fn: _Binary(fn) for fn in TWO}
-    | {old: _Unary(fn) for old, fn in {
+POINTWISE: Table = (
+    {fn: unary(fn) for fn in PLAIN}
+    | {fn: two(fn) for fn in TWO}
+    | {old: unary(fn) for old, fn in {
         "absolute": "abs", "negative": "neg", "log_sigmoid": "logsigmoid", "fix": "trunc", "sgn": "sign",
         "special_erf": "erf", "special_expm1": "expm1", "special_expit": "sigmoid", "arctan": "atan",
         "special_logit": "logit", "logit": "logit",
     }.items()}
-    | {old: _Binary(fn) for old, fn in {
+    | {old: two(fn) for old, fn in {
         "subtract": "sub", "multiply": "mul", "arctan2": "atan2", "greater": "gt", "greater_equal": "ge", "less": "lt",
         "less_equal": "le", "not_equal": "ne", "float_power": "pow", "__and__": "bitwise_and", "__or__": "bitwise_or",
         "__xor__": "bitwise_xor", "fmax": "maximum", "fmin": "minimum", "true_divide": "div",
@@ -252,8 +226,8 @@ POINTWISE: Mapping[str, Build] = (
     | dict.fromkeys(("prelu", "_prelu_kernel"), prelu)
     | dict.fromkeys(("clamp", "clip"), clamp)
     | dict.fromkeys(("addcmul", "addcdiv"), addcmul)
-    | dict.fromkeys(("softmax", "_softmax"), _Softmax(log=False))
-    | dict.fromkeys(("log_softmax", "_log_softmax"), _Softmax(log=True))
+    | dict.fromkeys(("softmax", "_softmax"), softmax(log=False))
+    | dict.fromkeys(("log_softmax", "_log_softmax"), softmax(log=True))
     | {
         "rsub": rsub,
         "clamp_min": lambda call: binary("maximum", call["self"], call["min"]),
@@ -262,13 +236,13 @@ POINTWISE: Mapping[str, Build] = (
         "gelu": gelu,
         "glu": glu,
         "elu": elu,
-        "celu": _Unary("celu", ("alpha",)),
-        "leaky_relu": _Unary("leaky_relu", ("negative_slope",)),
-        "hardtanh": _Unary("hardtanh", ("min_val", "max_val")),
-        "hardshrink": _Unary("hardshrink", ("lambd",)),
-        "softshrink": _Unary("softshrink", ("lambd",)),
-        "softplus": _Unary("softplus", ("beta", "threshold")),
-        "threshold": _Unary("threshold", ("threshold", "value")),
+        "celu": unary("celu", "alpha"),
+        "leaky_relu": unary("leaky_relu", "negative_slope"),
+        "hardtanh": unary("hardtanh", "min_val", "max_val"),
+        "hardshrink": unary("hardshrink", "lambd"),
+        "softshrink": unary("softshrink", "lambd"),
+        "softplus": unary("softplus", "beta", "threshold"),
+        "threshold": unary("threshold", "threshold", "value"),
         "masked_fill": masked_fill,
         "where": where,
     }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Build, Built, Call, Operand, Result
-from layerwise.importers.torch.ops.pointwise import binary, scaled
-from layerwise.importers.torch.ops.views import wrapped
+from layerwise.importers.functions import scaled
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
+from layerwise.importers.tensors import wrapped
+from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.ops.along import Cumsum
 from layerwise.ops.pointwise import Binary, Cast, Unary
 from layerwise.ops.reduce import Reduce
@@ -18,19 +17,17 @@ from layerwise.ops.reduce import Reduce
 LARGE = 1e38  # a finite number, of float32 and bfloat16 too
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduce:
-    mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]
-    indices: bool = False  # the positions come out, too (and nobody needs them)
-
-    def __call__(self, call: Call) -> Result:
+def reduction(mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]) -> Build:
+    def build(call: Call) -> Result:
         x = call.operand("self")
         if len(call.tensors) > 1:  # max(x, y)
-            return binary({"max": "maximum", "min": "minimum"}[self.mode], *call.tensors)
-        if self.mode == "norm2" and call.number("ord") != 2:
+            return binary({"max": "maximum", "min": "minimum"}[mode], *call.tensors)
+        if mode == "norm2" and call.number("ord") != 2:
             raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
-        made = Built(Reduce(self.mode, reduced(call, x), call.flag("keepdim")), (x,))
-        return (made, None) if len(call.outputs) > 1 else made
+        made = Built(Reduce(mode, reduced(call, x), call.flag("keepdim")), (x,))
+        return (made, None) if len(call.outputs) > 1 else made  # max and min have positions, too
+
+    return build
 
 
 def reduced(call: Call, x: Operand) -> tuple[int, ...]:
@@ -83,15 +80,15 @@ def logsumexp(call: Call) -> Result:
     return Built(Binary("add"), (Built(Unary("log"), (total,)), largest(keepdim=keepdim)))
 
 
-REDUCTIONS: Mapping[str, Build] = (
-    dict.fromkeys(("max", "amax"), _Reduce("max"))
-    | dict.fromkeys(("min", "amin"), _Reduce("min"))
+REDUCTIONS: Table = (
+    dict.fromkeys(("max", "amax"), reduction("max"))
+    | dict.fromkeys(("min", "amin"), reduction("min"))
     | dict.fromkeys(("var", "std"), variance)
     | {
-        "mean": _Reduce("mean"),
-        "sum": _Reduce("sum"),
-        "prod": _Reduce("prod"),
-        "linalg_vector_norm": _Reduce("norm2"),
+        "mean": reduction("mean"),
+        "sum": reduction("sum"),
+        "prod": reduction("prod"),
+        "linalg_vector_norm": reduction("norm2"),
         "logsumexp": logsumexp,
         "cumsum": cumsum,
         "argmax": argmax,

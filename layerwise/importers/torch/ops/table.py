@@ -5,9 +5,7 @@ The rows themselves are with their families: layers, matrices, element-wise oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from layerwise.importers.registry import Build, lookup
+from layerwise.importers.registry import Build, Table, lookup
 from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
 from layerwise.importers.torch.ops.matrix import MATRICES
@@ -16,10 +14,10 @@ from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
-TABLE: Mapping[str, Build] = {**LAYERS, **MATRICES, **POINTWISE, **REDUCTIONS, **VIEWS, **INDEXING}
+TABLE: Table = {**LAYERS, **MATRICES, **POINTWISE, **REDUCTIONS, **VIEWS, **INDEXING}
 
-# Of what the importer rewrites: torch_patterns, torch_writes.
-OWN: Mapping[str, Build] = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
+# Of what the importer rewrites: patterns, writes.
+OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
 
 # What takes rows of the last dimension one by one, and the argument that holds them.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}

@@ -2,76 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.registry import Build, Built, Call, Operand, Result
-from layerwise.ops.combine import Concat
-from layerwise.ops.learned import Learned
+from layerwise.importers.registry import Built, Call, Result, Table, Tensor
+from layerwise.importers.tensors import (
+    axis,
+    depth_to_space,
+    expanded,
+    joined,
+    permuted,
+    repeated,
+    reshaped,
+    sliced,
+    space_to_depth,
+    wrapped,
+)
 from layerwise.ops.pointwise import Cast, Unary
-from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
-from layerwise.tensor import TensorSpec
+from layerwise.ops.view import Select
 
-Tensor = Operand | Built
 WRITTEN = "layerwise::written"  # self, but src from `start` to `stop` of dimension `dim`
-MOST_PIECES = 64  # of a gather by constant indices that is written as a concat of slices
-
-
-def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape. A parameter is read in the other shape."""
-    shape = tuple(shape)
-    if isinstance(x, Operand):
-        if x.shape == shape:
-            return x
-        if x.role == "parameter" and not x.transposed:
-            return replace(x, spec=TensorSpec(shape, (None,) * len(shape), x.spec.dtype))
-    return Built(Reshape(shape), (x,))
-
-
-def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
-    """x with its dimensions in another order. A transposed matrix of parameters is read transposed."""
-    order = tuple(order)
-    if order == tuple(range(len(order))):
-        return x
-    if isinstance(x, Operand) and x.role == "parameter" and order == (1, 0):
-        return replace(x, spec=replace(x.spec, shape=x.shape[::-1]), transposed=not x.transposed)
-    return Built(Permute(order), (x,))
-
-
-def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, step: int = 1) -> Tensor:
-    """x[start:stop:step] of dimension `dim`; x has this `shape`."""
-    start, stop, step = slice(start, stop, step).indices(shape[dim])
-    if (start, stop, step) == (0, shape[dim], 1):
-        return x
-    return Built(Slice(dim, start, stop, step), (x,))
-
-
-def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
-    """x repeated to `shape`; where it is repeated `batch` times it follows the number of samples."""
-    own = x.shape[0] if len(x.shape) == len(shape) else 1
-    samples = own == 1 and shape[0] == batch and "n" not in x.spec.dims
-    if x.shape == shape and not samples:
-        return x
-    if samples and x.role == "parameter" and not x.transposed:
-        return Built(Learned(x.shape, shape, x.spec.dtype), (), (x,))
-    return Built(Expand(shape, samples), (x,))
-
-
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """One after the other."""
-    return parts[0] if len(parts) == 1 else Built(Concat(dim), tuple(parts))
-
-
-def wrapped(dim: int, rank: int) -> int:
-    """`dim` counted from the front."""
-    return dim + rank if dim < 0 else dim
-
-
-def axis(call: Call, name: str = "dim") -> int:
-    """A dimension of the first tensor."""
-    return wrapped(call.integer(name), len(call.tensors[0].shape))
 
 
 def to_output_shape(call: Call) -> Result:
@@ -191,22 +141,6 @@ def stack(call: Call) -> Result:
     return joined([reshaped(x, (*x.shape[:dim], 1, *x.shape[dim:])) for x in call.tensors], dim)
 
 
-def repeat(call: Call) -> Result:
-    """repeat and tile: a dimension of extent 1 is expanded, another one concatenated with itself."""
-    x, out = call.operand("self"), call.outputs[0].shape
-    shape = (1,) * (len(out) - len(x.shape)) + x.shape
-    result = reshaped(x, shape)
-    for dim, (have, want) in enumerate(zip(shape, out, strict=True)):
-        if have not in (1, want):
-            if want // have > MOST_PIECES:
-                raise LayerwiseError(f"repeat: {want // have} copies are more than {MOST_PIECES}")
-            result = joined([result] * (want // have), dim)
-    samples = shape[0] == 1 and out[0] == call.batch and "n" not in x.spec.dims
-    if not samples and all(have != 1 or want == 1 for have, want in zip(shape, out, strict=True)):
-        return result
-    return expanded(result, out, call.batch) if isinstance(result, Operand) else Built(Expand(out, samples), (result,))
-
-
 def roll(call: Call) -> Result:
     """The last `shift` positions come first."""
     x = call.operand("self")
@@ -224,22 +158,8 @@ def roll(call: Call) -> Result:
     return result
 
 
-def pixel_shuffle(call: Call) -> Result:
-    x, r = call.operand("self"), call.integer("upscale_factor")
-    *lead, c, h, w = x.shape
-    k = len(lead)
-    parts = reshaped(x, (*lead, c // (r * r), r, r, h, w))
-    moved = permuted(parts, [*range(k), k, k + 3, k + 1, k + 4, k + 2])
-    return reshaped(moved, call.outputs[0].shape)
-
-
-def pixel_unshuffle(call: Call) -> Result:
-    x, r = call.operand("self"), call.integer("downscale_factor")
-    *lead, c, h, w = x.shape
-    k = len(lead)
-    parts = reshaped(x, (*lead, c, h // r, r, w // r, r))
-    moved = permuted(parts, [*range(k), k, k + 2, k + 4, k + 1, k + 3])
-    return reshaped(moved, call.outputs[0].shape)
+def repeat(call: Call) -> Result:
+    return repeated(call.operand("self"), call.outputs[0].shape, call.batch)
 
 
 def channel_shuffle(call: Call) -> Result:
@@ -270,7 +190,7 @@ UNCHANGED = (
     "contiguous", "clone", "alias", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
 )  # fmt: skip
 
-VIEWS: Mapping[str, Build] = (
+VIEWS: Table = (
     dict.fromkeys(SHAPED, to_output_shape)
     | dict.fromkeys(UNCHANGED, same_values)
     | dict.fromkeys(("expand", "expand_as", "broadcast_to", "expand_copy"), expand)
@@ -292,8 +212,8 @@ VIEWS: Mapping[str, Build] = (
         "unbind": unbind,
         "stack": stack,
         "roll": roll,
-        "pixel_shuffle": pixel_shuffle,
-        "pixel_unshuffle": pixel_unshuffle,
+        "pixel_shuffle": lambda call: depth_to_space(call.operand("self"), call.integer("upscale_factor")),
+        "pixel_unshuffle": lambda call: space_to_depth(call.operand("self"), call.integer("downscale_factor")),
         "channel_shuffle": channel_shuffle,
     }
 )

@@ -1,0 +1,31 @@
+"""Labels of the dimensions of a model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layerwise.errors import LayerwiseError
+from layerwise.tensor import LABELS
+
+Labels = Sequence[str | None]
+
+IMAGES: dict[int, tuple[str | None, ...]] = {1: ("n",), 4: ("n", "c", "h", "w"), 5: ("n", "c", "d", "h", "w")}
+
+
+def asked_labels(name: str, rank: int, asked: Labels) -> tuple[str | None, ...]:
+    """What the user has said of an input, checked."""
+    named = [d for d in asked if d is not None]
+    if len(asked) != rank:
+        raise LayerwiseError(f"dims: input {name!r} has {rank} dimensions, not {len(asked)} {tuple(asked)}")
+    if any(d not in LABELS for d in named) or len(set(named)) < len(named):
+        raise LayerwiseError(f"dims: {tuple(asked)} of input {name!r}: use each of {', '.join(LABELS)} once, or None")
+    return tuple(asked)
+
+
+def usual_labels(rank: int, dtype: str, *, signal: bool) -> tuple[str | None, ...]:
+    """By rank and element type; signal: the first operator that uses the input slides along its last dimension."""
+    if rank == 2:
+        return ("n", "c") if "float" in dtype else ("n", "s")
+    if rank == 3:
+        return ("n", "c", "l") if signal else ("n", "s", "c")
+    return IMAGES.get(rank, ("n",) + (None,) * (rank - 1) if rank else ())

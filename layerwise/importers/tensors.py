@@ -1,0 +1,148 @@
+"""Tensors in a row of either table: in another shape or order, parts of them, several joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.registry import Built, Call, Operand, Tensor
+from layerwise.ops.combine import Concat
+from layerwise.ops.embed import Embedding
+from layerwise.ops.learned import Learned
+from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
+from layerwise.tensor import TensorSpec
+
+MOST_PIECES = 64  # that are joined, where slices or copies of a tensor are
+
+
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape. A parameter is read in the other shape."""
+    shape = tuple(shape)
+    if isinstance(x, Operand):
+        if x.shape == shape:
+            return x
+        if x.role == "parameter" and not x.transposed:
+            return replace(x, spec=TensorSpec(shape, (None,) * len(shape), x.spec.dtype))
+    return Built(Reshape(shape), (x,))
+
+
+def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    """x with its dimensions in another order. A transposed matrix of parameters is read transposed."""
+    order = tuple(order)
+    if order == tuple(range(len(order))):
+        return x
+    if isinstance(x, Operand) and x.role == "parameter" and order == (1, 0):
+        return turned(x)
+    return Built(Permute(order), (x,))
+
+
+def turned(x: Operand) -> Operand:
+    """A stored matrix read transposed."""
+    spec = TensorSpec(x.shape[::-1], (None,) * len(x.shape), x.spec.dtype)
+    return replace(x, spec=spec, value=None if x.value is None else x.value.T, transposed=not x.transposed)
+
+
+def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, step: int = 1) -> Tensor:
+    """x[start:stop:step] of dimension `dim`; x has this `shape`."""
+    start, stop, step = slice(start, stop, step).indices(shape[dim])
+    if (start, stop, step) == (0, shape[dim], 1):
+        return x
+    return Built(Slice(dim, start, stop, step), (x,))
+
+
+def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
+    """x repeated to `shape`; where it is repeated `batch` times it follows the number of samples."""
+    own = x.shape[0] if len(x.shape) == len(shape) else 1
+    samples = own == 1 and shape[0] == batch and "n" not in x.spec.dims
+    if x.shape == shape and not samples:
+        return x
+    if samples and x.role == "parameter" and not x.transposed:
+        return Built(Learned(x.shape, shape, x.spec.dtype), (), (x,))
+    return Built(Expand(shape, samples), (x,))
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One after the other."""
+    return parts[0] if len(parts) == 1 else Built(Concat(dim), tuple(parts))
+
+
+def wrapped(dim: int, rank: int) -> int:
+    """`dim` counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def repeated(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
+    """x tiled to `shape`: a dimension of extent 1 is expanded, another one joined with itself."""
+    own = (1,) * (len(shape) - len(x.shape)) + x.shape
+    result = reshaped(x, own)
+    for dim, (have, want) in enumerate(zip(own, shape, strict=True)):
+        if have not in (1, want):
+            if want // have > MOST_PIECES:
+                raise LayerwiseError(f"{want // have} copies of a tensor are more than {MOST_PIECES}")
+            result = joined([result] * (want // have), dim)
+    samples = own[0] == 1 and shape[0] == batch and "n" not in x.spec.dims
+    if not samples and all(have != 1 or want == 1 for have, want in zip(own, shape, strict=True)):
+        return result
+    return expanded(result, shape, batch) if isinstance(result, Operand) else Built(Expand(shape, samples), (result,))
+
+
+def depth_to_space(x: Operand, block: int, *, blocks_first: bool = False) -> Tensor:
+    """(..., c*b*b, h, w) as (..., c, h*b, w*b); blocks_first: the channels are (b, b, c), not (c, b, b)."""
+    *lead, c, h, w = x.shape
+    k, c = len(lead), c // block**2
+    channels, order = ((block, block, c), (2, 3, 0, 4, 1)) if blocks_first else ((c, block, block), (0, 3, 1, 4, 2))
+    moved = permuted(reshaped(x, (*lead, *channels, h, w)), [*range(k), *(k + i for i in order)])
+    return reshaped(moved, (*lead, c, h * block, w * block))
+
+
+def space_to_depth(x: Operand, block: int, *, blocks_first: bool = False) -> Tensor:
+    """The inverse of `depth_to_space`."""
+    *lead, c, h, w = x.shape
+    k, h, w = len(lead), h // block, w // block
+    order = (2, 4, 0, 1, 3) if blocks_first else (0, 2, 4, 1, 3)
+    moved = permuted(reshaped(x, (*lead, c, h, block, w, block)), [*range(k), *(k + i for i in order)])
+    return reshaped(moved, (*lead, c * block**2, h, w))
+
+
+def axis(call: Call, name: str = "dim") -> int:
+    """A dimension of the first tensor, counted from the front."""
+    return wrapped(call.integer(name), len(call.tensors[0].shape))
+
+
+def gathered(x: Operand, dim: int, at: Operand) -> Tensor:
+    """x at constant positions of a dimension, as slices that are joined; rows of a table of parameters are embedded."""
+    if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and at.spec.dtype != "bool" and not x.transposed:
+        return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype), (at,), (x,))
+    places = places_of(at, x.shape[dim])
+    if places.ndim != 1:
+        if places.ndim == 0:
+            return Built(Select(dim, int(places)), (x,))
+        raise LayerwiseError(f"index: positions of shape {places.shape} are not supported; write it as slices")
+    return joined(runs(x, x.shape, dim, places), dim)
+
+
+def places_of(at: Operand, extent: int) -> NDArray[np.int64]:
+    """The positions that a constant index means, in a dimension of this extent."""
+    if at.value is None:
+        raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
+    if at.value.dtype != np.bool_:
+        return np.asarray(at.value, np.int64) % extent
+    if at.value.ndim != 1:
+        raise LayerwiseError(f"index: a mask of shape {at.value.shape} is not supported; write it as slices")
+    return np.flatnonzero(at.value)
+
+
+def runs(x: Tensor, shape: Sequence[int], dim: int, places: NDArray[np.int64]) -> list[Tensor]:
+    """Slices of x, which has this shape, that together take these places."""
+    steps = np.diff(places)
+    if len(places) > 1 and (steps == steps[0]).all() and steps[0] > 0:
+        return [sliced(x, shape, dim, int(places[0]), int(places[-1]) + 1, int(steps[0]))]
+    ends = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(places)]
+    if len(ends) - 1 > MOST_PIECES:
+        raise LayerwiseError(f"index: the positions fall into {len(ends) - 1} pieces, more than {MOST_PIECES}")
+    return [sliced(x, shape, dim, int(places[a]), int(places[a]) + b - a) for a, b in pairwise(ends)]

@@ -1,0 +1,52 @@
+"""Layers of a PyTorch program, and which parameters and constants stand alone in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import GraphBuilder
+from layerwise.importers.place import Placer, as_tied
+from layerwise.importers.registry import Built, Operand
+from layerwise.importers.torch.parameters import without_ones
+from layerwise.ops.pointwise import Binary
+from layerwise.tensor import TensorSpec
+
+
+class TorchPlacer(Placer):
+    def __init__(self, builder: GraphBuilder, uses: Mapping[str, int]) -> None:
+        super().__init__(builder)
+        self.shapes: dict[str, TensorSpec] = {}  # of the model's own parameters and buffers
+        self._uses = uses  # how often the program uses each constant
+
+    def _add(self, built: Built, inputs: list[Operand], name: str) -> str:
+        op, parameters = built.op, built.parameters
+        if isinstance(op, Binary) and parameters and self._stands_alone(parameters[0]):
+            inputs = [parameters[0], *inputs] if op.swapped else [*inputs, parameters[0]]
+            op, parameters = Binary(op.fn, arguments=op.arguments), ()
+        elif isinstance(op, Binary) and parameters and parameters[0].role == "parameter":
+            op = replace(op, stored=without_ones(parameters[0].shape, self.shapes[parameters[0].name].shape))
+        for p in parameters:
+            if self._is_reshaped(p):
+                raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
+        return self.builder.add(name, op, [self.source(x) for x in inputs], [p.name for p in parameters])
+
+    def _stands_alone(self, p: Operand) -> bool:
+        """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
+        shared = p.role == "constant" and self._uses[p.name.removesuffix(".not")] > 1
+        return shared or self._is_reshaped(p) or (p.role == "parameter" and self._is_merged(p))
+
+    def _is_merged(self, p: Operand) -> bool:
+        """Whether a parameter is used in a shape that differs from its own by more than extents of 1."""
+        own = self.shapes[p.name].shape
+        return not p.transposed and p.shape != own and without_ones(p.shape, own) is None
+
+    def _is_reshaped(self, p: Operand) -> bool:
+        """Whether a parameter with a node of its own is used in another shape than it has."""
+        return p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
+
+    def _tied(self, x: Operand) -> str:
+        if x.name not in self.sources:
+            self.sources[x.name] = self.builder.tied(x.name, as_tied(self.shapes[x.name]))
+        return self.sources[x.name]
