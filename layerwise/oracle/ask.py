@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from layerwise.cost.model import Progress
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.formulas.phases import Limit
 from layerwise.oracle.measured.runs import Compared, Run, compare
 from layerwise.oracle.question import Answer, Oracle, applicable
-from layerwise.oracle.strategies import UnreachableError
+from layerwise.oracle.strategies import Limit, UnreachableError
 
 
 @dataclass(frozen=True, slots=True)

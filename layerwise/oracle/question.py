@@ -15,12 +15,12 @@ from layerwise.machine import Profile
 from layerwise.oracle.formulas.chainermnx import NOT_RUN, not_run
 from layerwise.oracle.formulas.facts import Facts, facts_of
 from layerwise.oracle.formulas.memory import reuse_factor
-from layerwise.oracle.formulas.phases import STRATEGIES, TITLES, Formulas, Limit, Phases, Projection
+from layerwise.oracle.formulas.phases import STRATEGIES, TITLES, Formulas, Phases, Projection
 from layerwise.oracle.formulas.project import project
 from layerwise.oracle.formulas.stages import Stage, pipeline_phases, pipelined_s, stages
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
-from layerwise.oracle.strategies import Shape, Wishes, limit, shapes, weighted
+from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, weighted
 from layerwise.oracle.tables import Priced, price_plan, priced
 from layerwise.plan import nearest
 from layerwise.search.find import SearchResult, search

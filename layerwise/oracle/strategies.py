@@ -15,7 +15,6 @@ from math import prod
 from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.oracle.formulas.phases import Limit
 from layerwise.plan import nearest
 
 SPATIAL = ("d", "h", "w", "l")
@@ -47,6 +46,14 @@ class Wishes:
     inside: int | None = None
     gather_after: str | None = None
     dims: tuple[str, ...] = field(default=SPATIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The largest number of devices that a strategy can use, and what limits it (a layer, or the batch)."""
+
+    devices: int
+    by: str
 
 
 class UnreachableError(LayerwiseError):

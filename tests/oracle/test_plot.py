@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from layerwise.oracle.formulas.phases import Limit, Phases, Projection
+from layerwise.oracle.formulas.phases import Phases, Projection
 from layerwise.oracle.measured.runs import Compared, Run
 from layerwise.oracle.question import Answer
 from layerwise.oracle.report.plot import draw
+from layerwise.oracle.strategies import Limit
 
 pytest.importorskip("matplotlib")
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from layerwise.oracle.formulas.phases import Limit, Phases, Projection
+from layerwise.oracle.formulas.phases import Phases, Projection
 from layerwise.oracle.question import Answer
+from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, suggest
 
 SAMPLES = 1000

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from layerwise.oracle.strategies import Limit
+
 STRATEGIES = ("serial", "data", "spatial", "filter", "channel", "pipeline", "df", "ds")
 TITLES: Mapping[str, str] = {"df": "data+filter", "ds": "data+spatial"}  # names that are longer in text
 
@@ -50,14 +52,6 @@ class Phases:
         """Every time multiplied: by the iterations of an epoch, it is the times of an epoch. Memory stays."""
         times = {f.name: factor * getattr(self, f.name) for f in fields(self) if f.name.endswith("_s")}
         return replace(self, **times)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The largest number of devices that a strategy can use, and what limits it (a layer, or the batch)."""
-
-    devices: int
-    by: str
 
 
 @dataclass(frozen=True, slots=True)
