@@ -143,9 +143,9 @@ def forward(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             for i, chain in enumerate(op.views):
                 for view in chain:
                     inputs = [*inputs[:i], run(view, [inputs[i]], {}), *inputs[i + 1 :]]
-            count = len(inputs) - sum(f.extras for f in op.followers)
+            count = len(inputs) - sum(f.extras for f in op.epilogue)
             out, extras = forward(op.main, inputs[:count], p), inputs[count:]
-            for i, f in enumerate(op.followers):
+            for i, f in enumerate(op.epilogue):
                 given, extras = extras[: f.extras], extras[f.extras :]
                 own = {name.removeprefix(f"{i}."): value for name, value in p.items() if name.startswith(f"{i}.")}
                 out = forward(f.op, [*given[: f.slot], out, *given[f.slot :]], own)

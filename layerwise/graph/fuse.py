@@ -1,9 +1,9 @@
-"""Fusing: a layer is one operator with its views before it and its element-wise followers after it.
+"""Fusing: a layer is one operator with its views before it and its element-wise epilogue after it.
 
 Four rewrites, in this order, each leaving the network's function as it is:
 1. element-wise operators without parameters move in front of a reshape or transpose (they commute);
 2. concats that begin alike share the common beginning (DenseNet then reduces to K = 2 instead of K = 118);
-3. a follower joins the producer whose only consumer it is;
+3. an element-wise operator joins the epilogue of the producer whose only consumer it is;
 4. a view joins its only consumer.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Op, Role
 from layerwise.ops.combine import Concat
-from layerwise.ops.fused import Follower, Fused
+from layerwise.ops.fused import EpilogueOp, Fused
 from layerwise.ops.view import Expand, Permute, Reshape
 
 
@@ -105,11 +105,11 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
 
 
 def _join(graph: LayerGraph) -> LayerGraph:
-    """Followers join their producers, then views their consumers."""
+    """Element-wise operators join their producers, then views their consumers."""
     users = graph.consumers()
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     leader: dict[str, str] = {}  # of each layer, the layer whose group it is in
-    members: dict[str, list[tuple[Layer, int]]] = {}  # followers and the slot of the running result
+    members: dict[str, list[tuple[Layer, int]]] = {}  # the epilogue, and the slot of the running result
     tail: dict[str, str] = {}  # leader -> the last member, whose output is the group's
     for layer in graph.layers:
         slot = _producer(layer, graph, users, order)
@@ -155,31 +155,31 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
 
 def _grouped(
     head: Layer,
-    followers: Sequence[tuple[Layer, int]],
+    epilogue: Sequence[tuple[Layer, int]],
     chains: dict[str, tuple[Op, ...]],
     origin: dict[str, str],
     renamed: dict[str, str],
     done: dict[str, Layer],
 ) -> Layer:
-    """One layer out of a leader, its followers and the views of all their inputs."""
+    """One layer out of a leader, its epilogue and the views of all their inputs."""
     inputs = list(head.inputs[: len(head.specs)])
     tied_inputs = list(head.inputs[len(head.specs) :])
     parameters, tied, joined = list(head.parameters), list(head.tied), []
-    for layer, slot in followers:
+    for layer, slot in epilogue:
         extras = [name for i, name in enumerate(layer.inputs[: len(layer.specs)]) if i != slot]
         inputs += extras
         tied_inputs += layer.inputs[len(layer.specs) :]
         tied += [len(parameters) + i for i in layer.tied]
         parameters += layer.parameters
-        joined.append(Follower(layer.op, slot, len(extras)))
+        joined.append(EpilogueOp(layer.op, slot, len(extras)))
     views = tuple(chains.get(name, ()) for name in inputs)
     sources = [origin.get(name, name) for name in inputs]
     sources = [renamed.get(name, name) for name in sources]
     specs = tuple(done[name].out for name in sources)
     op = head.op if not joined and not any(views) else Fused(head.op, views, tuple(joined))
     edges = (*sources, *(renamed.get(name, name) for name in tied_inputs))
-    names = (*head.followers, *(layer.name for layer, _ in followers))
-    frozen = tuple(name for layer in (head, *(f for f, _ in followers)) for name in layer.frozen)
+    names = (*head.epilogue, *(layer.name for layer, _ in epilogue))
+    frozen = tuple(name for layer in (head, *(member for member, _ in epilogue)) for name in layer.frozen)
     return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names, frozen)
 
 

@@ -30,7 +30,7 @@ class StageGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One operator (with its fused followers) at given shapes.
+    """One operator, with its fused epilogue, at given shapes.
 
     `inputs` names the layers that feed it; an operator's inputs come first, then parameters that other layers use too
     (`tied`). `parameters` are the model's names of the operator's parameters, in the operator's order.
@@ -42,7 +42,7 @@ class Layer:
     specs: tuple[TensorSpec, ...]  # of the operator's own inputs
     parameters: tuple[str, ...] = ()
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
-    followers: tuple[str, ...] = ()  # names of the fused followers, in order
+    epilogue: tuple[str, ...] = ()  # names of its operators, in order
     frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
     space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)  # the main operator, then the epilogue
@@ -69,7 +69,7 @@ class Layer:
 
     @property
     def main(self) -> Op:
-        """The operator, without its followers and the views of its inputs."""
+        """The operator, without its epilogue and the views of its inputs."""
         return self.stages[0].op
 
     @property
@@ -215,7 +215,7 @@ class LayerGraph:
                 "op": layer.op.rows(),
                 "inputs": layer.inputs,
                 "parameters": layer.parameters,
-                "followers": layer.followers,
+                "followers": layer.epilogue,
                 "shape": layer.out.shape,
                 "dims": layer.out.dims,
                 "dtype": layer.out.dtype,

@@ -19,28 +19,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Cumsum(Op):
-    """The sum of all elements up to each along `dim`, which is not split; of integers, 64 bits wide."""
+class Along(Op):
+    """What reads all of one dimension, `dim`, which is not split, and everything else element by element."""
 
-    kind: ClassVar[str] = "cumsum"
     dim: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
         dim_index(self.dim, x)
-        return x if x.differentiable else replace(x, dtype="int64")
+        return x
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (_along(out, dim_index(self.dim, out)),)
+        at = dim_index(self.dim, out)
+        return (tuple(whole(extent) if i == at else identity(extent, i) for i, extent in enumerate(out.shape)),)
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
         return frozenset({dim_index(self.dim, out)})
 
+
+@dataclass(frozen=True, slots=True)
+class Cumsum(Along):
+    """The sum of all elements up to each along `dim`; of integers, 64 bits wide."""
+
+    kind: ClassVar[str] = "cumsum"
+    dim: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x = Along.output(self, *inputs)
+        return x if x.differentiable else replace(x, dtype="int64")
+
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         return inputs[0].cumsum(self.dim)
 
 
@@ -77,11 +88,6 @@ class Gather(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
         return x.gather(self.dim, index.long())
-
-
-def _along(spec: TensorSpec, dim: int) -> Maps:
-    """Its own interval of every dimension, all of `dim`."""
-    return tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(spec.shape))

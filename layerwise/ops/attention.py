@@ -91,7 +91,7 @@ class Attention(Op):
             return Kept()
         return Kept(extra=scores * (2 * q.item_bytes + 1), there=16 * scores, back=3 * scores * q.item_bytes)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Native, unless the softmax's results are dropped by position."""
         import torch.nn.functional as F
 
@@ -99,20 +99,20 @@ class Attention(Op):
         mask = inputs[3] if self.mask else None
         if mask is not None and mask.dim() == 1:  # PyTorch's own wants two
             mask = mask.unsqueeze(0)
-        first, last = at.cell.lo[-2], at.cell.hi[-2]
+        first, last = local.cell.lo[-2], local.cell.hi[-2]
         if self.causal and last < k.shape[-2]:  # nobody here sees the keys after its last query
             k, v = k[..., :last, :], v[..., :last, :]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
         if self.causal and (first > 0 or mask is not None):
             mask = _causal(mask, q, k, first)
         k, v = (t.expand(*_stacked(q, t), *t.shape[-2:]) for t in (k, v))
-        if at.training and self.dropout > 0:
-            return self._dropped(at, q, k, v, _causal(None, q, k, 0) if self.causal and mask is None else mask)
+        if local.training and self.dropout > 0:
+            return self._dropped(local, q, k, v, _causal(None, q, k, 0) if self.causal and mask is None else mask)
         grouped = q.dim() > 3 and k.shape[-3] != q.shape[-3]
         causal = self.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
 
-    def _dropped(self, at: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """The same, written out: which weights are zeroed goes by (..., query, key) in the whole tensor of scores."""
         import torch
 
@@ -124,9 +124,9 @@ class Attention(Op):
         elif mask is not None:
             scores = scores + mask
         weights = _softmax(scores) if mask is not None else scores.softmax(-1)
-        whole = (*at.space.out.shape[:-1], at.specs[1].shape[-2])
-        box = Box((*at.cell.lo[: q.dim() - 1], 0), (*at.cell.hi[: q.dim() - 1], k.shape[-2]))
-        return drop(weights, self.dropout, at.seed, box, whole) @ v
+        whole = (*local.space.out.shape[:-1], local.specs[1].shape[-2])
+        box = Box((*local.cell.lo[: q.dim() - 1], 0), (*local.cell.hi[: q.dim() - 1], k.shape[-2]))
+        return drop(weights, self.dropout, local.seed, box, whole) @ v
 
 
 def _head(extent: int, queries: int, dim: int) -> AxisMap:

@@ -181,6 +181,7 @@ class Op(ABC):
     autocast: ClassVar[bool] = False  # autocast computes it in 16 bits, or leaves it in them
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
+    arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
     pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only
 
     @property
@@ -225,7 +226,7 @@ class Op(ABC):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         """Forward FLOPs of boxes of the given extents, of shape (...). Default: one an output element."""
         volumes: Counts = np.prod(extents, axis=-1, dtype=np.float64)
-        return volumes
+        return volumes if self.arithmetic else np.zeros_like(volumes)
 
     def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
         """The forward pass as matrix products, where it is (then `flops` is theirs)."""
@@ -253,8 +254,8 @@ class Op(ABC):
         """The same operator for `new` samples, not `old`, where its inputs do not tell (Expand of a class token)."""
         return self
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """The kernel: the box `at.out` of the output, from the boxes `at.needs` of the inputs.
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """The kernel: the box `local.out` of the output, from the boxes `local.needs` of the inputs.
 
         `parameters` by the operator's names, each the box that the cell needs. Where a reduction is split they lack
         the late ones, the result is a partial sum, and `finish` adds what is late once it is complete.

@@ -8,11 +8,9 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
+from layerwise.ops.base import Extents, Kept, Local, Maps, Op
 from layerwise.ops.pointwise import promoted
 from layerwise.ops.specs import dim_index, merge_labels, only
 from layerwise.tensor import TensorSpec
@@ -26,6 +24,7 @@ class Concat(Op):
     """Any number of inputs one after the other along `dim`. No FLOPs: it copies."""
 
     kind: ClassVar[str] = "concat"
+    arithmetic: ClassVar[bool] = False
     autocast: ClassVar[bool] = True
     dim: int
 
@@ -66,13 +65,10 @@ class Concat(Op):
             for x, start in zip(inputs, starts, strict=False)
         )
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False, through=True)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """An input that has no part in the cell is empty."""
         import torch
 

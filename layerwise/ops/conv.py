@@ -91,7 +91,7 @@ class Conv(Op):
         padded_bytes = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
         return Kept(output=False, extra=padded_bytes, back=padded_bytes)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
         from torch.nn import functional
 
@@ -100,7 +100,7 @@ class Conv(Op):
         for i, (k, s, d, (low, _)) in enumerate(
             zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
         ):
-            before, after = margins(interval(at, i), given(at, i), s, -low, (k - 1) * d - low)
+            before, after = margins(interval(local, i), given(local, i), s, -low, (k - 1) * d - low)
             # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
             alike = x.shape[i] > 0 and after <= before < after + s
             native.append(before if alike else 0)
@@ -108,7 +108,9 @@ class Conv(Op):
         x = padded(x, explicit)
         conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
         runs = (
-            ((1, weight.shape[0]),) if self.groups == 1 else _runs(*interval(at, 1), self.out_channels // self.groups)
+            ((1, weight.shape[0]),)
+            if self.groups == 1
+            else _runs(*interval(local, 1), self.out_channels // self.groups)
         )
         if len(runs) == 1:
             return conv(x, weight, bias, self.stride, native, self.dilation, runs[0][0])
@@ -190,7 +192,7 @@ class ConvTranspose(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Tap t of input x reaches output x*stride - low + t*dilation; what the cell has not of that is cropped."""
         from torch.nn import functional
 
@@ -199,7 +201,7 @@ class ConvTranspose(Op):
         for i, (k, s, d, (low, _)) in enumerate(
             zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
         ):
-            (lo, hi), start = interval(at, i), given(at, i)[0] * s - low
+            (lo, hi), start = interval(local, i), given(local, i)[0] * s - low
             if x.shape[i] == 0:  # outputs that no input reaches: those of a zero
                 x, start = padded(x, {i: (0, 1)}), lo
             before, after = lo - start, start + (x.shape[i] - 1) * s + (k - 1) * d + 1 - hi  # too many
@@ -209,7 +211,7 @@ class ConvTranspose(Op):
             extra.append(before - after if both == before > after else 0)
             rest[i] = (crop[-1] - before, crop[-1] - after - extra[-1])
         convs = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
-        groups = 1 if self.groups == 1 else (interval(at, 1)[1] - interval(at, 1)[0]) // weight.shape[1]
+        groups = 1 if self.groups == 1 else (interval(local, 1)[1] - interval(local, 1)[0]) // weight.shape[1]
         late = any(pad > 0 for pair in rest.values() for pad in pair)  # the bias also belongs where zeros are added
         out = convs[len(self.kernel) - 1](
             x, weight, None if late else bias, self.stride, crop, extra, groups, self.dilation

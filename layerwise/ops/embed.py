@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
-from layerwise.ops.base import Counts, Dim, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.base import Dim, Extents, Kept, Local, Maps, Op, Parameter
 from layerwise.ops.specs import same
 from layerwise.tensor import TensorSpec
 
@@ -27,6 +25,7 @@ class Embedding(Op):
     """
 
     kind: ClassVar[str] = "embedding"
+    arithmetic: ClassVar[bool] = False
     weights: ClassVar[bool] = True
     count: int
     width: int
@@ -51,19 +50,16 @@ class Embedding(Op):
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         return (Dim("k", self.count),)
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (ids,), weight = inputs, parameters["weight"]
         if weight.shape[0] == self.count:
             return F.embedding(ids, weight, self.padding)
-        rows, first = ids - at.cell.lo[-1], at.cell.lo[-1]
+        rows, first = ids - local.cell.lo[-1], local.cell.lo[-1]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         here = self.padding is not None and first <= self.padding < first + weight.shape[0]
         padding = self.padding - first if here and self.padding is not None else None

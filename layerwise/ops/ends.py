@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
 from layerwise.geometry import scaled, whole
-from layerwise.ops.base import Counts, Extents, Maps, Op, Role
+from layerwise.ops.base import Maps, Op, Role
 from layerwise.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class _Source(Op):
+    arithmetic: ClassVar[bool] = False
     spec: TensorSpec
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -22,9 +21,6 @@ class _Source(Op):
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return ()
-
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
 
     def at_batch(self, old: int, new: int) -> Op:
         rows = zip(self.spec.dims, self.spec.shape, strict=True)
@@ -64,6 +60,7 @@ class Sink(Op):
     """Where all outputs meet: it needs its samples of each of them."""
 
     kind: ClassVar[str] = "sink"
+    arithmetic: ClassVar[bool] = False
     role: ClassVar[Role] = Role.SINK
     batch: int
 
@@ -80,9 +77,6 @@ class Sink(Op):
             )
             for spec in inputs
         )
-
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
 
     def at_batch(self, old: int, new: int) -> Op:
         return Sink(new)

@@ -1,7 +1,7 @@
-"""Fused: one operator, the views of its inputs before it and the element-wise followers after it.
+"""Fused: one operator, the views of its inputs before it and the element-wise epilogue after it.
 
 A view (flatten, transpose, slice) moves nothing: fused into its consumer, it only changes which box of the producer
-is needed. A follower (batch norm, relu, dropout, residual add) computes where its producer's output already lies.
+is needed. The epilogue (batch norm, relu, dropout, residual add) computes where its producer's output already lies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from layerwise.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class EpilogueOp:
     """An element-wise operator whose input `slot` is the running result; its `extras` others come from outside."""
 
     op: Op
@@ -25,23 +25,23 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class Fused(Op):
-    """`main` on its inputs, each through its chain of `views` (first applied first), then the `followers` in order.
+    """`main` on its inputs, each through its views, then the epilogue in order.
 
-    Inputs: those of `main`, then the extra inputs of each follower. `views` has one (possibly empty) chain an input.
+    Inputs: those of `main`, then the extra ones of each operator of the epilogue.
     """
 
     kind: ClassVar[str] = "fused"
     main: Op
-    views: tuple[tuple[Op, ...], ...]
-    followers: tuple[Follower, ...] = ()
+    views: tuple[tuple[Op, ...], ...]  # of each input, first applied first; mostly ()
+    epilogue: tuple[EpilogueOp, ...] = ()
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         return self.stages(inputs)[-1].space.out
 
     def stages(self, inputs: Sequence[TensorSpec]) -> tuple[Stage, ...]:
         viewed = [viewed_spec(spec, chain) for spec, chain in zip(inputs, self.views, strict=True)]
-        extras = [f.extras for f in self.followers]
-        ops = [(self.main, None, len(viewed) - sum(extras)), *((f.op, f.slot, f.extras) for f in self.followers)]
+        extras = [f.extras for f in self.epilogue]
+        ops = [(self.main, None, len(viewed) - sum(extras)), *((f.op, f.slot, f.extras) for f in self.epilogue)]
         stages: list[Stage] = []
         first, held = 0, 0  # of the inputs and the parameters of the next stage
         for op, slot, count in ops:
@@ -100,7 +100,7 @@ class Fused(Op):
             "kind": self.kind,
             "main": self.main.rows(),
             "views": [[v.rows() for v in chain] for chain in self.views],
-            "followers": [{"op": f.op.rows(), "slot": f.slot, "extras": f.extras} for f in self.followers],
+            "followers": [{"op": f.op.rows(), "slot": f.slot, "extras": f.extras} for f in self.epilogue],
         }
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.base import Extents, Kept, Local, Maps, Op, Parameter
 from layerwise.ops.specs import broadcast
 from layerwise.tensor import TensorSpec
 
@@ -24,6 +22,7 @@ class Learned(Op):
     """
 
     kind: ClassVar[str] = "learned"
+    arithmetic: ClassVar[bool] = False
     parameter: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -38,14 +37,11 @@ class Learned(Op):
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         return (Parameter("value", self.parameter, broadcast(self.parameter, out)),)
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
     def at_batch(self, old: int, new: int) -> Op:
         return replace(self, shape=(new, *self.shape[1:]))
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        return parameters["value"].expand(at.out.shape)
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return parameters["value"].expand(local.out.shape)

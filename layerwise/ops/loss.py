@@ -73,7 +73,7 @@ class Loss(Op):
         """How many targets count, where some may be ignored."""
         return Statistics((0,), (), 1) if self._ignores(inputs[1]) else None
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""
         import torch.nn.functional as F
 
@@ -82,10 +82,10 @@ class Loss(Op):
         each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments)
         if self.reduction == "none":
             return each
-        if self._ignores(at.specs[1]):
+        if self._ignores(local.specs[1]):
             counted = target != arguments.get("ignore_index", IGNORED)
             summed = each if each.dim() == 1 else each.flatten(1).sum(1)
-            return counted_mean(summed, counted.sum(), at.space.out.shape[0], at.all_reduce)
+            return counted_mean(summed, counted.sum(), local.space.out.shape[0], local.all_reduce)
         if each.dim() == 1:
             return each
         return each.flatten(1).mean(1) if self.reduction == "mean" else each.flatten(1).sum(1)

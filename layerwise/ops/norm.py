@@ -32,20 +32,12 @@ class _Norm(Op):
         return Kept(output=False)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchNorm(_Norm):
-    """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`.
+class _ChannelNorm(_Norm):
+    """Normalises channels (dimension 1): weight and bias, running mean and variance are of one channel each."""
 
-    These are used in evaluation, and updated in training where they lie.
-    """
-
-    kind: ClassVar[str] = "batch_norm"
-    local_statistics: ClassVar[bool] = True
     pointwise: ClassVar[bool] = True
     affine: bool = True
-    eps: float = 1e-5
-    momentum: float | None = 0.1
-    track: bool = True
+    track: bool = False
 
     @property
     def remembers(self) -> bool:
@@ -58,40 +50,77 @@ class BatchNorm(_Norm):
         return (same(inputs[0]),)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
-        return _per_channel(out, self.affine, self.track)
-
-    def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
-        return _statistics(out, keys=(1,))
+        names = (*_NAMES[:2],) * self.affine + (*_NAMES[2:],) * self.track
+        maps = (identity(out.shape[1], 1),)
+        return tuple(
+            Parameter(name, out.shape[1:2], maps, name in _NAMES[:2], late=True, scale=_initial(name)) for name in names
+        )
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+
+class _TrailingNorm(_Norm):
+    """Normalises over the last `rank` dimensions, which are therefore not split."""
+
+    rank: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        if not 1 <= self.rank <= len(x.shape):
+            raise LayerwiseError(f"cannot normalise over the last {self.rank} dimensions of {x.describe()}")
+        return x
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        last = self.unsplit(inputs, out)
+        return (tuple(whole(m.extent) if i in last else m for i, m in enumerate(same(out))),)
+
+    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
+        return frozenset(range(len(out.shape) - self.rank, len(out.shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm(_ChannelNorm):
+    """Normalises every channel (dimension 1) over all else. `track`: keeps running statistics, of `momentum`.
+
+    These are used in evaluation, and updated in training where they lie.
+    """
+
+    kind: ClassVar[str] = "batch_norm"
+    local_statistics: ClassVar[bool] = True
+    affine: bool = True
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+    track: bool = True
+
+    def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
+        return _statistics(out, keys=(1,))
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (x,) = inputs
         weight, bias, *running = (parameters.get(name) for name in _NAMES)
         mean, var = running
-        if self.track and not at.training:
+        if self.track and not local.training:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
         if self.track and self.momentum is None:
             raise LayerwiseError("batch norm with momentum=None (cumulative averages) cannot be trained; give it one")
         momentum = self.momentum or 0.0
-        if at.all_reduce is None:
+        if local.all_reduce is None:
             return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
-        count = at.space.out.volume // at.space.out.shape[1]
-        result = normalised(x, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce, shift=mean)
+        count = local.space.out.volume // local.space.out.shape[1]
+        result = normalised(x, weight, bias, count=count, eps=self.eps, all_reduce=local.all_reduce, shift=mean)
         if mean is not None and var is not None:
             update((mean, var), *result[1:], count=count, momentum=momentum)
         return result[0]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNorm(_Norm):
+class GroupNorm(_ChannelNorm):
     """Normalises every group of channels of every sample. Channels are cut between groups only."""
 
     kind: ClassVar[str] = "group_norm"
-    pointwise: ClassVar[bool] = True
     groups: int
     affine: bool = True
     eps: float = 1e-5
@@ -104,31 +133,22 @@ class GroupNorm(_Norm):
         units[1] = lcm(units[1], x.shape[1] // self.groups)
         return replace(x, units=tuple(units))
 
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
-    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
-        return _per_channel(out, self.affine, track=False)
-
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         return _statistics(out, keys=(0, 1), block=out.shape[1] // self.groups)
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
-
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
         import torch.nn.functional as F
 
         (x,) = inputs
-        shape = at.space.out.shape
+        shape = local.space.out.shape
         block = shape[1] // self.groups
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if at.all_reduce is None:
+        if local.all_reduce is None:
             return F.group_norm(x, x.shape[1] // block, weight, bias, self.eps)
         channels = x.reshape(1, x.shape[0] * x.shape[1] // block, -1)  # one for every sample and group
         count = block * prod(shape[2:])
-        y, *_ = normalised(channels, None, None, count=count, eps=self.eps, all_reduce=at.all_reduce)
+        y, *_ = normalised(channels, None, None, count=count, eps=self.eps, all_reduce=local.all_reduce)
         if weight is None or bias is None:
             return y.view(x.shape)
         along = (-1, *(1,) * (len(shape) - 2))
@@ -136,77 +156,52 @@ class GroupNorm(_Norm):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceNorm(_Norm):
+class InstanceNorm(_ChannelNorm):
     """Normalises every channel of every sample.
 
     With `track` the running statistics are means over all samples of the batch: then every device is told those of all.
     """
 
     kind: ClassVar[str] = "instance_norm"
-    pointwise: ClassVar[bool] = True
     affine: bool = False
     eps: float = 1e-5
     track: bool = False
     momentum: float = 0.1
 
-    @property
-    def remembers(self) -> bool:
-        return self.track
-
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
-        return _channelled(self, inputs[0])
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
-    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
-        return _per_channel(out, self.affine, self.track)
-
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         return _statistics(out, keys=(1,), samples=out.shape[0]) if self.track else _statistics(out, keys=(0, 1))
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return Op.flops(self, inputs, extents) * (8 if self.affine else 6)
-
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (x,) = inputs
         weight, bias, *running = (parameters.get(name) for name in _NAMES)
         mean, var = running
-        if at.all_reduce is None or (self.track and not at.training):
-            own = at.training or not self.track
+        if local.all_reduce is None or (self.track and not local.training):
+            own = local.training or not self.track
             return F.instance_norm(x, mean, var, weight, bias, own, self.momentum, self.eps)
         samples, channels = x.shape[:2]
         weight, bias, shift = (t if t is None else t.repeat(samples) for t in (weight, bias, mean))
         each = x.reshape(1, samples * channels, *x.shape[2:])
-        count = prod(at.space.out.shape[2:])
+        count = prod(local.space.out.shape[2:])
         if mean is None or var is None:
-            return normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=at.all_reduce)[0].view(x.shape)
-        told = Samples(at.all_reduce, at.space.out.shape[0], slice(at.out.lo[0], at.out.hi[0]))
-        y, *_ = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=told, shift=shift)
-        update((mean, var), *told.averages(mean, count), count=count, momentum=self.momentum)
+            y, *_ = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=local.all_reduce)
+            return y.view(x.shape)
+        samples_of_all = Samples(local.all_reduce, local.space.out.shape[0], slice(local.out.lo[0], local.out.hi[0]))
+        y, *_ = normalised(each, weight, bias, count=count, eps=self.eps, all_reduce=samples_of_all, shift=shift)
+        update((mean, var), *samples_of_all.averages(mean, count), count=count, momentum=self.momentum)
         return y.view(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm(_Norm):
-    """Normalises over the last `rank` dimensions, which are therefore not split."""
+class LayerNorm(_TrailingNorm):
+    """Subtracts the mean, divides by the standard deviation: over the last `rank` dimensions."""
 
     kind: ClassVar[str] = "layer_norm"
     rank: int
     weight: bool = True
     bias: bool = True
     eps: float = 1e-5
-
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
-        return _ranked(inputs[0], self.rank)
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (_whole_from(out, len(out.shape) - self.rank),)
-
-    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        return frozenset(range(len(out.shape) - self.rank, len(out.shape)))
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         names = [name for name, given in (("weight", self.weight), ("bias", self.bias)) if given]
@@ -215,7 +210,7 @@ class LayerNorm(_Norm):
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * (6 + self.weight + self.bias)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (x,) = inputs
@@ -223,22 +218,13 @@ class LayerNorm(_Norm):
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm(_Norm):
+class RMSNorm(_TrailingNorm):
     """Divides by the root of the mean square over the last `rank` dimensions. `eps` None: that of the element type."""
 
     kind: ClassVar[str] = "rms_norm"
     rank: int
     weight: bool = True
     eps: float | None = None
-
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
-        return _ranked(inputs[0], self.rank)
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (_whole_from(out, len(out.shape) - self.rank),)
-
-    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        return frozenset(range(len(out.shape) - self.rank, len(out.shape)))
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         return (_trailing("weight", out, self.rank),) if self.weight else ()
@@ -247,7 +233,7 @@ class RMSNorm(_Norm):
         """Square, add, divide; scale."""
         return Op.flops(self, inputs, extents) * (3 + self.weight)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (x,) = inputs
@@ -293,7 +279,7 @@ class LocalResponseNorm(Op):
         whole = 1.0 * volumes(self.needs(inputs, inputs[0])[0], lo, hi) * inputs[0].item_bytes
         return Kept(output=False, extra=3 * whole, there=2 * whole, back=3 * whole)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         (x,) = inputs
@@ -304,7 +290,7 @@ class LocalResponseNorm(Op):
             squares = F.pad(x.square().reshape(*x.shape[:2], -1), (0, 0, before, self.size - 1 - before)).unsqueeze(1)
             means = F.avg_pool2d(squares, (self.size, 1), stride=1).view(x.shape)
             y = x / (means * self.alpha + self.k) ** self.beta
-        return y.narrow(1, at.cell.lo[1] - at.needs[0].lo[1], at.out.shape[1])  # without the neighbours' channels
+        return y.narrow(1, local.cell.lo[1] - local.needs[0].lo[1], local.out.shape[1])  # not the neighbours' channels
 
 
 _NAMES = ("weight", "bias", "running_mean", "running_var")
@@ -316,22 +302,6 @@ def _channelled(op: Op, x: TensorSpec) -> TensorSpec:
     return x
 
 
-def _ranked(x: TensorSpec, rank: int) -> TensorSpec:
-    if not 1 <= rank <= len(x.shape):
-        raise LayerwiseError(f"cannot normalise over the last {rank} dimensions of {x.describe()}")
-    return x
-
-
-def _per_channel(out: TensorSpec, affine: bool, track: bool) -> tuple[Parameter, ...]:
-    """Weight and bias, running mean and variance. Used where the output lies: late."""
-    channels = out.shape[1]
-    return tuple(
-        Parameter(name, (channels,), (identity(channels, 1),), trained, late=True, scale=_initial(name))
-        for name, trained, there in zip(_NAMES, (True, True, False, False), (affine, affine, track, track), strict=True)
-        if there
-    )
-
-
 def _trailing(name: str, out: TensorSpec, rank: int) -> Parameter:
     shape = out.shape[len(out.shape) - rank :]
     return Parameter(name, shape, tuple(map(whole, shape)), late=True, scale=_initial(name))
@@ -339,10 +309,6 @@ def _trailing(name: str, out: TensorSpec, rank: int) -> Parameter:
 
 def _initial(name: str) -> float:
     return 1.0 if name in ("weight", "running_var") else 0.0
-
-
-def _whole_from(out: TensorSpec, first: int) -> Maps:
-    return tuple(m if i < first else whole(out.shape[i]) for i, m in enumerate(same(out)))
 
 
 def _statistics(out: TensorSpec, keys: tuple[int, ...], block: int = 1, samples: int = 1) -> Statistics | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box, identity, whole
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.base import Extents, Kept, Local, Maps, Op, Parameter
 from layerwise.ops.functions import binary, unary
 from layerwise.ops.random import drop
 from layerwise.ops.specs import broadcast, merge_labels, same
@@ -88,12 +88,20 @@ def _real(dtype: str) -> str:
     return dtype if "float" in dtype else _DEFAULT
 
 
+class _Pointwise(Op):
+    """Every output element needs the element of the only input at its own index."""
+
+    pointwise: ClassVar[bool] = True
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (same(inputs[0]),)
+
+
 @dataclass(frozen=True, slots=True)
-class Unary(Op):
+class Unary(_Pointwise):
     """A function of one tensor and Python numbers (`arguments`)."""
 
     kind: ClassVar[str] = "unary"
-    pointwise: ClassVar[bool] = True
     elementwise = True
     fn: str
     arguments: tuple[float, ...] = ()
@@ -113,26 +121,22 @@ class Unary(Op):
             dtype = "int64" if dtype == "bool" else dtype
         return TensorSpec(x.shape, x.dims, dtype, x.units)
 
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=self.fn not in RESULT | NOTHING, output=self.fn in RESULT)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function", self.fn, REAL | KEEPING | TESTING)
         return unary(self.fn, self.arguments, inputs[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Prelu(Op):
+class Prelu(_Pointwise):
     """x where positive, else weight*x; `count` weights: one, or one a channel (dimension 1).
 
     https://pytorch.org/docs/stable/generated/torch.nn.PReLU.html
     """
 
     kind: ClassVar[str] = "prelu"
-    pointwise: ClassVar[bool] = True
     count: int = 1
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -141,9 +145,6 @@ class Prelu(Op):
             raise LayerwiseError(f"{self.count} slopes do not fit the channels of {x.describe()}")
         return x
 
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
         return (Parameter("weight", (self.count,), maps, late=True, scale=0.25),)
@@ -151,7 +152,7 @@ class Prelu(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F
 
         return F.prelu(inputs[0], parameters["weight"])
@@ -207,7 +208,7 @@ class Binary(Op):
         tests = linear or self.fn in BINARY_TESTING or self.fn == "masked_fill"
         return Kept(inputs=not tests, output=self.fn in ("pow", "atan2", "hypot"), through=through)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         _check_known("function of two tensors", self.fn, BINARY | BINARY_REAL | BINARY_TESTING)
         x, y = inputs if self.parameter is None else (inputs[0], parameters["operand"])
         if self.stored is not None and self.parameter is not None:
@@ -233,7 +234,7 @@ class Where(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
 
         condition, x, y = inputs
@@ -241,14 +242,13 @@ class Where(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout(Op):
+class Dropout(_Pointwise):
     """Zero with probability p, else 1/(1-p) times the input; `channels`: one draw for each (n, c); `samples`: each n.
 
     The draw depends on an element's place in the whole tensor, so every partition drops the same elements.
     """
 
     kind: ClassVar[str] = "dropout"
-    pointwise: ClassVar[bool] = True
     p: float
     channels: bool = False
     samples: bool = False  # stochastic depth
@@ -262,9 +262,6 @@ class Dropout(Op):
             raise LayerwiseError(f"a dropout probability must lie in [0, 1], not {self.p}")
         return inputs[0]
 
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         """A byte a draw is kept; while it is drawn, two numbers of 64 bits; then the input times 0 or 1."""
         (x,) = inputs
@@ -277,21 +274,21 @@ class Dropout(Op):
             inputs=False, output=False, extra=drawn, there=np.maximum(16 * drawn, product), back=product + drawn
         )
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs
-        if not at.training:
+        if not local.training:
             return x
         rank = 1 if self.samples else min(2, x.dim()) if self.channels else x.dim()
-        place = Box(at.out.lo[:rank], at.out.hi[:rank])
-        return drop(x, self.p, at.seed, place, at.space.out.shape[:rank])
+        place = Box(local.out.lo[:rank], local.out.hi[:rank])
+        return drop(x, self.p, local.seed, place, local.space.out.shape[:rank])
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Op):
+class Cast(_Pointwise):
     """The same numbers as another element type. No FLOPs."""
 
     kind: ClassVar[str] = "cast"
-    pointwise: ClassVar[bool] = True
+    arithmetic: ClassVar[bool] = False
     elementwise = True
     dtype: str
 
@@ -299,16 +296,10 @@ class Cast(Op):
         (x,) = inputs
         return TensorSpec(x.shape, x.dims, self.dtype, x.units)
 
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
-
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)

@@ -82,39 +82,41 @@ class Pool(Op):
         extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
         return Kept(output=self.mode == "lp", extra=extra, back=padded_bytes + several)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs
         if self.mode == "max":
-            return self._windows(at, x, None)
+            return self._windows(local, x, None)
         if self.mode == "average":
             if self.divisor is None:
-                return self._windows(at, x, "padded" if self.count_include_pad else "inside")
+                return self._windows(local, x, "padded" if self.count_include_pad else "inside")
             if len(self.kernel) > 1:
-                return self._windows(at, x, None)
-            return self._windows(at, x, "kernel") * (prod(self.kernel) / self.divisor)  # torch has none in 1-D
-        total = self._windows(at, x * x if self.power == 2 else x.abs() ** self.power, "kernel") * prod(self.kernel)
+                return self._windows(local, x, None)
+            return self._windows(local, x, "kernel") * (prod(self.kernel) / self.divisor)  # torch has none in 1-D
+        total = self._windows(local, x * x if self.power == 2 else x.abs() ** self.power, "kernel") * prod(self.kernel)
         some = total > 0  # the root has no slope at 0: the norm of zeros passes no gradient
         return total.where(some, 1.0) ** (1 / self.power) * some
 
-    def _windows(self, at: Local, x: Tensor, divide: Divide) -> Tensor:
+    def _windows(self, local: Local, x: Tensor, divide: Divide) -> Tensor:
         """Maxima or means, by torch's own padding and rounding where these make the cell's windows."""
         lead = x.dim() - len(self.kernel)
         if lead not in (1, 2):  # torch pools (c, *spatial) and (n, c, *spatial)
             x = x.reshape(1, -1, *x.shape[lead:])
-        first, extents = x.dim() - len(self.kernel), at.specs[0].shape[lead:]
+        first, extents = x.dim() - len(self.kernel), local.specs[0].shape[lead:]
         dims = zip(extents, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
-        fits = [_fit(interval(at, i), given(at, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)]
+        fits = [
+            _fit(interval(local, i), given(local, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)
+        ]
         for ceil in (False, True):
             if all(f.alike[ceil] for f in fits):
-                return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(at.out.shape)
+                return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
         pads = {i: (0, 0) if f.floor else (f.before, f.after) for i, f in enumerate(fits, start=first)}
         x = padded(x, pads, -inf if self.mode == "max" else 0.0)
         out = self._native(x, [f.before if f.floor else 0 for f in fits], False, True)
         for i, f in enumerate(fits, start=first):
             if f.factor is not None:
                 out = out * along(constant(f.factor, out.dtype, out.device), i, out.dim())
-        return out.reshape(at.out.shape)
+        return out.reshape(local.out.shape)
 
     def _native(self, x: Tensor, padding: list[int], ceil: bool, include: bool) -> Tensor:
         from torch.nn import functional as f
@@ -161,14 +163,15 @@ class AdaptivePool(Op):
         made = (hi - lo).astype(np.float64).prod(-1)
         return Kept(output=False, extra=8 * made if self.mode == "max" else 0.0)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where the cell's windows are those of its part, else (windows are products) by dimension."""
         from torch.nn import functional as f
 
         (x,) = inputs
         lead = x.dim() - len(self.size)
         windows = [
-            _adaptive(interval(at, i), given(at, i), m, at.specs[0].shape[i]) for i, m in enumerate(self.size, lead)
+            _adaptive(interval(local, i), given(local, i), m, local.specs[0].shape[i])
+            for i, m in enumerate(self.size, lead)
         ]
         if all(w.alike for w in windows):
             x = x if lead in (1, 2) else x.reshape(1, -1, *x.shape[lead:])
@@ -176,8 +179,8 @@ class AdaptivePool(Op):
                 "max": (f.adaptive_max_pool1d, f.adaptive_max_pool2d, f.adaptive_max_pool3d),
                 "average": (f.adaptive_avg_pool1d, f.adaptive_avg_pool2d, f.adaptive_avg_pool3d),
             }
-            out = pools[self.mode][len(self.size) - 1](x, at.out.shape[lead:])
-            return out.reshape(at.out.shape)
+            out = pools[self.mode][len(self.size) - 1](x, local.out.shape[lead:])
+            return out.reshape(local.out.shape)
         for i in reversed(range(lead, x.dim())):  # so that of equal maxima the first one is taken, as torch does
             x = windows[i - lead].pool(x, i, self.mode)
         return x

@@ -60,7 +60,7 @@ class Reduce(Op):
         linear = self.mode in ("mean", "sum")
         return Kept(inputs=not linear, output=not linear)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Of the input's type (integers do not become longer ones), but sums of booleans are integers."""
         import torch
 
@@ -73,7 +73,7 @@ class Reduce(Op):
                 norm: Tensor = torch.linalg.vector_norm(x, 2, self.dims, self.keepdim)
                 return norm
             case "prod":
-                for dim in sorted(self._gone(at.specs[0]), reverse=True):
+                for dim in sorted(self._gone(local.specs[0]), reverse=True):
                     x = torch.prod(x, dim, self.keepdim, dtype=kept)
                 return x
             case "sum":

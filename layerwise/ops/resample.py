@@ -33,6 +33,7 @@ class Pad(Op):
     """
 
     kind: ClassVar[str] = "pad"
+    arithmetic: ClassVar[bool] = False
     pads: tuple[tuple[int, int], ...]
     mode: Literal["constant", "reflect", "replicate", "circular"] = "constant"
     value: float = 0.0
@@ -53,27 +54,26 @@ class Pad(Op):
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
 
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
-
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         from torch.nn import functional
 
         (x,) = inputs
         dims = [i for i, pair in enumerate(self.pads) if any(pair)]
         if self.mode == "constant":
-            pads = {i: margins(interval(at, i), given(at, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims}
+            pads = {
+                i: margins(interval(local, i), given(local, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims
+            }
             return padded(x, pads, self.value)
         count = x.dim() - min(dims, default=x.dim())  # the last dimensions, as torch pads them
         grows = min((p for pair in self.pads for p in pair), default=0) >= 0
-        if at.spans(*dims) and grows and 1 <= count <= 3 and x.dim() - count in (1, 2):
+        if local.spans(*dims) and grows and 1 <= count <= 3 and x.dim() - count in (1, 2):
             return functional.pad(x, [p for pair in reversed(self.pads[-count:]) for p in pair], self.mode)
         for i in dims:
-            low, extent = self.pads[i][0], at.specs[0].shape[i]
-            x = weighted(x, i, _border(self.mode, interval(at, i), given(at, i), low, extent))
+            low, extent = self.pads[i][0], local.specs[0].shape[i]
+            x = weighted(x, i, _border(self.mode, interval(local, i), given(local, i), low, extent))
         return x
 
     def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
@@ -130,26 +130,26 @@ class Interpolate(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """By torch where it finds in the given positions what it would in all, else one dimension after the other."""
         (x,) = inputs
         lead, dtype = x.dim() - len(self.size), x.dtype
-        dims = list(zip(range(lead, x.dim()), at.specs[0].shape[lead:], self.size, strict=True))
+        dims = list(zip(range(lead, x.dim()), local.specs[0].shape[lead:], self.size, strict=True))
         torch_can = lead == 2 and (len(self.size) == 2 or self.mode != "cubic")
-        if torch_can and all(at.spans(i) or self._shifts(extent, size) for i, extent, size in dims):
+        if torch_can and all(local.spans(i) or self._shifts(extent, size) for i, extent, size in dims):
             # Positions that nobody needs count for the scale of a dimension that is not cut.
-            unread = {i: (given(at, i)[0], extent - given(at, i)[1]) for i, extent, _ in dims if at.spans(i)}
+            unread = {i: (given(local, i)[0], extent - given(local, i)[1]) for i, extent, _ in dims if local.spans(i)}
             ratios = {i: size // extent for i, extent, size in dims if i not in unread}
             sizes = [ratios[i] * x.shape[i] if i in ratios else size for i, _, size in dims]
             x = self._native(padded(x, unread), sizes)
             for i, ratio in ratios.items():
-                (lo, hi), start = interval(at, i), given(at, i)[0] * ratio
+                (lo, hi), start = interval(local, i), given(local, i)[0] * ratio
                 x = x.narrow(i, lo - start, hi - lo)
             return x
         extents = tuple(extent for _, extent, _ in dims)
         for axis, (i, extent, size) in enumerate(dims):
             if extent != size or self.scales:
-                x = weighted(x, i, _taps(self, extents, axis, interval(at, i), given(at, i), dtype, x.device))
+                x = weighted(x, i, _taps(self, extents, axis, interval(local, i), given(local, i), dtype, x.device))
         return x.to(dtype)
 
     def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:

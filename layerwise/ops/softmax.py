@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from layerwise.geometry import whole
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
-from layerwise.ops.specs import dim_index, same
+from layerwise.ops.along import Along
+from layerwise.ops.base import Counts, Extents, Kept, Local, Op
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -16,26 +15,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Softmax(Op):
-    """exp(x) over its sum along `dim`, which is not split. FLOPs 5 an element: maximum, subtract, exp, add, divide."""
+class Softmax(Along):
+    """exp(x) over its sum along `dim`. FLOPs 5 an element: maximum, subtract, exp, add, divide."""
 
     kind: ClassVar[str] = "softmax"
     dim: int = -1
     log: bool = False
-
-    def output(self, *inputs: TensorSpec) -> TensorSpec:
-        (x,) = inputs
-        dim_index(self.dim, x)
-        return x
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        maps = list(same(out))
-        dim = dim_index(self.dim, out)
-        maps[dim] = whole(out.shape[dim])
-        return (tuple(maps),)
-
-    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
-        return frozenset({dim_index(self.dim, out)})
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * 5
@@ -43,7 +28,7 @@ class Softmax(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
 
         return (torch.log_softmax if self.log else torch.softmax)(inputs[0], self.dim)

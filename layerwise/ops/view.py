@@ -19,7 +19,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, fixed, identity, whole, window
 from layerwise.geometry.axis import Step
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op
+from layerwise.ops.base import Extents, Kept, Local, Maps, Op
 from layerwise.ops.merge import heads, ones, reshaped, starts
 from layerwise.ops.specs import dim_index, only
 from layerwise.tensor import TensorSpec
@@ -32,9 +32,7 @@ class View(Op):
     """An operator that only renames positions: no parameters, no FLOPs."""
 
     view: ClassVar[bool] = True
-
-    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
-        return np.zeros(extents.shape[:-1])
+    arithmetic: ClassVar[bool] = False
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False, through=True)
@@ -83,8 +81,8 @@ class Reshape(View):
                 maps[i] = identity(1, j)
         return (tuple(maps),)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        return reshaped(inputs[0], at.specs[0].shape, at.needs[0], self.shape, at.out)
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return reshaped(inputs[0], local.specs[0].shape, local.needs[0], self.shape, local.out)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         (x,), (y,) = inputs, new_inputs
@@ -116,8 +114,8 @@ class Permute(View):
         order = self._order(inputs[0])
         return (tuple(identity(extent, order.index(i)) for i, extent in enumerate(inputs[0].shape)),)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        return inputs[0].permute(self._order(at.specs[0]))
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].permute(self._order(local.specs[0]))
 
     def _order(self, x: TensorSpec) -> tuple[int, ...]:
         order = tuple(dim_index(i, x) for i in self.order)
@@ -155,13 +153,13 @@ class Slice(View):
             maps[at] = window(len(taken), x.shape[at], at, stride=taken.step, first=taken.start, last=taken.start)
         return (tuple(maps),)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs
-        dim, taken = self._taken(at.specs[0])
-        mine = taken[at.cell.lo[dim] : at.cell.hi[dim]]
+        dim, taken = self._taken(local.specs[0])
+        mine = taken[local.cell.lo[dim] : local.cell.hi[dim]]
         if not mine:
             return x.narrow(dim, 0, 0)
-        first = min(mine[0], mine[-1]) - at.needs[0].lo[dim]
+        first = min(mine[0], mine[-1]) - local.needs[0].lo[dim]
         x = x[(slice(None),) * dim + (slice(first, first + abs(mine[-1] - mine[0]) + 1, abs(taken.step)),)]
         return x if taken.step > 0 else x.flip(dim)
 
@@ -209,9 +207,9 @@ class Select(View):
         maps[at] = fixed(x.shape[at], self._index(x, at))
         return (tuple(maps),)
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        dim = dim_index(self.dim, at.specs[0])
-        return inputs[0].select(dim, self._index(at.specs[0], dim) - at.needs[0].lo[dim])
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        dim = dim_index(self.dim, local.specs[0])
+        return inputs[0].select(dim, self._index(local.specs[0], dim) - local.needs[0].lo[dim])
 
     def _index(self, x: TensorSpec, at: int) -> int:
         extent = x.shape[at]
@@ -256,8 +254,8 @@ class Expand(View):
             ),
         )
 
-    def run(self, at: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        return inputs[0].expand(at.out.shape)
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].expand(local.out.shape)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """A named extent that was the input's stays the input's."""

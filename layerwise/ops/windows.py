@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 Interval = tuple[int, int]  # half-open
 
 
-def interval(at: Local, dim: int) -> Interval:
+def interval(local: Local, dim: int) -> Interval:
     """The cell in one dimension of the output."""
-    return at.cell.lo[dim], at.cell.hi[dim]
+    return local.cell.lo[dim], local.cell.hi[dim]
 
 
-def given(at: Local, dim: int, slot: int = 0) -> Interval:
+def given(local: Local, dim: int, slot: int = 0) -> Interval:
     """What the kernel is given of one dimension of an input."""
-    return at.needs[slot].lo[dim], at.needs[slot].hi[dim]
+    return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_a_follower_passes_on_the_gradient_of_its_own_input() -> None:
     x, y = (b.input(name, TensorSpec((2, 3, 4), ("n", "c", "l"))) for name in "xy")
     pooled = networks.add(b, "pool", Pool("max", (1,), (1,), ((0, 0),), (1,)), [x])
     layer = fuse(b.finish([networks.add(b, "add", Binary("add"), [pooled, y])]))["pool"]
-    assert (layer.inputs, layer.followers) == (("x", "y"), ("add",))
+    assert (layer.inputs, layer.epilogue) == (("x", "y"), ("add",))
     for wanted, kernels in (((False, False), 0), ((False, True), 1), ((True, False), 2), ((True, True), 2)):
         assert times(layer, LAUNCHES, wanted=wanted).backward == kernels
 

@@ -85,7 +85,7 @@ def test_the_batch_may_be_changed_before_or_after(graph: LayerGraph) -> None:
 
 def kinds(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
     """Names of the layers that compute, each with those of its followers."""
-    return {layer.name: layer.followers for layer in graph.inner}
+    return {layer.name: layer.epilogue for layer in graph.inner}
 
 
 def test_a_chain_becomes_its_convolutions_and_linear_layers() -> None:
