@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from layerwise import checkpoint, tensorfile
-from layerwise.checkpoint import latest, load, model_digest, save, storage
+from layerwise import tensorfile
+from layerwise.checkpoint import latest, load, model_digest, save, save_and_load, storage
+from layerwise.checkpoint.step_folders import find
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.export import export
@@ -290,8 +291,8 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 1, 1, torch.float32)
     module, name = {
         "write_tensors": (storage, "write_tensors"),
-        "finish": (checkpoint, "finish"),
-        "commit": (checkpoint, "commit"),
+        "finish": (save_and_load, "finish"),
+        "commit": (save_and_load, "commit"),
     }[where]
     real = getattr(module, name)
 
@@ -441,11 +442,11 @@ def test_step_folders_that_are_links_are_refused_and_stay(name: str, tmp_path: P
         with pytest.raises(LayerwiseError, match=f"{name} is a link"):
             attempt()
     assert [path.name for path in (tmp_path / "ck").iterdir()] == [name]
-    assert checkpoint.find(tmp_path / "elsewhere").is_dir()
+    assert find(tmp_path / "elsewhere").is_dir()
     (tmp_path / "ck" / name).rename(tmp_path / "ck" / ".step-00000007.tmp-1f3a")  # as earlier versions left them
     save(tmp_path / "ck", module, None, {})
     assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000007"]
-    assert checkpoint.find(tmp_path / "elsewhere" / "step-00000007").is_dir()
+    assert find(tmp_path / "elsewhere" / "step-00000007").is_dir()
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from layerwise.__main__ import dispatch
-from layerwise.tensorfile import fingerprint
 from layerwise.cli import run_main
 from layerwise.comm.base import Comm, CommError
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.run.__main__ import _flags, _hushed, parser
+from layerwise.tensorfile import fingerprint
 from tests.comm.launch import launch
 from tests.comm.thread import run_threads
 from tests.train.command import RESULT, environment, save_plans, strict
