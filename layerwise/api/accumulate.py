@@ -6,7 +6,6 @@ user's loop stays as it is. The k-th step is that of a batch k times as large.
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.module import ParallelModule
+from layerwise.run.trace import now_s
 
 SHARE = 0.1  # of a step's time that communication may take with sync_every="auto"
 MOST = 64  # steps between synchronisations that "auto" goes to
@@ -101,11 +101,9 @@ def auto(module: ParallelModule, compute_s: float) -> tuple[int, str]:
     seconds = []
     for _ in range(4):  # the first connects
         comm.barrier()
-        started = time.perf_counter()
+        started = now_s(module.device)
         comm.all_reduce(buffer, everyone, "io", "measuring synchronisation").wait()
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(now_s(module.device) - started)
     sync_s = median(seconds[1:])
     every = next((k for k in range(1, MOST) if sync_s <= SHARE * (k * compute_s + sync_s)), MOST)
     every = int(comm.broadcast_text(str(every)))

@@ -19,19 +19,16 @@ from torch.utils.data import (
 )
 
 from layerwise.errors import LayerwiseError
+from layerwise.train.sources import inputs_and_target
 
-Batch = tuple[tuple[Tensor, ...], Tensor]  # what the model is called with; the target
 EXPECTED = "give (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader of one"
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Samples by number. batch, shuffle, drop_last: what a loader says of them, else None.
+    """Samples by number. What only a loader says has a default."""
 
-    per_rank: the loader's batches are those of one rank, because its sampler is a distributed one.
-    """
-
-    name: str
+    name: str  # how errors call it
     dataset: Any  # has __len__ and __getitem__, or __getitems__
     count: int
     collate: Callable[[list[Any]], Any]
@@ -39,10 +36,10 @@ class Feed:
     batch: int | None = None
     shuffle: bool | None = None
     drop_last: bool = False
-    per_rank: bool = False
+    per_rank: bool = False  # its batches are those of one rank, because its sampler is a distributed one
     target: Tensor | None = None  # all of it, where it is at hand
 
-    def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def batches(self, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """The samples of each batch, on the CPU."""
         loader = DataLoader(
             self.dataset,
@@ -51,25 +48,20 @@ class Feed:
             collate_fn=self.collate,
         )
         for made in loader:
-            yield self._parted(made)
-
-    def _parted(self, made: object) -> Batch:
-        if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Tensor):
-            inputs = tuple(made[0]) if isinstance(made[0], tuple | list) else (made[0],)
-            if all(isinstance(x, Tensor) for x in inputs):
-                return inputs, made[1]
-        raise LayerwiseError(f"{self.name}: its items are not (input, target): {EXPECTED}")
+            batch = inputs_and_target(made)
+            if batch is None:
+                raise LayerwiseError(f"{self.name}: its items are not (input, target): {EXPECTED}")
+            yield batch
 
 
 def feed(data: object, name: str) -> Feed:
     """The samples of `data`; `name` is how errors call it."""
     if isinstance(data, DataLoader):
         return _from_loader(data, name)
-    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
-        inputs = tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)
-        if all(isinstance(x, Tensor) for x in inputs):
-            whole = _Tensors(inputs, data[1], name)
-            return Feed(name, whole, len(data[1]), _as_it_is, target=data[1])
+    tensors = inputs_and_target(data)
+    if tensors is not None:
+        inputs, target = tensors
+        return Feed(name, _Tensors(inputs, target, name), len(target), _as_it_is, target=target)
     iterable = isinstance(data, IterableDataset)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | tuple | list | Tensor):
         return Feed(name, data, len(data), default_collate)
@@ -112,9 +104,9 @@ class _Tensors(Dataset[Any]):
                 raise LayerwiseError(f"{name}: {len(x)} inputs, but {len(target)} targets")
         self.inputs, self.target = inputs, target
 
-    def __getitems__(self, numbers: list[int]) -> Batch:
-        at = torch.tensor(numbers, dtype=torch.int64)
-        return tuple(x[at] for x in self.inputs), self.target[at]
+    def __getitems__(self, numbers: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+        rows = torch.tensor(numbers, dtype=torch.int64)
+        return tuple(x[rows] for x in self.inputs), self.target[rows]
 
 
 def _as_it_is(batch: Any) -> Any:

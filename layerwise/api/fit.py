@@ -26,6 +26,7 @@ from layerwise.api.parallelize import parallelize
 from layerwise.api.source import Model
 from layerwise.api.split import seat
 from layerwise.cli import console, progress_bar
+from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 from layerwise.run.module import ParallelModule
@@ -121,7 +122,10 @@ def fit(
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(made)
     fitted, said = Fitted(module, made), module.comm.rank == 0 and progress
     facts = {"samples": train.count, "batch": module.plan.batch, "seed": seed}
-    done = _resume(checkpoint, fitted, schedule, facts) if resume else 0
+    resumed = checkpoints.resume(checkpoint, module, made, facts) if resume and checkpoint is not None else None
+    done = 0 if resumed is None else int(resumed[1]["epochs"])
+    if resumed is not None and schedule is not None:
+        schedule.load_state_dict(resumed[1]["scheduler"])
     for number in range(done, epochs):
         cuts = cut(train, module, seed, number, train.shuffle is not False if shuffle is None else shuffle)
         value, seconds = _epoch(module, made, train, cuts, loss, clip_norm, quiet=not said)
@@ -157,8 +161,9 @@ def _module(
         at_least_1("batch", batch)
     whole = batch if batch is not None else (train.batch or BATCH) * (ranks if train.per_rank else 1)
     ((examples, _),) = train.batches([range(min(2, train.count))])
-    device, whole = _device(), min(whole, train.count)
-    inputs = tuple(x.to(device) for x in examples)
+    # The data is loaded to the CPU; where there are GPUs, this rank's computes.
+    device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
+    inputs, whole = tuple(x.to(device) for x in examples), min(whole, train.count)
     return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, **how)
 
 
@@ -175,12 +180,6 @@ def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
             raise LayerwiseError(
                 f"fit has no argument {name!r}{nearest(name, known)}, and parallelize has none of that name, either"
             )
-
-
-def _device() -> torch.device:
-    """The data is loaded to the CPU; where there are GPUs, this rank's computes."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count) if count else torch.device("cpu")
 
 
 def cut(train: Feed, module: ParallelModule, seed: int, epoch: int, shuffle: bool) -> list[Tensor]:
@@ -228,23 +227,3 @@ def _epoch(
     everyone = module.comm.all_gather_object([float(total), time.perf_counter() - started])
     sums = everyone[:1] if module.io == "free" else everyone
     return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in everyone)
-
-
-def _resume(
-    folder: str | os.PathLike[str] | None, fitted: Fitted, schedule: LRScheduler | None, facts: Mapping[str, int]
-) -> int:
-    """Epochs that the last checkpoint has done; 0 where there is none."""
-    assert folder is not None
-    module = fitted.module
-    path = module.comm.broadcast_text(str(checkpoints.latest(folder) or ""))
-    if not path:
-        return 0
-    progress = checkpoints.load(path, module, fitted.optimizer)
-    for what, here in facts.items():
-        if progress.get(what) != here:
-            raise LayerwiseError(
-                f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
-            )
-    if schedule is not None:
-        schedule.load_state_dict(progress["scheduler"])
-    return int(progress["epochs"])

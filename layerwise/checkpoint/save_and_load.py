@@ -24,7 +24,7 @@ from layerwise.checkpoint.chunks import Chunks, chunks_of, read_into
 from layerwise.checkpoint.contribution import About, Contribution, finish
 from layerwise.checkpoint.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
 from layerwise.checkpoint.sole_writer import sole_writer
-from layerwise.checkpoint.step_folders import begin, commit, find
+from layerwise.checkpoint.step_folders import begin, commit, find, latest
 from layerwise.checkpoint.storage import Reader
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
@@ -150,6 +150,30 @@ def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimiz
         restore(optimizer, states, about.optimizer)
     module.steps = about.steps
     return dict(about.progress)
+
+
+def resume(
+    directory: str | os.PathLike[str],
+    module: Saveable,
+    optimizer: Optimizer,
+    facts: Mapping[str, JSON],
+    otherwise: str = "",
+) -> tuple[Path, dict[str, Any]] | None:
+    """Loads the latest checkpoint in DIR, as rank 0 sees it, and returns its folder and progress; None: there is none.
+
+    LayerwiseError where its progress differs from one of these `facts`; otherwise: what else the user can do.
+    """
+    path = module.comm.broadcast_text(str(latest(directory) or ""))
+    if not path:
+        return None
+    progress = load(path, module, optimizer)
+    for what, here in facts.items():
+        if progress.get(what) != here:
+            raise LayerwiseError(
+                f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {here}: give the same"
+                f"{otherwise}"
+            )
+    return Path(path), progress
 
 
 def model_digest(graph: LayerGraph) -> str:

@@ -100,12 +100,16 @@ def leave(code: int) -> NoReturn:
 def _device(seat: Seat | None, name: str | None) -> torch.device:
     if name is not None and torch.device(name).type == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        return torch.device("cuda", (seat.local_rank if seat else 0) % count)
-    if name is not None:
+    device = default_device(seat.local_rank if seat else 0)
+    if device.type == "cpu" and name is not None:
         raise LayerwiseError(f"there is no device {name!r} here: PyTorch finds no GPU")
-    return torch.device("cpu")
+    return device
+
+
+def default_device(local_rank: int) -> torch.device:
+    """A GPU for this rank of a node, where there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
 
 def _backend(seat: Seat, device: torch.device) -> Backend:

@@ -143,6 +143,15 @@ class _Clock:
         return zero_s + float(zero.elapsed_time(mark)) / 1e3
 
 
+def now_s(device: torch.device) -> float:
+    """Seconds by this process's clock, once the work of the device is done."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def clock_offset(comm: Comm, now_s: Callable[[], float]) -> float:
     """What to subtract from this rank's clock to have rank 0's, in seconds; every rank calls this.
 

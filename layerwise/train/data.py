@@ -17,7 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.random import combine, uniform
-from layerwise.train.sources import Images, Listed, Samples, Subset, Synthetic, Tensors, checked
+from layerwise.train.sources import Images, Listed, Samples, Subset, Synthetic, Tensors, checked, inputs_and_target
 from layerwise.train.task import Task, task
 
 if TYPE_CHECKING:
@@ -199,14 +199,10 @@ PARTS = ("train", "held-out")
 
 
 def _samples(value: object, wanted: Task, where: str) -> Samples:
-    import torch
-
-    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], torch.Tensor):
-        given = value[0]
-        inputs = tuple(given) if isinstance(given, tuple | list) else (given,)
-        if all(isinstance(x, torch.Tensor) for x in inputs):
-            return Tensors(*checked(wanted, inputs, value[1], where))
-    elif hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | tuple | list):
+    tensors = inputs_and_target(value)
+    if tensors is not None:
+        return Tensors(*checked(wanted, *tensors, where))
+    if hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | tuple | list):
         return Listed(value, wanted, where)
     raise LayerwiseError(
         f"{where}: a {type(value).__name__} is neither (inputs, targets) tensors nor a map-style Dataset of "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.importers.torch.structure import tensors
 from layerwise.plan import Plan
+from layerwise.run.trace import now_s
 from layerwise.train.data import Data, StepSampler
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Trainer:
         fed = [self._feed(batch) for batch in batches]
         before = module.comm.sent.copy()
         losses = []
-        start = self._now()
+        start = now_s(module.device)
         module.train()
         self.optimizer.zero_grad()
         for i, (batch, (inputs, target)) in enumerate(zip(batches, fed, strict=True)):
@@ -151,7 +151,7 @@ class Trainer:
         if self.settings.clip is not None:
             module.clip_grad_norm_(self.settings.clip)
         self.optimizer.step()
-        seconds = self._now() - start
+        seconds = now_s(module.device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
             self.full += 1
             self.sent.update(module.comm.sent - before)
@@ -192,11 +192,6 @@ class Trainer:
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps
-
-    def _now(self) -> float:
-        if self.module.device.type == "cuda":
-            torch.cuda.synchronize(self.module.device)
-        return time.perf_counter()
 
 
 def evaluate(module: ParallelModule, data: Data) -> float | None:

@@ -11,7 +11,6 @@ from layerwise import __version__, checkpoint
 from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
-from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
 from layerwise.plan import Plan
@@ -73,13 +72,11 @@ class Session:
         )
         return Trainer(module, self.data, self.sampler, self.settings.build(module.parameters()), self.settings)
 
-    def _progress(self, steps: int) -> dict[str, str | int]:
-        """What a checkpoint must know to go on with the next sample; all but "steps" must be the same then."""
-        size = self.sampler.batch * self.sampler.accumulate
+    def _facts(self) -> dict[str, str | int]:
+        """What must be the same where a checkpoint is gone on from."""
         return {
-            "steps": steps,
             "data": self.data.name,
-            "samples a step": size,
+            "samples a step": self.sampler.batch * self.sampler.accumulate,
             "seed": self.options.seed,
             "optimizer": self.settings.optimizer_text(),
         }
@@ -87,34 +84,32 @@ class Session:
     def resume(self) -> Path | None:
         """Goes on from the last checkpoint; None where there is none. LayerwiseError if it was another training."""
         assert self.folder is not None
-        path = self.comm.broadcast_text(str(checkpoint.latest(self.folder) or ""))  # rank 0's: all take the same
-        if not path:
+        otherwise = ", or start anew with --weights from layerwise export"
+        resumed = checkpoint.resume(self.folder, self.module, self.trainer.optimizer, self._facts(), otherwise)
+        if resumed is None:
             return None
-        progress = checkpoint.load(path, self.module, self.trainer.optimizer)
-        here = self._progress(0)
-        for what, value in here.items():
-            if what != "steps" and progress.get(what) != value:
-                raise LayerwiseError(
-                    f"checkpoint {path!r} was trained with {what} {progress.get(what)}, here it is {value}: give the "
-                    "same, or start anew with --weights from layerwise export"
-                )
+        path, progress = resumed
         if self._compare:
             single = self._single
             alone(self.comm, lambda: checkpoint.load(path, single.module, single.optimizer) if single else None)
         self.first = int(progress["steps"])
-        return Path(path)
+        return path
 
     def train(self, steps: int) -> Iterator[Step]:
         """Yields each step up to the `steps`-th when its loss is known."""
-        for step in self.trainer.run(steps, self.first, self._save):
+        for step in self.trainer.run(steps, self.first, self._after):
             self.steps.append(step)
             yield step
-        if self.folder is not None and self.steps and not (self.every and steps % self.every == 0):
-            checkpoint.save(self.folder, self.module, self.trainer.optimizer, self._progress(steps))
+        if self.steps and not (self.every and steps % self.every == 0):
+            self._save(steps)
+
+    def _after(self, done: int) -> None:
+        if self.every and done % self.every == 0:
+            self._save(done)
 
     def _save(self, done: int) -> None:
-        if self.folder is not None and self.every and done % self.every == 0:
-            checkpoint.save(self.folder, self.module, self.trainer.optimizer, self._progress(done))
+        if self.folder is not None:
+            checkpoint.save(self.folder, self.module, self.trainer.optimizer, {"steps": done, **self._facts()})
 
     def finish(self) -> Result:
         """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""

@@ -159,6 +159,16 @@ class Listed:
         return checked(self.task, tuple(stacked), target, self.where)
 
 
+def inputs_and_target(value: object) -> Batch | None:
+    """The tensors of (input, target) or ((input, ...), target); None where a value is neither."""
+    from torch import Tensor
+
+    if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[1], Tensor):
+        return None
+    inputs = tuple(value[0]) if isinstance(value[0], tuple | list) else (value[0],)
+    return (inputs, value[1]) if all(isinstance(x, Tensor) for x in inputs) else None
+
+
 def checked(task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str) -> Batch:
     """The user's samples. LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):

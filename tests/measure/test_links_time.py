@@ -54,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Made:
     def made(takes: Callable[[int], float]) -> Machine:
         found = Machine(takes)
         monkeypatch.setattr(links_time, "stolen_s", lambda: found.taken)
-        monkeypatch.setattr(links_time, "_now", lambda _: found.now)
+        monkeypatch.setattr(links_time, "now_s", lambda _: found.now)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         return found
 

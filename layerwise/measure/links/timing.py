@@ -7,15 +7,13 @@ long they took.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-import torch
-
 from layerwise.comm.base import Comm
 from layerwise.measure.stolen import stolen_s
+from layerwise.run.trace import now_s
 
 ROUNDS = 5
 ROUND_S = 0.03  # short operations are repeated until a round takes about that
@@ -51,16 +49,10 @@ def _slowest(comm: Comm, operation: Callable[[], None] | None, times: int) -> tu
     """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
     before = stolen_s()
     comm.barrier()
-    start = _now(comm)
+    start = now_s(comm.device)
     if operation is not None:
         for _ in range(times):
             operation()
-    mine = (_now(comm) - start) / times if operation is not None else 0.0
+    mine = (now_s(comm.device) - start) / times if operation is not None else 0.0
     everyone = comm.all_gather_object([stolen_s() - before, mine])
     return max(stolen for stolen, _ in everyone), max(seconds for _, seconds in everyone)
-
-
-def _now(comm: Comm) -> float:
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
-    return time.perf_counter()
