@@ -132,17 +132,19 @@ def parallelize(
     check(model, optimizer, sync_every, memory_limit, batch)
     if isinstance(model, nn.Module):
         check_modules(model)
-    loaders = (example_inputs, *held_out) if isinstance(example_inputs, DataLoader) else ()
-    if held_out and not loaders:
-        raise LayerwiseError(
-            "give DataLoaders to evaluate with after the one to train on: parallelize(model, loader, ...)"
-        )
     if isinstance(example_inputs, DataLoader):
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
+        loaders = (example_inputs, *held_out)
         example_inputs, batch = loaders_of.example_of(example_inputs)
         for loader in held_out:
             loaders_of.check(loader)
+    elif held_out:
+        raise LayerwiseError(
+            "give DataLoaders to evaluate with after the one to train on: parallelize(model, loader, ...)"
+        )
+    else:
+        loaders = ()
     original = model
     names: tuple[str, ...] = ()
     if isinstance(example_inputs, Mapping) and isinstance(model, nn.Module):
@@ -182,9 +184,8 @@ def parallelize(
     agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
     options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
     module = load_network(agreed, imported, world.comm, options)
-    if isinstance(model, nn.Module):
-        module.train(model.training)
     if isinstance(original, nn.Module):
+        module.train(original.training)
         watch(original, module)
     without_autocast(module)
     if names:

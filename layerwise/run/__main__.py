@@ -14,6 +14,7 @@ import torch
 
 from layerwise.checkpoint.sole_writer import sole_writer
 from layerwise.cli import MODEL_HELP, Parser, console, global_batch, positive, run_main
+from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import agree
 from layerwise.config import SearchSpace
@@ -32,7 +33,7 @@ from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
 from layerwise.train.loop import OPTIMIZERS, Settings
 from layerwise.train.out_of_memory import enough_memory
-from layerwise.train.report import beginning, ending, steps_shown
+from layerwise.train.report import Result, beginning, ending, steps_shown
 from layerwise.train.session import Session
 
 PATIENCE_S = 10.0  # of ranks other than 0, before they report a mistake that all ranks can see
@@ -158,41 +159,19 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
     with start(args.timeout) as comm, enough_memory(plan, comm.rank), contextlib.ExitStack() as alone:
         comm.handshake(_flags(args))
         agree(comm, lambda: (_take_places(args, comm.rank, alone), None))
-        session = Session(
-            plan,
-            comm,
-            RuntimeOptions(
-                comm.device,
-                *ARITHMETIC[args.dtype],
-                args.seed,
-                uses_local_batch_norm(plan, args.local_batch_norm),
-                recompute=args.checkpoint_activations,
-            ),
-            Settings(
-                _optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm, args.accumulate
-            ),
-            data=args.data,
-            model=args.model if args.grid is None else args.plan,
-            weights=args.weights,
-            compare=args.compare_single,
-            folder=args.checkpoint,
-            every=args.checkpoint_every,
-            trace=args.trace,
-        )
+        session = _session(args, plan, comm)
         resumed = session.resume() if args.resume else None
         steps = args.steps if args.steps is not None else (args.epochs or 1) * session.sampler.per_epoch
         if args.compare:
             compare_times.check(plan, steps - session.first, args.accumulate)
             session.module.trace = session.module.trace or Trace(device=comm.device)
         trace = session.module.trace
-        out = console(stderr=args.json)
-        speaks = comm.rank == 0
-        if speaks:
+        if comm.rank == 0:
+            out = console(stderr=args.json)
             out.print(beginning(plan, data=session.data_text(), how=session.how_text(steps)))
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
-        if speaks:
             with steps_shown(console(stderr=args.json or sys.stderr.isatty()), steps, session.first) as show:
                 for step in session.train(steps):
                     show(step)
@@ -204,17 +183,44 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         if args.compare and trace is not None:
             seconds = [step.seconds for step in result.steps]
             times = compare_times.compare_times(trace, session.module, seconds, comm)
-        if speaks:
-            out.print(ending(result, ALLOWED[args.dtype], args.dtype))
-            for table in compare_times.tables(times) if times else ():
-                out.print("", table, sep="\n")
-            for note in session.notes():
-                out.print(note, soft_wrap=True)
-            if args.json:
-                result_json = result.as_dict() | ({"times": times.as_dict()} if times else {})
-                print(json.dumps(result_json, indent=1, allow_nan=False))
+        if comm.rank == 0:
+            _print(args, session, result, times)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
+
+
+def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
+    return Session(
+        plan,
+        comm,
+        RuntimeOptions(
+            comm.device,
+            *ARITHMETIC[args.dtype],
+            args.seed,
+            uses_local_batch_norm(plan, args.local_batch_norm),
+            recompute=args.checkpoint_activations,
+        ),
+        Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm, args.accumulate),
+        data=args.data,
+        model=args.model if args.grid is None else args.plan,
+        weights=args.weights,
+        compare=args.compare_single,
+        folder=args.checkpoint,
+        every=args.checkpoint_every,
+        trace=args.trace,
+    )
+
+
+def _print(args: argparse.Namespace, session: Session, result: Result, times: compare_times.Comparison | None) -> None:
+    out = console(stderr=args.json)
+    out.print(ending(result, ALLOWED[args.dtype], args.dtype))
+    for table in compare_times.tables(times) if times else ():
+        out.print("", table, sep="\n")
+    for note in session.notes():
+        out.print(note, soft_wrap=True)
+    if args.json:
+        as_dict = result.as_dict() | ({"times": times.as_dict()} if times else {})
+        print(json.dumps(as_dict, indent=1, allow_nan=False))
 
 
 def _grid(args: argparse.Namespace) -> Plan:

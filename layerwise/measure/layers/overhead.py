@@ -29,11 +29,20 @@ MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime'
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """layer: of each layer; step: of each step. call_s: of an optimizer's step, however few its parameters."""
+    """What the runtime takes beside kernels."""
 
-    layer: CellTime
-    step: CellTime
-    call_s: float
+    layer: CellTime  # of each layer
+    step: CellTime  # of each step
+    call_s: float  # of an optimizer's step, however few its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Chains:
+    """What chains of layers of one width took."""
+
+    steps: Reading  # of the short chain
+    whole: tuple[float, float]  # seconds of a layer, forward and backward
+    each: CellTime  # of a layer beside its kernels
 
 
 def optimizer_call_s(optimizer: str, mode: Mode) -> float:
@@ -50,10 +59,11 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
     code and objects have left it when the next layer comes.
     """
     stopwatch = Stopwatch(mode.device, 0.5, most=100)
-    tiny = _layer(WIDTH, optimizer, mode, make_module, stopwatch)
+    runtime = _Runtime(optimizer, mode, make_module, stopwatch)
+    tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
-    layer = _layer(wide, optimizer, mode, make_module, stopwatch).each if wide > WIDTH else tiny.each
-    first = _alone(_chain(SHORT, WIDTH), "first", mode, stopwatch)
+    layer = runtime.chains(wide).each if wide > WIDTH else tiny.each
+    first = runtime.alone(_chain(SHORT, WIDTH), "first")
     call_s = optimizer_call_s(optimizer, mode)
     loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
@@ -67,21 +77,55 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chains:
-    """steps: of the short chain. whole: seconds of a layer, forward and backward; each: beside its kernels."""
+class _Runtime:
+    """The runtime on this device, timed."""
 
-    steps: Reading
-    whole: tuple[float, float]
-    each: CellTime
+    optimizer: str
+    mode: Mode
+    make_module: MakeModule
+    stopwatch: Stopwatch
 
+    def chains(self, width: int) -> _Chains:
+        """A short and a long chain, against one layer by itself."""
+        short, long = (self.steps(_chain(count, width)) for count in (SHORT, LONG))
+        forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
+        alone = self.alone(_chain(SHORT, width), "link").seconds
+        spread = max(short.spread, long.spread)
+        each = CellTime(max(0.0, forward - alone[0]), max(0.0, backward - alone[1]), spread, long.samples)
+        return _Chains(short, (forward, backward), each)
 
-def _layer(width: int, optimizer: str, mode: Mode, make_module: MakeModule, stopwatch: Stopwatch) -> _Chains:
-    short, long = (_steps(_chain(count, width), optimizer, mode, make_module, stopwatch) for count in (SHORT, LONG))
-    forward, backward = ((b - a) / (LONG - SHORT) for a, b in zip(short.seconds[:2], long.seconds[:2], strict=True))
-    alone = _alone(_chain(SHORT, width), "link", mode, stopwatch).seconds
-    spread = max(short.spread, long.spread)
-    each = CellTime(max(0.0, forward - alone[0]), max(0.0, backward - alone[1]), spread, long.samples)
-    return _Chains(short, (forward, backward), each)
+    def steps(self, graph: LayerGraph) -> Reading:
+        """Forward with the loss, backward, update of the runtime's own steps."""
+        strategy = {layer.name: Config() for layer in graph.inner}
+        plan = Plan("chain", graph.digest, BATCH, 1, 1, "sample", fused=False, strategy=strategy)
+        module = self.make_module(plan, graph, self.mode)
+        update = optimizer_of(self.optimizer, list(module.parameters()))
+        x, target = self.mode.filled((BATCH, WIDTH)), torch.zeros(BATCH, dtype=torch.int64, device=self.mode.device)
+        losses: list[torch.Tensor] = []
+
+        def forward() -> None:
+            losses.append(nn.functional.cross_entropy(module(x), target))
+
+        def backward() -> None:
+            losses.pop().backward()  # type: ignore[no-untyped-call]
+
+        def finish() -> None:
+            update.step()
+            update.zero_grad()
+
+        return self.stopwatch([forward, backward, finish])
+
+    def alone(self, graph: LayerGraph, name: str) -> Reading:
+        """A layer by itself: the seconds of its forward, and of its backward pass."""
+        layer = graph[name]
+        cells = fullest(layer, layout((Config(),), layer.space, 1))
+        wanted = graph.flows_back(layer)
+        bench = Bench(CellSpec(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1), self.mode)
+        recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
+        before = [partial(leave_only, tensors, self.mode.device) for tensors in recent]
+        reading = self.stopwatch([bench.forward, bench.backward, bench.forget], before)
+        forward, backward, forget = reading.seconds
+        return Reading((forward, backward + forget), reading.spread, reading.samples)
 
 
 def _chain(count: int, width: int) -> LayerGraph:
@@ -91,41 +135,6 @@ def _chain(count: int, width: int) -> LayerGraph:
     for _ in range(count):
         x = b.add("link", Unary("relu"), [x])
     return b.finish([x])
-
-
-def _steps(graph: LayerGraph, optimizer: str, mode: Mode, make_module: MakeModule, stopwatch: Stopwatch) -> Reading:
-    """Forward with the loss, backward, update of the runtime's own steps."""
-    strategy = {layer.name: Config() for layer in graph.inner}
-    plan = Plan("chain", graph.digest, BATCH, 1, 1, "sample", fused=False, strategy=strategy)
-    module = make_module(plan, graph, mode)
-    update = optimizer_of(optimizer, list(module.parameters()))
-    x, target = mode.filled((BATCH, WIDTH)), torch.zeros(BATCH, dtype=torch.int64, device=mode.device)
-    losses: list[torch.Tensor] = []
-
-    def forward() -> None:
-        losses.append(nn.functional.cross_entropy(module(x), target))
-
-    def backward() -> None:
-        losses.pop().backward()  # type: ignore[no-untyped-call]
-
-    def finish() -> None:
-        update.step()
-        update.zero_grad()
-
-    return stopwatch([forward, backward, finish])
-
-
-def _alone(graph: LayerGraph, name: str, mode: Mode, stopwatch: Stopwatch) -> Reading:
-    layer = graph[name]
-    cells = fullest(layer, layout((Config(),), layer.space, 1))
-    wanted = graph.flows_back(layer)
-    spec = CellSpec(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1)
-    bench = Bench(spec, mode)
-    recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
-    before = [partial(leave_only, tensors, mode.device) for tensors in recent]
-    reading = stopwatch([bench.forward, bench.backward, bench.forget], before)
-    forward, backward, forget = reading.seconds
-    return Reading((forward, backward + forget), reading.spread, reading.samples)
 
 
 def _update(optimizer: str, mode: Mode, sizes: tuple[int, ...], stopwatch: Stopwatch) -> Reading:
