@@ -33,9 +33,9 @@ class Choice:
     plan: Plan
     model: CostModel
     best: Candidate
-    data: Candidate
+    data: Candidate  # data parallelism's
     searched: SearchResult | None  # None where the user has said how to split, if only in part
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the user should know, a line each
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,13 @@ BATCH = 32  # samples of all ranks together, where nobody says
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One pass over the data. loss: the mean over its samples; seconds: of the slowest rank; held_out: see `fit`."""
+    """One pass over the data."""
 
-    number: int
-    loss: float
-    seconds: float
+    number: int  # from 1
+    loss: float  # the mean over its samples
+    seconds: float  # of the slowest rank
     samples: int
-    held_out: Mapping[str, float]
+    held_out: Mapping[str, float]  # loss and metrics over the held-out samples, by name
 
     def line(self, of: int) -> str:
         """`epoch 2/10  loss 0.312  held out: accuracy 0.91, loss 0.3  5,120 samples/s`."""

@@ -24,18 +24,14 @@ ALL = "a model is split over all ranks that torchrun has started: leave device_m
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """comm: how the ranks talk. nodes: how many machines; gpus_per_node: ranks on each of them.
+    """The ranks."""
 
-    device_order: the rank that is each device of a plan: ranks of a node are neighbours. device: what a rank computes
-    with ("NVIDIA H100 80GB HBM3", "cpu"); memory_bytes: that the poorest rank has of it.
-    """
-
-    comm: Comm
-    nodes: int
-    gpus_per_node: int
-    device_order: tuple[int, ...]
-    device: str
-    memory_bytes: int
+    comm: Comm  # how they talk
+    nodes: int  # how many machines
+    gpus_per_node: int  # ranks on each of them
+    device_order: tuple[int, ...]  # the rank that is each device of a plan: ranks of a node are neighbours
+    device: str  # what a rank computes with: "NVIDIA H100 80GB HBM3", "cpu"
+    memory_bytes: int  # that the poorest rank has of it
 
     @property
     def size(self) -> int:

@@ -19,11 +19,11 @@ from layerwise.run.state.shard import Shard
 
 @dataclass(slots=True)
 class Chunks:
-    """What this rank holds, or shall be given, of a tensor of `shape`: disjoint boxes, by their origins."""
+    """What this rank holds, or shall be given, of a tensor: disjoint boxes."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of all of the tensor
     dtype: torch.dtype
-    tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by the boxes' origins
 
     def add(self, box: Box, tensor: Tensor) -> None:
         assert box.lo not in self.tensors, f"{box} twice"

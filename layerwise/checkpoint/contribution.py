@@ -70,12 +70,12 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says besides its tensors. model: `model_digest`; aliases: further names of tensors."""
+    """What a checkpoint says besides its tensors."""
 
-    model: str
-    steps: int
-    progress: Mapping[str, Any]
-    aliases: Mapping[str, Sequence[str]]
+    model: str  # `model_digest`
+    steps: int  # training forwards done
+    progress: Mapping[str, Any]  # what the caller of `save` gave
+    aliases: Mapping[str, Sequence[str]]  # further names of tensors
     optimizer: OptimizerFacts | None
 
     @staticmethod

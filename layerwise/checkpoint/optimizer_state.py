@@ -22,18 +22,18 @@ UNSAVED = {"params", "param_names", "capturable", "differentiable", "foreach", "
 
 
 class ParameterGroup(TypedDict):
-    """A group of parameters: the model's names of them, and learning rate and the like."""
+    """A group of parameters."""
 
-    parameters: list[str]
-    settings: dict[str, JSON]
+    parameters: list[str]  # the model's names
+    settings: dict[str, JSON]  # learning rate and the like
 
 
 class OptimizerFacts(TypedDict):
-    """All of an optimizer but its boxes. numbers: by parameter and name of the state (`step`)."""
+    """All of an optimizer but its boxes."""
 
-    kind: str
+    kind: str  # the name of its class
     groups: list[ParameterGroup]
-    numbers: dict[str, dict[str, JSON]]
+    numbers: dict[str, dict[str, JSON]]  # by parameter and name of the state (`step`)
 
 
 State = dict[str, object]  # of one parameter, as in Optimizer.state

@@ -38,9 +38,9 @@ from layerwise.tensorfile import dtype_name
 
 
 class Saveable(Protocol):
-    """What a checkpoint needs of a module. steps: training forwards done, which drive the random numbers."""
+    """What a checkpoint needs of a module."""
 
-    steps: int
+    steps: int  # training forwards done, which drive the random numbers
 
     @property
     def comm(self) -> Comm: ...

@@ -132,12 +132,12 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads what Writer has written: of each chunk only the slice that is asked for.
 
-    about, checksum and files (name: SHA-256) are known after `read_metadata`.
+    Its fields are known after `read_metadata`.
     """
 
     about: Mapping[str, JSON]
-    checksum: str
-    files: dict[str, str]
+    checksum: str  # of `checkpoint.json`
+    files: dict[str, str]  # their SHA-256, by name
     metadata: Metadata
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

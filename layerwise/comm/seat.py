@@ -10,15 +10,15 @@ from layerwise.errors import LayerwiseError
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What torchrun's environment says of this process. agent: torchrun serves the store, else rank 0 does."""
+    """What torchrun's environment says of this process."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    host: str
+    host: str  # of the store
     port: int
-    agent: bool
+    agent: bool  # torchrun serves the store, else rank 0 does
     attempt: int  # torchrun's restarts
 
     @property

@@ -14,21 +14,16 @@ STOPPED: Final = "stopped from outside (SIGTERM"  # in the words of `stopped_tex
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A rank's sign of life.
+    """A rank's sign of life."""
 
-    count: rises with every sign. time_s: of its clock. step, layer: what it computes (None: nothing yet). waits_for:
-    the communication that it is in, else "". since_s: how long it has been in this state. ended: its run is over.
-    stopped: it was sent SIGTERM.
-    """
-
-    count: int
-    time_s: float
-    step: int | None
+    count: int  # rises with every sign
+    time_s: float  # of its clock
+    step: int | None  # what it computes; None: nothing yet
     layer: str
-    waits_for: str
-    since_s: float
-    ended: bool = False
-    stopped: bool = False
+    waits_for: str  # the communication that it is in, or ""
+    since_s: float  # how long it has been in this state
+    ended: bool = False  # its run is over
+    stopped: bool = False  # it was sent SIGTERM
 
     def pack(self) -> str:
         """For the store."""

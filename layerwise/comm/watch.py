@@ -24,13 +24,14 @@ ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to
 
 @dataclass(eq=False, slots=True)
 class _Question:
-    """claim: what has failed, and the ranks that are gone with it. Else: find out, and where everybody is alive say
-    who was stopped, or what keeps them. reason: torch's, for the failure. A question to stop has `last`.
+    """What the main thread asks the watch.
+
+    Without a claim: to find out what failed; where all ranks are alive, who was stopped or what keeps them.
     """
 
-    claim: tuple[str, list[int]] | None = None
-    reason: str = ""
-    last: bool = False
+    claim: tuple[str, list[int]] | None = None  # what has failed, and the ranks that are gone with it
+    reason: str = ""  # torch's, for the failure
+    last: bool = False  # to stop
     answered: threading.Event = field(default_factory=threading.Event)
 
 

@@ -20,28 +20,27 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """seconds: the median of each part; spread: the range of the middle half of the whole's samples, as a share of
-    their median; samples: how many there were."""
+    """What was timed."""
 
-    seconds: tuple[float, ...]
-    spread: float
-    samples: int
+    seconds: tuple[float, ...]  # the median of each part
+    spread: float  # the range of the middle half of the whole's samples, as a share of their median
+    samples: int  # how many there were
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times parts that run one after the other, `least` to `most` times, for about `budget_s` seconds.
+    """Times parts that run one after the other.
 
     On a GPU by events between the parts, in a stream that is never waited for amid the samples: a part takes what the
-    GPU takes, or what its launches take where these are slower. On a CPU by `clock`, in seconds.
+    GPU takes, or what its launches take where these are slower. On a CPU by a clock.
     """
 
     device: torch.device
-    budget_s: float = 0.5
-    least: int = 5
-    most: int = 200
-    warm: int = 2
-    clock: Callable[[], float] | None = None  # default: the wall clock
+    budget_s: float = 0.5  # about how long it takes
+    least: int = 5  # samples, at least
+    most: int = 200  # samples, at most
+    warm: int = 2  # samples before, which do not count
+    clock: Callable[[], float] | None = None  # in seconds; default: the wall clock
 
     def __call__(self, parts: Parts, before: Parts | None = None) -> Reading:
         """before: what runs before each part, and is not timed."""

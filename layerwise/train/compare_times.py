@@ -31,15 +31,12 @@ Times = list[tuple[float, float]]  # start and end on rank 0's clock, one a step
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds of one part of a layer in a step, the slowest rank's; predicted is None where the plan says nothing.
+    """Seconds of one part of a layer in a step, the slowest rank's."""
 
-    waiting_s: of the rank that comes first, until the last one, `last`, has come.
-    """
-
-    predicted_s: float | None
+    predicted_s: float | None  # None where the plan says nothing
     measured_s: float
-    waiting_s: float = 0.0
-    last: int = 0
+    waiting_s: float = 0.0  # of the rank that comes first, until the last one has come
+    last: int = 0  # the rank that comes last
 
     def beyond(self, step_s: float) -> bool:
         """Whether it is off by more than a tenth, and by enough of the step to matter."""
@@ -49,11 +46,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """step: all of it. totals: of each part over all layers, and "exposed_sync_s", the sums that nothing hides."""
+    """Predicted beside measured seconds."""
 
-    step: Part
-    totals: Mapping[str, Part]
-    layers: Mapping[str, Mapping[str, Part]]
+    step: Part  # all of it
+    totals: Mapping[str, Part]  # of each part over all layers, and "exposed_sync_s", the sums that nothing hides
+    layers: Mapping[str, Mapping[str, Part]]  # by name, then by part
 
     def causes(self, name: str) -> list[str]:
         """Why a layer is not as predicted; nothing where it is."""

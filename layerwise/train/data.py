@@ -54,15 +54,15 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Which samples every step takes: a new permutation every epoch, cut into batches, `accumulate` of them a step.
+    """Which samples every step takes: a new permutation every epoch, cut into batches.
 
-    The last batch of an epoch is short, and is left out where it has fewer than `least` samples (each rank feeds one).
+    The last batch of an epoch is short, and is left out where it is too short.
     """
 
-    count: int
-    batch: int
-    accumulate: int = 1
-    least: int = 1
+    count: int  # samples in the data
+    batch: int  # samples a batch
+    accumulate: int = 1  # batches a step
+    least: int = 1  # samples that a batch must have: each rank feeds one
     seed: int = 0
 
     def __post_init__(self) -> None:

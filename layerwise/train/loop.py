@@ -54,13 +54,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that is done. number: from 1; loss: the mean over all its samples; seconds: of the slowest rank."""
+    """A training step that is done."""
 
-    number: int
-    epoch: int
+    number: int  # from 1
+    epoch: int  # from 1
     samples: int
-    loss: float
-    seconds: float
+    loss: float  # the mean over all its samples
+    seconds: float  # of the slowest rank
 
 
 @dataclass(slots=True)
@@ -104,15 +104,15 @@ def _wide(out: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Trainer:
-    """Takes steps. sent: bytes that this rank sent in the `full` steps, those whose batches were all whole."""
+    """Takes training steps."""
 
     module: ParallelModule
     data: Data
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
     settings: Settings
-    sent: Counter[Kind] = field(default_factory=Counter)
-    full: int = 0
+    sent: Counter[Kind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
+    full: int = 0  # steps whose batches were all whole
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.

@@ -26,18 +26,15 @@ KINDS: tuple[Kind, ...] = ("transfers", "sync", "statistics")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to. sent: bytes a step, of all ranks together; None where there was no whole step.
-
-    planned: bytes of a batch, as `ParallelModule.predicted_bytes` has them.
-    """
+    """What a run came to."""
 
     plan: Plan
     steps: list[Step]
     first: int  # steps done before, by the run that was resumed
-    accuracy: float | None
-    sent: Mapping[Kind, float] | None
-    planned: Mapping[Kind, float | None]
-    accumulate: int
+    accuracy: float | None  # on the held-out samples; None where that is not defined
+    sent: Mapping[Kind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
+    planned: Mapping[Kind, float | None]  # bytes of a batch, as `ParallelModule.predicted_bytes` has them
+    accumulate: int  # batches a step
     compare: Difference | None
 
     @property

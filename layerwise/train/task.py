@@ -33,20 +33,19 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`inputs` without the target. `predictions`: (rows · samples, classes, ...), what the loss is taken of.
+    """What a model is fed with, and what its loss is taken of.
 
-    A model that ends in a loss of its own takes its target as input `slot` and gives the loss as output `answer`;
-    `target` is that input. Else the loss is cross-entropy, and its target is class indices of the prediction's shape
-    without dimension 1.
+    A model that ends in a loss of its own takes its target as an input. Else the loss is cross-entropy, and its target
+    is class indices of the prediction's shape without dimension 1.
     """
 
     batch: int
-    inputs: tuple[ModelInput, ...]
-    predictions: tuple[TensorSpec, ...]
-    loss: Loss | None = None
-    target: ModelInput | None = None
-    slot: int = 0
-    answer: int = 0
+    inputs: tuple[ModelInput, ...]  # without the target
+    predictions: tuple[TensorSpec, ...]  # (rows · samples, classes, ...), what the loss is taken of
+    loss: Loss | None = None  # the model's own
+    target: ModelInput | None = None  # the input that is its target
+    slot: int = 0  # that input's number
+    answer: int = 0  # the number of the output that is the loss
 
     @property
     def classes(self) -> int:

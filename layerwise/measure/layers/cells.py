@@ -24,17 +24,14 @@ Key = tuple[str, Extents]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A cell that the planner would like to know. task: for an update of parameters their sizes, for a loss its shapes.
+    """A cell that the planner would like to know."""
 
-    predicted_s: what it is taken to cost until it is measured; bytes: about what it holds of memory.
-    """
-
-    name: str
+    name: str  # what `machine.layer_times` calls it
     extents: Extents
-    what: str
+    what: str  # for people
     spec: CellSpec | UpdateSpec | LossSpec
-    predicted_s: float
-    bytes: float
+    predicted_s: float  # what it is taken to cost until it is measured
+    bytes: float  # about what it holds of memory
     forward: Work
     backward: Work
 

@@ -35,18 +35,18 @@ Strategies = Callable[[CostModel, SearchSpace], list[Mapping[str, Config]]]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came of it. best_share: of the best strategy's t_C that is measured; spread: the median cell's."""
+    """What came of it."""
 
     device: str
-    cells: int
+    cells: int  # distinct ones that were wanted
     measured: int
     measured_now: int
     missing: int
     failed: list[str]
     spent_s: float
-    spread: float
+    spread: float  # the median cell's
     held_out_error: float | None
-    best_share: float
+    best_share: float  # of the best strategy's t_C that is measured
     out: str | None
     times: LayerTimes = field(repr=False)
 

@@ -40,16 +40,16 @@ class Timed(Protocol):
 
 @dataclass(slots=True)
 class Measuring:
-    """What was measured so far, and how long that took. `save` writes it; `known` grows by whatever `measure` takes."""
+    """What was measured so far, and how long that took."""
 
-    known: LayerTimes
+    known: LayerTimes  # grows by whatever `measure` takes
     mode: Mode
-    save: Callable[[LayerTimes], None]
+    save: Callable[[LayerTimes], None]  # writes it
     budget_s: float
     call_s: float = 0.0  # of an optimizer's step, however few its parameters: counted once a step, not by layer
     spent_s: float = 0.0
-    taken: int = 0
-    failed: dict[Key, str] = field(default_factory=dict)
+    taken: int = 0  # cells measured now
+    failed: dict[Key, str] = field(default_factory=dict)  # why, by cell
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def has(self, key: Key) -> bool:

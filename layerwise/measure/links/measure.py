@@ -28,11 +28,11 @@ Do = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What was measured of one curve: its points, and the spread of the noisiest."""
+    """What was measured of one curve."""
 
     curve: Curve
     points: tuple[Point, ...]
-    spread: float
+    spread: float  # the noisiest point's
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from layerwise.machine.curves import trimmed
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes` nodes of `local` ranks each, numbered node by node."""
+    """Equal nodes, whose ranks are numbered node by node."""
 
     nodes: int
-    local: int
+    local: int  # ranks of a node
 
     @property
     def size(self) -> int:
@@ -26,10 +26,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Groups that are at work at once. fan: their members at each level; load: groups behind each node's port."""
+    """Groups of ranks that are at work at once."""
 
-    fan: tuple[int, ...]
-    load: int
+    fan: tuple[int, ...]  # members of a group at each level
+    load: int  # groups behind each node's port
     groups: tuple[Group, ...]
 
     def of(self, rank: int) -> Group | None:

@@ -24,13 +24,13 @@ WAITING = "waiting for gradients"  # in a trace: the part of the sums that no wo
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters whose gradients travel together among the ranks of `group`."""
+    """Parameters whose gradients travel together."""
 
-    group: Group
+    group: Group  # the ranks that sum them
     names: list[str]
-    flat: Tensor | None = None
-    missing: set[str] = field(default_factory=set)
-    handle: Handle | None = None
+    flat: Tensor | None = None  # their gradients, one after another; made at the first
+    missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
+    handle: Handle | None = None  # the sum under way
 
 
 class GradientReducer:

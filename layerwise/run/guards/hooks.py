@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Guarded(Protocol):
-    """cut: the plan splits the parameters. summed: what gradients there are now have been summed over the ranks."""
+    """What a hook asks of a parallel module."""
 
-    cut: bool
+    cut: bool  # the plan splits the parameters
 
     @property
     def summed(self) -> bool: ...

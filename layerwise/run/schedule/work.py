@@ -19,13 +19,13 @@ from layerwise.partition.place import Place
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A rank's part of a layer. statistics: for each stage the ranks that share its, () where none need to be."""
+    """A rank's part of a layer."""
 
-    name: str
-    number: int
+    name: str  # the layer's
+    number: int  # the layer's in the graph
     stages: tuple[LocalStage, ...]
-    statistics: tuple[Group, ...]
-    reduction: Reduction | None
+    statistics: tuple[Group, ...]  # for each stage the ranks that share its statistics; (): none need to
+    reduction: Reduction | None  # of partial sums, where the contraction dimension is split
 
     def run(
         self, comm: Comm, inputs: Sequence[Tensor], parameters: Sequence[Tensor], *, training: bool, seed: int

@@ -13,18 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`tensor` is `box` of the model's parameter or buffer `name` of `shape`; `aliases` are its other names.
+    """A box of one of the model's parameters or buffers. Boxes of one name are equal or disjoint over the ranks."""
 
-    Boxes of one name are equal or disjoint over the ranks. `first`: this rank is the lowest that holds this box.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    box: Box
-    tensor: Tensor
-    trainable: bool
-    first: bool
+    name: str  # the model's
+    aliases: tuple[str, ...]  # its other names in the model
+    shape: tuple[int, ...]  # of all of it
+    box: Box  # what of it this rank holds
+    tensor: Tensor  # the values of the box
+    trainable: bool  # whether it is a parameter
+    first: bool  # whether this rank is the lowest that holds this box
 
     @property
     def whole(self) -> bool:
