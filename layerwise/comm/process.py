@@ -206,10 +206,10 @@ class ProcessComm(MessageComm):
             return ""
         work, what, since_s = self._last
         try:
-            late = time.monotonic() - since_s > self._timeout_s and not work.is_completed()
+            overdue = time.monotonic() - since_s > self._timeout_s and not work.is_completed()
         except RuntimeError:  # it failed
-            late = True
-        return what if late else ""
+            overdue = True
+        return what if overdue else ""
 
     @contextmanager
     def _during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:

@@ -132,15 +132,15 @@ def _arrive(seat: Seat, store: Store, watch: Watch, backend: Backend, timeout_s:
         store.set(f"arrived/{seat.rank}", json.dumps(mine))
         missing = [rank for rank in range(seat.size) if rank != seat.rank]
         while missing:
-            late = time.monotonic() > until
+            overdue = time.monotonic() > until
             for rank in missing[:]:
                 if store.check([f"arrived/{rank}"]):
                     missing.remove(rank)
                     _compare(seat, watch, mine, rank, json.loads(store.get(f"arrived/{rank}")))
-                elif not late:
+                elif not overdue:
                     break  # one look at a time is enough
             watch.check()
-            if missing and late:
+            if missing and overdue:
                 have = "has" if len(missing) == 1 else "have"
                 text = (
                     f"{ranks(missing, seat.size)} {have} not arrived within {timeout_s:g} s: not started, ended early"

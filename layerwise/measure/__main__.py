@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found = p.add_subparsers(dest="command", metavar="layers|links", required=True)
-    subparsers = cast("argparse._SubParsersAction[argparse.ArgumentParser]", found)  # of Parsers, which are that
+    actions = p.add_subparsers(dest="command", metavar="layers|links", required=True)
+    subparsers = cast("argparse._SubParsersAction[argparse.ArgumentParser]", actions)  # of Parsers, which are that
     layers_command.add(subparsers)
     links_command.add(subparsers)
     return p

@@ -75,8 +75,8 @@ class Bench:
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned)
         needs = zip(layer.specs, where.needs, where.late_inputs, strict=True)
         inputs = [
-            mode.filled(needed_box(maps, spec.owned if late else spec.cell).shape, tensor.dtype, _bound(layer))
-            for tensor, maps, late in needs
+            mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
+            for tensor, maps, epilogue in needs
         ]
         given: list[Tensor] = []
         for p in where.parameters:

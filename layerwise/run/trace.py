@@ -101,7 +101,7 @@ class Trace:
         names: dict[str, int] = {}
         rows = []
         for span in self.spans():
-            start_ns, end_ns = (round((at - offset_s) * 1e9) for at in (span.start_s, span.end_s))
+            start_ns, end_ns = (round((span_s - offset_s) * 1e9) for span_s in (span.start_s, span.end_s))
             rows.append((names.setdefault(span.name, len(names)), CATEGORIES.index(span.category), start_ns, end_ns))
         texts = comm.all_gather_text(json.dumps({"host": platform.node(), "names": list(names), "rows": rows}))
         if comm.rank == 0:

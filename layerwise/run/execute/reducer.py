@@ -159,10 +159,10 @@ class Gradients:
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
-        at = 0
+        start = 0
         for name, p in zip(bucket.names, parameters, strict=True):
-            self.reducer.views[name] = bucket.flat[at : at + p.numel()].view_as(p)
-            at += p.numel()
+            self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -95,8 +95,8 @@ class Schedule:
         if sink:
             need = self._sink_need(layer, slot)
         else:
-            maps, late = input_maps(layer, slot)
-            need = self.places[layer.name].at(late).needs(maps).each
+            maps, epilogue = input_maps(layer, slot)
+            need = self.places[layer.name].at(epilogue).needs(maps).each
         part = transfer(place.owned.each, need, self.comm.rank, everywhere=place.everywhere)
         if self.comm.collectives and not place.everywhere:
             self.groups |= groups_of(place.owned.each, need)
