@@ -58,7 +58,7 @@ class ParallelModule(Refusing):
         super().__init__()
         self.plan, self.comm, self.options, self.loss, self.io = plan, comm, options, loss, plan.io
         self.graph: LayerGraph = network.graph
-        self.device = options.device
+        self.device, self.dtype = options.device, options.dtype
         self.steps = 0  # training forwards done: the random numbers of each step follow from it
         self._whole_classes = loss is not None
         self._structure = network.structure
