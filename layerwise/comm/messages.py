@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from layerwise.comm.base import Comm, Group, Kind
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class MessageComm(Comm):

@@ -15,19 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has not
 LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from layerwise.comm.base import Done, Group, Handle, Kind
 from layerwise.comm.messages import MessageComm
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SoloComm(MessageComm):

@@ -12,16 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+
+import torch
 
 from layerwise.chrome import CATEGORIES, Category, RankSpans, chrome_trace
 from layerwise.comm.base import Comm
 from layerwise.files import write_text
 
-if TYPE_CHECKING:
-    import torch
-
-    _Mark = float | torch.cuda.Event
+_Mark = float | torch.cuda.Event
 
 MOST_SPANS = 100_000  # a rank; then recording stops: rank 0 holds all ranks' spans when it writes
 _ROUNDS = 9  # barriers by which clocks are compared
@@ -115,8 +113,6 @@ class _Clock:
         self._device = device
         self._zero: tuple[torch.cuda.Event, float] | None = None
         if device is not None:
-            import torch
-
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             event.synchronize()
@@ -128,8 +124,6 @@ class _Clock:
     def mark(self) -> _Mark:
         if self._zero is None:
             return time.perf_counter()
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -146,8 +140,6 @@ class _Clock:
 def now_s(device: torch.device) -> float:
     """Seconds by this process's clock, once the work of the device is done."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device)
     return time.perf_counter()
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from layerwise.run.module import ParallelModule
-    from layerwise.run.options import RuntimeOptions
+from layerwise.run.module import ParallelModule
+from layerwise.run.options import RuntimeOptions
 
 ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
     "float64": (torch.float64, None),

@@ -6,20 +6,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, mode
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
+from layerwise.plan import Plan
 from layerwise.run.execute.reducer import WAITING
+from layerwise.run.module import ParallelModule
 from layerwise.run.trace import Trace, clock_offset
 from layerwise.train.report import seconds_text
-
-if TYPE_CHECKING:
-    from layerwise.comm.base import Comm
-    from layerwise.plan import Plan
-    from layerwise.run.module import ParallelModule
 
 WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
 OFF = 0.1  # what is off by more than this is explained

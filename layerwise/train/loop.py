@@ -7,19 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.comm.base import Kind
 from layerwise.importers.torch.structure import tensors
 from layerwise.plan import Plan
+from layerwise.run.module import ParallelModule
 from layerwise.run.trace import now_s
 from layerwise.train.data import Data, StepSampler
-
-if TYPE_CHECKING:
-    from layerwise.comm.base import Kind
-    from layerwise.run.module import ParallelModule
 
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
 FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank

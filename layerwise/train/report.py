@@ -7,19 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from layerwise.comm.base import Kind
 from layerwise.plan import Plan
 from layerwise.train.compare import Difference
-
-if TYPE_CHECKING:
-    from layerwise.comm.base import Kind
-    from layerwise.train.loop import Step
+from layerwise.train.loop import Step
 
 KINDS: tuple[Kind, ...] = ("transfers", "sync", "statistics")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.random import combine, normal, uniform
 from layerwise.train.task import ModelInput, Task
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Batch = tuple[tuple[Tensor, ...], Tensor]  # the model's inputs without the target; the target
+Batch = tuple[tuple[Tensor, ...], Tensor]  # the model's inputs without the target; the target
 
 
 class Samples(Protocol):
@@ -84,8 +84,6 @@ class Synthetic:
     seed: int
 
     def batch(self, numbers: Tensor) -> Batch:
-        import torch
-
         def drawn(stream: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
             rows = [_drawn(combine(self.seed, stream, number), kind, shape, values) for number in numbers.tolist()]
             return torch.stack(rows)
@@ -107,8 +105,6 @@ def _kind(given: ModelInput) -> str:
 
 def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
     """One sample: standard normal, in [0, 1), or integers below `values`."""
-    import torch
-
     box = Box((0,) * len(shape), shape)
     if kind == "float":
         return normal(seed, box, shape)
@@ -144,8 +140,6 @@ class Listed:
         return len(self.items)
 
     def batch(self, numbers: Tensor) -> Batch:
-        import torch
-
         columns: list[tuple[Tensor, ...]] = []
         for number in numbers.tolist():
             item = self.items[number]
@@ -161,8 +155,6 @@ class Listed:
 
 def inputs_and_target(value: object) -> Batch | None:
     """The tensors of (input, target) or ((input, ...), target); None where a value is neither."""
-    from torch import Tensor
-
     if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[1], Tensor):
         return None
     inputs = tuple(value[0]) if isinstance(value[0], tuple | list) else (value[0],)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
@@ -11,10 +13,6 @@ from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Input
 from layerwise.ops.loss import Loss
 from layerwise.tensor import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,6 @@ class Task:
 
         Data sets have floating-point numbers of any type, and integers: inputs are `floats`, and what the model says.
         """
-        import torch
-
         left = None
         if self.target is not None:
             inputs = (*inputs[: self.slot], target, *inputs[self.slot :])

@@ -6,15 +6,13 @@ import sys
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 class Guarded(Protocol):
