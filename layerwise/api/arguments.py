@@ -1,4 +1,4 @@
-"""Arguments: what cannot be, whatever the model is, is said before anything is done."""
+"""Arguments that are wrong whatever the model is: they are refused before anything is done."""
 
 from __future__ import annotations
 

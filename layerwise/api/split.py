@@ -1,4 +1,4 @@
-"""split: a rank's share of a data set, for loops of the user's own. Nothing is left out or repeated without a word."""
+"""split: a rank's share of a data set, for loops of the user's own. What is left out or repeated is said."""
 
 from __future__ import annotations
 

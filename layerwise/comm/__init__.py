@@ -1,1 +1,1 @@
-"""Communication between ranks: over torch.distributed, between threads, or none."""
+"""Communication between ranks: over torch.distributed, or none."""

@@ -1,4 +1,4 @@
-"""Collectives made of point-to-point messages, for networks that do these best (gloo), and for threads."""
+"""Collectives made of point-to-point messages, for networks that do these best (gloo)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fed: this rank's samples, checked; and the network's constants, which nobody feeds."""
+"""Inputs: this rank's samples, checked, and the network's constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layerwise.tensorfile import dtype_name
 
 
 class Inputs:
-    """What a rank of a plan is to be fed with."""
+    """What the layers of a rank begin with."""
 
     def __init__(self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         self.plan, self.comm, self.options = plan, comm, options

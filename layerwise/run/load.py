@@ -22,7 +22,7 @@ from layerwise.plan import Plan, load_plan
 from layerwise.run.guards.hooks import check_modules
 from layerwise.run.module import LossFunction, ParallelModule
 from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
-from layerwise.run.state.rank_0 import take_rank_0s
+from layerwise.run.state.broadcast import broadcast_values
 from layerwise.tensorfile import dtype_name
 
 
@@ -90,7 +90,7 @@ def load_network(
     """`load` of a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}"
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
-    take_rank_0s(network.built, comm)
+    broadcast_values(network.built, comm)
     graph = network.graph.rebatch(plan.batch)
     graph = fuse(graph) if plan.fused else graph
     plan.check(graph)

@@ -31,8 +31,8 @@ from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
-from layerwise.run.state.held import State
 from layerwise.run.state.shard import Shard
+from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,1 @@
+"""`python -m layerwise.run`: data, training loop, comparison with one device."""

@@ -62,7 +62,7 @@ def separate_writes(program: Program) -> Program:
 def check_written(node: Node, memory: Memory, buffers: Mapping[str, str]) -> None:
     """LayerwiseError where a call writes into one of `buffers` (with the model's names): what it keeps would be lost.
 
-    But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.held`).
+    But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
     """
     first = next(iter(node.operands), None)
     if first is None or not (in_place(node) or node.target == WRITTEN):

@@ -1,0 +1,1 @@
+"""Times of messages and collectives."""

@@ -1,0 +1,1 @@
+"""The passes over a schedule: forward, backward, and the sums of gradients."""

@@ -1,0 +1,1 @@
+"""What a rank computes, sends and receives under a plan."""

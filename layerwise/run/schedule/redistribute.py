@@ -1,6 +1,6 @@
 """Redistribution: a transfer on torch.distributed, and the way back, its adjoint.
 
-Everything on gloo is messages, whose chunks are faster there than its collectives (`comm.process`).
+With gloo everything is messages, which are faster than its collectives (`comm.process`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""A rank's parameters and buffers: their boxes, their first values."""

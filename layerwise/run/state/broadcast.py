@@ -1,4 +1,4 @@
-"""Values: every rank has built the model by itself; where they differ, rank 0's win, as with DDP."""
+"""Every rank has built the model by itself; where the values differ, rank 0's win, as with DDP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm, CommError
 
 
-def take_rank_0s(held: Mapping[str, Tensor], comm: Comm) -> None:
+def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
     """Writes rank 0's parameters and buffers into those `held` by the others, where theirs differ.
 
     A model on the meta device has no values: they are drawn by position, alike on all ranks. CommError where the ranks
