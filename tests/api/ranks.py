@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from layerwise.api.world import join
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
+from layerwise.measure.links import timing
 from tests.api.script import BATCH, SEED, data, network
 
 
@@ -217,12 +219,24 @@ def by_names(comm: Comm, how: dict[str, Any]) -> tuple[float, dict[str, Tensor]]
     return out["loss"].item(), model.full_state_dict()
 
 
+@contextlib.contextmanager
+def short_rounds() -> Iterator[None]:
+    """Links are measured in less time: what comes of it is as noisy as it likes."""
+    before = timing.ROUND_S, timing.TRIES
+    timing.ROUND_S, timing.TRIES = 0.003, 1
+    try:
+        yield
+    finally:
+        timing.ROUND_S, timing.TRIES = before
+
+
 def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
     """Twice in a row, the cache being empty at first: what the profile says after each, on rank 0."""
     os.environ["LAYERWISE_CACHE"] = folder
     found = []
     for _ in range(2):
-        model = parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=3.0, verbose=False)
+        with short_rounds():
+            model = parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=1.0, verbose=False)
         if comm.rank == 0:
             (path,) = Path(folder).glob("*.json")
             profile = load_profile(path)
@@ -242,9 +256,9 @@ def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
         path.write_text("{garbage")
     comm.barrier()
     told = []
-    for seconds in (0.0, 2.0):
+    for seconds in (0.0, 1.0):
         text = io.StringIO()
-        with contextlib.redirect_stdout(text):
+        with contextlib.redirect_stdout(text), short_rounds():
             parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=seconds)
         told.append(" ".join(text.getvalue().split()))
     return told[0], told[1]

@@ -49,12 +49,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
     for way in ("one_device", *WAYS):
         ranks = 1 if way == "one_device" else RANKS
         parts = RANKS if way in PER_RANK else 1
-        files = {run: folder / f"{way}, {run}.pt" for run in RUNS}
-        printed = launch(
-            way, ranks, [(data, str(n // parts), str(files[run])) for run, (data, n) in RUNS.items()], folder
-        )
-        for (run, (data, _)), text in zip(RUNS.items(), printed, strict=True):
-            results[run][way] = Trained(*score(torch.load(files[run], weights_only=True), data), text)
+        for run, (data, n) in RUNS.items():
+            file = folder / f"{way}, {run}.pt"
+            text = launch(way, ranks, (data, str(n // parts), str(file)), folder)
+            results[run][way] = Trained(*score(torch.load(file, weights_only=True), data), text)
     return results
 
 

@@ -1,0 +1,28 @@
+"""python -m tests.usability.start SCRIPT ARGUMENTS...: the script as it is, but layerwise measures the machine briefly."""
+
+import runpy
+import sys
+
+import torch.distributed as dist
+
+from layerwise.api.parallelize import parallelize
+from tests.api.ranks import short_rounds
+
+
+def _keep_groups() -> None:
+    """torch 2.13 deadlocks now and then where the last reference to a gloo group goes with a DDP model: keep one."""
+    kept, destroy = [], dist.destroy_process_group
+
+    def destroy_process_group() -> None:
+        kept.append(dist.group.WORLD)
+        destroy()
+
+    dist.destroy_process_group = destroy_process_group
+
+
+if __name__ == "__main__":
+    _keep_groups()
+    parallelize.__kwdefaults__["measure_s"] = 1.0
+    sys.argv = sys.argv[1:]
+    with short_rounds():
+        runpy.run_path(sys.argv[0], run_name="__main__")
