@@ -1,16 +1,16 @@
-"""The scripts of examples/, as a reader runs them: on one process, and under torchrun with the same numbers."""
+"""The scripts of examples/, as a reader runs them: on one process, and on two with the same numbers."""
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.comm.launch import launch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -55,10 +55,9 @@ def test_the_weights_of_fit_are_the_models(
 def test_the_swapped_line_has_the_losses_of_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "examples/ddp_swap.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Sequential on 2 × cpu" in done.stdout
-    assert losses(done.stdout) == pytest.approx(losses(alone("ddp_swap.py", monkeypatch, capsys)), abs=2e-4)
+    monkeypatch.chdir(ROOT)
+    done = launch(["examples/ddp_swap.py"])
+    assert done.codes == [0, 0], done.stderr
+    assert "Sequential on 2 × cpu" in done.stdout[0]
+    both = [losses(said) for said in done.stdout if said]
+    assert both == [pytest.approx(losses(alone("ddp_swap.py", monkeypatch, capsys)), abs=2e-4)]

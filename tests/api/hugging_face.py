@@ -16,22 +16,24 @@ from layerwise.comm.base import Comm
 BATCH, STEPS, WORDS, POSITIONS = 4, 2, 99, 12
 Batch = Mapping[str, Tensor]
 
-ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+# One layer where two would be traced to no new purpose: tracing takes most of the time.
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 PATCHES = ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 7}
+TWO = {"num_hidden_layers": 2}
 TEXT = ENCODER | {"vocab_size": WORDS, "max_position_embeddings": 32}
 STAGES = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 7}
 UNMASKED = ", no mask"  # of a name: the texts are all of one length, and the model makes its masks by itself
 CERTAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-WINDOWS = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+WINDOWS = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
 GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-DISTILLED = {"vocab_size": WORDS, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 7}
+DISTILLED = {"vocab_size": WORDS, "dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 64, "num_labels": 7}
 WHISPER = {
-    "vocab_size": WORDS, "d_model": 32, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2,
+    "vocab_size": WORDS, "d_model": 32, "num_mel_bins": 8, "encoder_layers": 1, "decoder_layers": 1,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "max_source_positions": 10, "max_target_positions": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
-T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
 
 MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     "vit": lambda: (hf.ViTForImageClassification, hf.ViTConfig(**PATCHES, **CERTAIN)),
@@ -50,9 +52,9 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
     "swin, drop path": lambda: (
         hf.SwinForImageClassification,
-        hf.SwinConfig(num_labels=7, drop_path_rate=0.5, **WINDOWS),
+        hf.SwinConfig(num_labels=7, drop_path_rate=0.5, **WINDOWS | {"depths": [1, 1]}),
     ),
-    "bert": lambda: (hf.BertForSequenceClassification, hf.BertConfig(num_labels=7, **TEXT, **CERTAIN)),
+    "bert": lambda: (hf.BertForSequenceClassification, hf.BertConfig(num_labels=7, **TEXT | TWO, **CERTAIN)),
     "bert, dropout": lambda: (hf.BertForSequenceClassification, hf.BertConfig(num_labels=7, **TEXT)),
     "roberta": lambda: (
         hf.RobertaForTokenClassification,
@@ -63,7 +65,7 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.DistilBertConfig(dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0, **DISTILLED),
     ),
     "gpt2": lambda: (hf.GPT2LMHeadModel, hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **GPT2)),
-    "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **TEXT)),
+    "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **TEXT | TWO)),
     "gemma": lambda: (hf.GemmaForCausalLM, hf.GemmaConfig(num_key_value_heads=2, head_dim=8, **TEXT)),
     "qwen2": lambda: (hf.Qwen2ForCausalLM, hf.Qwen2Config(num_key_value_heads=2, **TEXT)),
     "mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(num_key_value_heads=2, sliding_window=5, **TEXT)),

@@ -32,7 +32,7 @@ def preferred(configs, degree: int) -> Config:
     return next((c for c in configs if c == Config((("n", degree),))), configs[0])
 
 
-@pytest.mark.parametrize("seed", range(17))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n > 11 else ()) for n in range(17)])
 @pytest.mark.parametrize("name", SMALL)
 def test_random_plans_equal_one_device(name: str, seed: int) -> None:
     given, single = network(name)

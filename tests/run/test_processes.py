@@ -16,8 +16,16 @@ def train_on(comm: Comm, name: str, ranks: int, seed: int):
     return train(given, random_plan(given.graph, ranks, seed, "free"), comm)
 
 
+# Threads, in test_module, have these networks by default; here it is the processes that are new.
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("lenet5", 2), ("resnet18", 4), ("lenet5", 8), ("vgg16", 8), ("unet3d", 8)]
+    ("name", "ranks"),
+    [
+        ("lenet5", 2),
+        ("resnet18", 4),
+        ("lenet5", 8),
+        pytest.param("vgg16", 8, marks=pytest.mark.slow),
+        pytest.param("unet3d", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_random_plans_on_processes(name: str, ranks: int) -> None:
     given = small(name, steps=2)

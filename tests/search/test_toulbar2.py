@@ -53,8 +53,10 @@ def test_it_agrees_on_small_networks(tmp_path: Path, graph: object) -> None:
     agree(model, SearchSpace(6, spread=True), tmp_path)
 
 
-@pytest.mark.parametrize("gpus", [4, 16])
-@pytest.mark.parametrize("network", ["vgg16", "inception_v3"])
+@pytest.mark.parametrize(
+    ("network", "gpus"),
+    [("vgg16", 4), ("vgg16", 16), ("inception_v3", 4), pytest.param("inception_v3", 16, marks=pytest.mark.slow)],
+)
 def test_it_agrees_on_the_papers_networks(tmp_path: Path, network: str, gpus: int) -> None:
     model = CostModel(fuse(load_model(network, 32 * gpus)), load("p100").device_graph(gpus))
     agree(model, SearchSpace(gpus, spread=gpus > 4), tmp_path)

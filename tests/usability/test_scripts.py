@@ -15,7 +15,7 @@ from tests.usability.launch import launch
 RANKS = 2
 PER_RANK = ("ddp",)  # is given the samples of one rank
 SAME_ORDER = ("model_parallel", "one_call")  # the very samples that one device has in each step
-RUNS = {"digits": ("digits", 64), "mnist": ("mnist", 64), "one batch": ("digits", 1536)}  # data set, samples a step
+RUNS = {"digits": ("digits", 64), "mnist": ("mnist", 128), "one batch": ("digits", 1536)}  # data set, samples a step
 
 
 def network(side: int) -> nn.Sequential:
