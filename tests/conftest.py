@@ -1,14 +1,41 @@
 """How the tests are run: hypothesis's settings, and in which order files are given to several workers."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import settings
+
+from layerwise.importers import load
+from layerwise.importers.load import Network
 
 # No deadline (this runs on shared machines); more examples on request: HYPOTHESIS_PROFILE=thorough.
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _traced_once() -> Iterator[None]:
+    """Built-in networks are traced once a process: they have no values, and tracing is slow."""
+    built_in = load._built_in
+
+    @cache
+    def traced(spec: str) -> Network:
+        network = built_in(spec, None)  # type: ignore[arg-type] # of the samples that it is traced with
+        assert all(tensor.is_meta for tensor in network.built.values())  # nothing that a test could change
+        return network
+
+    def of_batch(spec: str, batch: int) -> Network:
+        network = traced(spec)
+        return replace(network, graph=network.graph.rebatch(batch))
+
+    load._built_in = of_batch
+    yield
+    load._built_in = built_in
+
 
 # The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).
 FIRST = ("tests/usability/test_scripts.py",)

@@ -30,6 +30,7 @@ from layerwise.ops.pointwise import (
     promoted,
 )
 from layerwise.tensor import TensorSpec
+from tests.cases import case
 from tests.ops.harness import cells, check_needs
 
 IMAGE = TensorSpec((3, 4, 2, 5), ("n", "c", "h", "w"))
@@ -62,9 +63,14 @@ def argued(name: str) -> tuple[float, ...]:
     return (3.0,) if name.endswith("_scalar") else ARGUMENTS.get(name, ())
 
 
-@pytest.mark.parametrize("name", sorted(REAL | KEEPING | TESTING))
-def test_unary_functions_are_torch_functions(name: str) -> None:
+def test_unary_functions_are_torch_functions() -> None:
     """Shapes and result types, of floating point and of integers."""
+    for name in sorted(REAL | KEEPING | TESTING):
+        with case(name):
+            is_torchs(name)
+
+
+def is_torchs(name: str) -> None:
     op = Unary(name, argued(name))
     for dtype in ("float64", "float32", "int64", "bool"):
         real: Tensor = torch.rand(IMAGE.shape, dtype=torch.float64).to(getattr(torch, dtype))
@@ -140,8 +146,13 @@ def test_where_needs(data: st.DataObject) -> None:
     assert where.out.dtype == "float32"
 
 
-@pytest.mark.parametrize("name", sorted(BINARY | BINARY_REAL | BINARY_TESTING))
-def test_binary_functions_are_torch_functions(name: str) -> None:
+def test_binary_functions_are_torch_functions() -> None:
+    for name in sorted(BINARY | BINARY_REAL | BINARY_TESTING):
+        with case(name):
+            is_torchs_of_two(name)
+
+
+def is_torchs_of_two(name: str) -> None:
     arguments = (2.0,) if name == "masked_fill" else ()
     for dtype in ("float32", "int64"):
         kind: torch.dtype = getattr(torch, dtype)

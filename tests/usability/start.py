@@ -1,4 +1,4 @@
-"""python -m tests.usability.start SCRIPT ARGUMENTS...: the script as it is, but layerwise measures the machine briefly."""
+"""python -m tests.usability.start SCRIPT ARGUMENTS...: the script as it is, but the machine is measured briefly."""
 
 import runpy
 import sys
