@@ -38,7 +38,24 @@ def _traced_once() -> Iterator[None]:
 
 
 # The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).
-FIRST = ("tests/usability/test_scripts.py",)
+FIRST = (
+    "tests/api/test_transformers.py",
+    "tests/run/test_module.py",
+    "tests/usability/test_scripts.py",
+    "tests/train/test_run_ranks.py",
+    "tests/cost/test_transfer.py",
+    "tests/run/test_processes.py",
+    "tests/comm/test_faults.py",
+    "tests/api/test_parallelize.py",
+    "tests/train/test_run_cli.py",
+    "tests/search/test_find.py",
+    "tests/importers/torch/test_from_torch.py",
+    "tests/run/test_optimised.py",
+    "tests/run/test_memory_prediction.py",
+    "tests/search/test_toulbar2.py",
+    "tests/models/test_models.py",
+    "tests/oracle/test_strategies.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

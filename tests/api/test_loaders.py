@@ -21,7 +21,7 @@ from torch.utils.data import (
 import layerwise
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from tests.api.ranks import _steps, loop_over_loaders
+from tests.api.loader_ranks import _steps, loop_over_loaders
 from tests.api.script import BATCH, SEED, data, network
 from tests.api.test_fit import Stream
 from tests.api.test_parallelize import apart
@@ -50,7 +50,7 @@ def plain(count: int) -> tuple[list, list[float], torch.Tensor, dict[str, torch.
 def test_the_samples_of_each_step_are_one_devices(how: dict) -> None:
     """Shuffled by rank 0's random state; the last batch of 5 is split 2 to 3; all outputs of an evaluation come."""
     seen, losses, outputs, state = plain(COUNT)
-    ranks = run_ranks(2, "tests.api.ranks:loop_over_loaders", COUNT, how)
+    ranks = run_ranks(2, "tests.api.loader_ranks:loop_over_loaders", COUNT, how)
     for i, numbers in enumerate(seen):
         parts = [rank[0][i] for rank in ranks]
         assert list(chain(*parts)) == numbers
@@ -72,7 +72,7 @@ def test_one_rank_and_workers() -> None:
 
 
 def test_a_rest_too_small_for_the_ranks_joins_the_batch_before() -> None:
-    first, second = run_ranks(2, "tests.api.ranks:loop_over_loaders", 2 * BATCH + 1, {})
+    first, second = run_ranks(2, "tests.api.loader_ranks:loop_over_loaders", 2 * BATCH + 1, {})
     assert [len(a) + len(b) for a, b in zip(first[0], second[0], strict=True)] == [BATCH, BATCH + 1] * 2
     assert sorted(chain(*first[0][:2], *second[0][:2])) == sorted(data(2 * BATCH + 1).tensors[0][:, 0, 0, 0].tolist())
     assert "the last 1 samples are too few for a batch: they join the one before" in first[4]
@@ -83,7 +83,7 @@ def test_a_loop_that_is_left_early_leaves_no_trace() -> None:
     model = network().eval()
     x = data().tensors[0]
     with torch.no_grad():
-        for rank, (first, own) in enumerate(run_ranks(2, "tests.api.ranks:left_early")):
+        for rank, (first, own) in enumerate(run_ranks(2, "tests.api.loader_ranks:left_early")):
             assert torch.allclose(first, model(x[:BATCH]), rtol=1e-9, atol=1e-12)
             assert torch.allclose(own, model(x[rank * BATCH : (rank + 1) * BATCH]), rtol=1e-9, atol=1e-12)
 
@@ -149,21 +149,21 @@ def test_unfit_samplers(loader: DataLoader, message: str) -> None:
 
 def test_loops_within_loops() -> None:
     """Over the same loader, and evaluation within a step on a short batch that is split unevenly."""
-    for same, outputs, wanted in run_ranks(2, "tests.api.ranks:nested"):
+    for same, outputs, wanted in run_ranks(2, "tests.api.loader_ranks:nested"):
         assert same
         assert torch.allclose(outputs, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_evaluation_whatever_the_outputs() -> None:
     """Losses by the model itself, several rows a sample; and statistics that move, without gradients."""
-    for found, wanted in run_ranks(2, "tests.api.ranks:evaluated"):
+    for found, wanted in run_ranks(2, "tests.api.loader_ranks:evaluated"):
         for a, b in zip(found, wanted, strict=True):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_a_whole_batch_with_too_small_a_rest() -> None:
     """Three ranks, two samples: every rank feeds all; a rest of one joins."""
-    assert run_ranks(3, "tests.api.ranks:few") == [([2, 2, 3], [3])] * 3
+    assert run_ranks(3, "tests.api.loader_ranks:few") == [([2, 2, 3], [3])] * 3
 
 
 @pytest.mark.parametrize(

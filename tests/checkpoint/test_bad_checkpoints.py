@@ -1,0 +1,193 @@
+"""Files of a checkpoint that are damaged, forged, links or pipes are refused, and nothing changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.checkpoint import latest, load, save, storage
+from layerwise.checkpoint.step_folders import find
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.export import export
+from tests.checkpoint.runs import OPTIMIZERS, alone, refused, saved, train
+from tests.run.cut_modules import CutModule, cutting, tensors
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert "there is no such folder" in refused(tmp_path / "none")
+    assert "has no complete checkpoint" in refused(tmp_path)
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / ".step-00000004.tmp-12345678").mkdir()
+    (tmp_path / ".step-00000004.tmp-12345678" / "checkpoint.json").write_text("{}")
+    assert "has no complete checkpoint" in refused(tmp_path)
+    assert "cannot be read" in refused(tmp_path / "nul\0")
+    (tmp_path / "file").write_text("")
+    assert "cannot be read: Not a directory" in refused(tmp_path / "file")
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A bit flipped, bytes cut off or added, in any file."""
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder, make=OPTIMIZERS["adam"])
+    path = folder / "step-00000007" / data.draw(st.sampled_from(["checkpoint.json", "rank-00000.safetensors"]))
+    content = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["flip", "cut", "add"]))
+    if how == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "cut":
+        del content[at:]
+    else:
+        content[at:at] = b"0"
+    try:
+        harmless = json.loads(content) == json.loads(path.read_bytes())  # white space
+    except ValueError:
+        harmless = False
+    path.write_bytes(content)
+    module = alone(1)
+    if harmless:
+        load(folder, module)
+    else:
+        assert str(folder) in refused(folder, module, OPTIMIZERS["adam"](module.parameters()))
+
+
+def test_file_that_is_gone(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "step-00000007" / "rank-00000.safetensors").unlink()
+    assert "damaged or gone: No such file or directory" in refused(tmp_path)
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "checkpoint.json"])
+def test_files_that_link_out_of_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ck")
+    folder = latest(tmp_path / "ck")
+    assert folder is not None
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert f"{name}' is a link" in refused(folder)
+    with pytest.raises(LayerwiseError, match="is a link, or no plain file"):
+        export(tmp_path / "ck", tmp_path / "out.safetensors")
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    saved(tmp_path / "ck")
+    folder = latest(tmp_path / "ck")
+    assert folder is not None
+    (folder / "rank-00000.safetensors").unlink()
+    os.mkfifo(folder / "rank-00000.safetensors")
+    assert "no plain file" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["step-00000007", "step-00000003", ".step-00000007.replaced"])
+def test_step_folders_that_are_links_are_refused_and_stay(name: str, tmp_path: Path) -> None:
+    """They used to be renamed to .step-N.tmp-..., and stayed so."""
+    module = saved(tmp_path / "elsewhere")
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / name).symlink_to(tmp_path / "elsewhere" / "step-00000007")
+    for attempt in (lambda: save(tmp_path / "ck", module, None, {}, keep=1), lambda: latest(tmp_path / "ck")):
+        with pytest.raises(LayerwiseError, match=f"{name} is a link"):
+            attempt()
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == [name]
+    assert find(tmp_path / "elsewhere").is_dir()
+    (tmp_path / "ck" / name).rename(tmp_path / "ck" / ".step-00000007.tmp-1f3a")  # as earlier versions left them
+    save(tmp_path / "ck", module, None, {})
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000007"]
+    assert find(tmp_path / "elsewhere" / "step-00000007").is_dir()
+
+
+def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Alters checkpoint.json, with a checksum that fits."""
+    path = folder / "step-00000007" / "checkpoint.json"
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    change(body)
+    path.write_text(json.dumps({**body, "checksum": storage._checksum(body)}))
+
+
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    """Not as a rank's file, whatever checkpoint.json says of it; not as checkpoint.json; not as DCP's own .metadata."""
+    step, trap = tmp_path / "step-00000007", tmp_path / "sprung"
+    content = pickle.dumps(Trap(trap))
+    saved(tmp_path)
+    (step / "rank-00000.safetensors").write_bytes(content)
+    (step / ".metadata").write_bytes(content)
+    assert "SHA-256" in refused(tmp_path)
+    digest = hashlib.sha256(content).hexdigest()
+    forged(tmp_path, lambda body: body["files"].update({"rank-00000.safetensors": digest}))
+    assert "damaged" in refused(tmp_path)
+    (step / "checkpoint.json").write_bytes(content)
+    assert "not a text file" in refused(tmp_path)
+    (step / "checkpoint.json").unlink()
+    assert "no complete checkpoint" in refused(tmp_path)
+    assert not trap.exists()
+    pickle.loads(content)
+    assert trap.exists()  # so it would have
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: b.update(version=2), "version 2; this layerwise reads version 1"),
+        (lambda b: b.update(format="other"), "not a layerwise checkpoint"),
+        (lambda b: b.pop("format"), "not a layerwise checkpoint"),
+        (lambda b: b.pop("files"), "makes no sense"),
+        (lambda b: b.update(files=[]), "makes no sense"),
+        (lambda b: b["files"].update({"../evil.safetensors": "0"}), "makes no sense"),
+        (lambda b: b["tensors"].update(odd=3), "makes no sense"),
+        (lambda b: b["tensors"]["scale"].update(dtype="object"), "makes no sense"),
+        (lambda b: b["tensors"]["scale"]["chunks"][0].update(file="/etc/passwd"), "makes no sense"),
+        (lambda b: b["tensors"]["conv.bias"]["chunks"].clear(), "0 of the 5 elements of 'conv.bias'"),
+        (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[-1]), "makes no sense"),
+        (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[1]), "outside its shape"),
+        (lambda b: b["tensors"]["conv.bias"].update(shape=[2**70]), "5 of the 1180591620717411303424 elements"),
+        (lambda b: b["tensors"]["conv.bias"]["chunks"][0].update(offsets=[]), "makes no sense"),
+        (lambda b: b["about"].pop("steps"), "makes no sense"),
+        (lambda b: b["about"].update(steps=-1), "makes no sense"),
+        (lambda b: b["about"].update(progress=[]), "makes no sense"),
+        (lambda b: b["about"].update(optimizer=3), "makes no sense"),
+        (lambda b: b["about"]["optimizer"].update(groups=[{}]), "makes no sense"),
+        (lambda b: b["about"]["optimizer"]["numbers"]["scale"].update(step={"dtype": "float32"}), "makes no sense"),
+        (lambda b: b["about"]["optimizer"]["numbers"]["scale"]["step"].update(value="x"), "makes no sense"),
+    ],
+)
+def test_forged_metadata(tmp_path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
+    module = alone(0, 5)
+    optimizer = OPTIMIZERS["adam"](module.parameters())
+    train(module, optimizer, 2)
+    save(tmp_path, module, optimizer, {})
+    forged(tmp_path, change)
+    assert reason in refused(tmp_path, module, optimizer)
+
+
+def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_path: Path) -> None:
+    whole = tensors(0)
+    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0), 7)
+    os.mkfifo(tmp_path / ".step-00000003.tmp-12ab34cd")
+    save(tmp_path, module, None, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    os.mkfifo(tmp_path / "step-00000003")
+    with pytest.raises(LayerwiseError, match="step-00000003 is no folder: put the folder itself in its place, or remo"):
+        save(tmp_path, module, None, {})
+    assert (tmp_path / "step-00000003").is_fifo()

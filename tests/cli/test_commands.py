@@ -1,0 +1,217 @@
+"""The commands as programs see them: JSON, files, and that they agree with each other."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerwise.plan import checksum
+from tests.cli.commands import LENET, MLP, NETWORKS, Run
+
+NUMBERS = ("step_time_s", "timeline_s", "bytes_moved")
+
+
+def finite(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            finite(inner)
+    elif isinstance(value, float):
+        assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--gpus 1",
+        "--gpus 8 --profile p100 --global-batch 3",
+        "--profile pcie --dims n,c,k",
+        "--gpus 12 --gpus-per-node 6 --degrees powers-of-two",
+        "--no-fuse --dtype bfloat16 --optimizer adam",
+        "--link-model sum --sync parameter-server --io free --objective additive",
+        "--profile cpu --gpus 2 --local-batch-norm",
+    ],
+)
+def test_json(run: Run, flags: str) -> None:
+    found = json.loads(run("search", "lenet5", "--gpus", "4", *flags.split(), "--json"))
+    finite(found)
+    gpus = found["gpus"]
+    assert found["model"] == "lenet5"
+    for costs in (found, *(found["baselines"][name] for name in ("data", "model", "owt"))):
+        assert all(isinstance(costs[key], int | float) and costs[key] >= 0 for key in NUMBERS)
+        assert costs["step_time_s"] >= found["additive_optimum"]["step_time_s"] * (1 - 1e-9)
+        assert costs["timeline_s"] > 0
+    assert 0 < found["memory_bytes"] < 1e12
+    assert isinstance(found["batch"], int)
+    layers = found["strategy"]
+    assert next(iter(layers)) == "features.0"
+    assert set(layers) == set(found["additive_optimum"]["strategy"])
+    for degrees in layers.values():
+        assert all(isinstance(d, int) and d >= 1 for d in degrees.values())
+        assert prod(degrees.values()) <= gpus
+    if "additive" not in flags:
+        assert found["timeline_s"] <= found["baselines"]["data"]["timeline_s"]
+    assert found["optimal"] is True
+    assert found["lower_bound_s"] == pytest.approx(found["additive_optimum"]["step_time_s"])
+    assert isinstance(found["final_nodes"], int)
+    assert set(found["seconds"]) == {"import", "tables", "search"}
+    assert all(isinstance(n, int) and n > 0 for n in found["configurations"].values())
+    if "powers" in flags:  # 3 is no power of two, and no baseline's degree; 12 is one
+        assert all(3 not in degrees.values() for degrees in found["additive_optimum"]["strategy"].values())
+    assert found["io"] == ("free" if "free" in flags or found["batch"] < gpus else "sample")
+
+
+def test_dims_restrict(run: Run) -> None:
+    found = json.loads(run(*LENET, "--global-batch", "2", "--dims", "h,w", "--json"))
+    baselines = {"n", "c"}  # baselines are always in the space
+    used = {d for s in found["strategy"].values() for d, degree in s.items() if degree > 1}
+    assert used <= {"h", "w"} | baselines
+    wide = json.loads(run(*LENET, "--global-batch", "2", "--json"))
+    assert wide["additive_optimum"]["step_time_s"] <= found["additive_optimum"]["step_time_s"]
+    assert wide["configurations"]["total"] > found["configurations"]["total"]
+
+
+def test_no_fuse_has_more_layers(run: Run) -> None:
+    fused, plain = (json.loads(run(*LENET, *flag, "--json"))["strategy"] for flag in ((), ("--no-fuse",)))
+    assert set(fused) < set(plain)
+
+
+def test_additive_objective(run: Run) -> None:
+    found = json.loads(run(*LENET, "--profile", "pcie", "--objective", "additive", "--json"))
+    assert found["step_time_s"] == found["additive_optimum"]["step_time_s"]
+    assert found["strategy"] == found["additive_optimum"]["strategy"]
+
+
+def test_price_round_trip(run: Run, here: Path) -> None:
+    flags = (*LENET, "--profile", "p100", "--gpus", "8", "--global-batch", "4")
+    text = run(*flags, "--json", "--out", "plan.json")
+    (here / "s.json").write_text(text)
+    found = json.loads(text)
+    for file in ("s.json", "plan.json"):
+        priced = json.loads(run(*flags, "--price", file, "--json"))
+        finite(priced)
+        assert {key: priced[key] for key in NUMBERS} == {key: found[key] for key in NUMBERS}
+        assert priced["strategy"] == found["strategy"]
+    table = run(*flags, "--price", "s.json")
+    assert "\nyours " in table
+    (here / "data").write_text(text)  # named as a baseline
+    assert "\nyours " in run(*flags, "--price", "data")
+
+
+def test_plan_explain_diff(run: Run, refuse: Run, here: Path) -> None:
+    text = run(*LENET, "--global-batch", "2", "--profile", "p100", "--out", "a.json")
+    assert text.rstrip().endswith("plan written to a.json")
+    run(*LENET, "--global-batch", "2", "--profile", "p100", "--dims", "n", "--out", "b.json")
+    assert sorted(path.name for path in here.iterdir()) == ["a.json", "b.json"]
+    plan = json.loads((here / "a.json").read_text())
+
+    found = json.loads(run("explain", "a.json", "features.0", "--json"))
+    rows = found["alternatives"]
+    finite(found)
+    assert [row["in_plan"] for row in rows].count(True) == 1
+    assert [row["step_time_s"] for row in rows] == sorted(row["step_time_s"] for row in rows)
+    assert rows[0]["step_time_s"] == pytest.approx(plan["predicted"]["lower_bound_s"])
+    assert next(row["config"] for row in rows if row["in_plan"]) == plan["strategy"]["features.0"]
+    shown = run("explain", "a.json", "features.0", "--all")
+    assert "in the plan" in shown
+    assert shown.count("\n") >= len(rows)
+
+    changed = json.loads(run("diff", "a.json", "b.json", "--json"))
+    finite(changed)
+    other = json.loads((here / "b.json").read_text())
+    assert set(changed["layers"]) == {n for n, c in plan["strategy"].items() if c != other["strategy"][n]}
+    assert changed["settings"] == {}
+    assert changed["predicted"]["timeline_s"] == [p["predicted"]["timeline_s"] for p in (plan, other)]
+    assert f"{len(changed['layers'])} of {len(plan['strategy'])} layers differ" in run("diff", "a.json", "b.json")
+    assert "0 of" in run("diff", "a.json", "a.json")
+
+    run(*MLP, "--out", "c.json")
+    assert "no layer in common" in refuse("diff", "a.json", "c.json")
+    assert "no layer 'feature.0' (did you mean 'features.0'?)" in refuse("explain", "a.json", "feature.0")
+    assert "cannot be read" in refuse("explain", "d.json", "features.0")
+    assert "required: LAYER" in refuse("explain", "a.json")
+    assert "does not fit into" in refuse("explain", "a.json", "features.0", "--search-memory", "1e-9")
+    (here / "a.json").write_text((here / "a.json").read_text().replace('"batch": 2', '"batch": 4'))
+    assert "was altered" in refuse("explain", "a.json", "features.0")
+
+
+def test_callables(run: Run, refuse: Run, here: Path) -> None:
+    (here / "networks.py").write_text(NETWORKS)
+    counts = []
+    for name, *flags in (["chatty"], ["listed"], ["alone", "--input-shape", "8"], ["ready", "--input-shape", "8"]):
+        found = json.loads(run("search", f"networks:{name}", "--gpus", "2", *flags, "--json"))  # nothing printed beside
+        counts.append(len(found["strategy"]))
+    assert counts == [2] * 4
+    text = run("search", "networks:alone", "--gpus", "2", "--input-shape", "8", "--out", "p.json")
+    assert "--model networks:alone" in text
+    explain = ("explain", "p.json", "first", "--model", "networks:alone")
+    assert json.loads(run(*explain, "--json"))["alternatives"]
+    (here / "networks.py").write_text(NETWORKS.replace("8, 16", "8, 24").replace("16, 4", "24, 4") + "# longer")
+    sys.modules.pop("networks")
+    assert "another model" in refuse(*explain)
+
+
+def test_a_plan_runs_no_code_that_the_user_does_not_name(run: Run, refuse: Run, here: Path) -> None:
+    (here / "networks.py").write_text(NETWORKS)
+    run("search", "networks:alone", "--gpus", "1", "--input-shape", "8", "--out", "p.json")
+    run("run", "p.json", "--model", "networks:alone", "--data", "synthetic", "--steps", "1")
+    sys.modules.pop("networks")
+    (here / "networks.py").write_text("open('ran', 'w')")
+    for command in (
+        ["explain", "p.json", "first"],
+        ["run", "p.json", "--steps", "1"],
+        ["run", "p.json", "--data", "synthetic"],
+    ):
+        said = refuse(*command)
+        assert "the plan is for 'networks:alone', which is code, and a plan runs none" in said
+        assert "give --model networks:alone" in said
+    run("diff", "p.json", "p.json")
+    assert not (here / "ran").exists()
+
+
+PROVENANCE = [
+    ("profile", 5, "'profile' cannot be '5'"),
+    ("dims", "n", "'dims' cannot be 'n'"),
+    ("dims", [["n"]], "'dims' cannot be"),
+    ("dims", ["q"], "'dims' cannot be"),
+    ("input_shape", ["8"], "'input_shape' cannot be"),
+    ("input_shape", [0], "'input_shape' cannot be '[0]'"),
+    ("input_shape", 8, "'input_shape' cannot be '8'"),
+    ("powers_of_two", "no", "'powers_of_two' cannot be 'no'"),
+    ("cost_options", [], "'cost_options' cannot be '[]'"),
+    ("cost_options", {"optimizer": ["sgd"]}, "'cost_options' cannot be"),
+    ("cost_options", {"optimizer": "magic"}, "has the optimizer 'magic'; there are sgd"),
+    ("cost_options", {"dtype": "float3"}, "has the dtype 'float3'"),
+    ("cost_options", {"link_model": "x"}, "has the link_model 'x'"),
+    ("cost_options", {"sync": "x"}, "has the sync 'x'"),
+    ("cost_options", {"speed": "x"}, "does not say how it was found"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), PROVENANCE)
+def test_a_plan_whose_provenance_is_unsound(
+    run: Run, refuse: Run, here: Path, key: str, value: Any, reason: str
+) -> None:
+    run(*MLP, "--out", "p.json")
+    body = json.loads((here / "p.json").read_text())
+    del body["checksum"]
+    body["provenance"][key] = value
+    (here / "p.json").write_text(json.dumps(body | {"checksum": checksum(body)}))
+    assert reason in refuse("explain", "p.json", "0")
+
+
+def test_export_and_depth_first(run: Run, here: Path) -> None:
+    text = run(*MLP, "--export-costs", "m.cfn", "--depth-first", "60")
+    assert "depth-first search finished after" in text
+    assert "cost tables written to m.cfn" in text
+    problem = json.loads((here / "m.cfn").read_text())
+    assert set(problem) == {"problem", "variables", "functions"}
+    found = json.loads(run(*MLP, "--depth-first", "60", "--json"))
+    assert found["depth_first"]["finished"]
+    assert found["depth_first"]["cost_s"] == pytest.approx(found["additive_optimum"]["step_time_s"])

@@ -1,0 +1,100 @@
+"""The command lines as people see them: help, tables, pipes and terminals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from layerwise.__main__ import COMMANDS, dispatch
+from layerwise.cli import PIPED_WIDTH, run_main
+from layerwise.search.report.text import broken, units
+from tests.cli.commands import LENET, Run, onnx_file
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help(command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit, match="0"):
+        run_main(dispatch, (command, "--help"))
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: layerwise {command}")
+    assert err == ""
+    assert max(map(cell_len, out.splitlines())) <= columns
+
+
+def test_overview(run: Run) -> None:
+    for argv in ((), ("-h",), ("--help",)):
+        assert all(command in run(*argv) for command in COMMANDS)
+    assert run("--version").startswith("layerwise 0.")
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140, None])
+@pytest.mark.parametrize("flags", ["", "--layers", "--global-batch 2 --dims n,c,h,w,k"])
+def test_tables_fit(run: Run, columns: int | None, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run(*LENET, "--profile", "pcie", "--gpus", "16", *flags.split()).splitlines()
+    assert max(map(cell_len, lines)) <= (columns or PIPED_WIDTH)
+    heads = [i for i, line in enumerate(lines) if line.startswith(("layers", "strategy"))]
+    assert len(heads) == 2
+    assert [lines[heads[1] + 1 + i].split()[0] for i in range(3)][-2:] in (["data", "model"], ["model", "owt"])
+    text = "\n".join(lines)
+    for whole in ("configuration", "devices", "t_X in", "samples/s", "features.0", "optimal: proven."):
+        assert whole in text
+    assert ("conv+tanh" in text) or columns in (80, 100)  # what layers are made of is left out first
+    assert columns != 80 or "conv+tanh" not in text
+    for line in lines[heads[0] + 1 : heads[1] - 1]:  # no configuration is cut in two
+        assert line.count("{") == line.count("}")
+
+
+def test_names_are_not_markup(run: Run, here: Path) -> None:
+    (here / "[bold]").mkdir()
+    onnx_file(here / "[bold]" / "[red].onnx", "Relu", ["batch", 8])
+    run("search", "[bold]/[red].onnx", "--gpus", "2", "--out", "[x].json")
+    assert run("search", "[bold]/[red].onnx", "--gpus", "2").startswith("[bold]/[red].onnx on 2 × ")
+    assert "[x].json" in run("diff", "[x].json", "[x].json")
+
+
+def test_broken() -> None:
+    assert broken("Mixed_7c.branch3x3dbl_3a.conv") == "Mixed_7c.\nbranch3x3dbl_3a.\nconv"
+    assert broken("features.0") == "features.0"
+    assert broken("") == ""
+    assert broken("x" * 40) == "x" * 40
+
+
+def test_units() -> None:
+    seconds = (0, 1.5e-9, 2.2e-2, 0.9996e-3, 1, 999.6e-6, 1234)
+    assert [units(x, "s") for x in seconds] == ["0 s", "0.0015 µs", "22.0 ms", "1.00 ms", "1.00 s", "1.00 ms", "1234 s"]
+    assert [units(x, "B") for x in (1, 16000, 999_600, 1.5e15)] == ["1.00 B", "16.0 kB", "1.00 MB", "1500 TB"]
+
+
+def test_broken_pipe() -> None:
+    for code in ("sys.stdout.write('x' * 10**6)", "print('x')", "console().print('x\\n' * 10**5)"):
+        script = f"import sys, os\nfrom layerwise.cli import console, run_main\ndef main(argv):\n    {code}\n"
+        script += "sys.exit(run_main(main))"
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, b""), code
+
+
+def test_ascii_terminal_and_exit_code() -> None:
+    script = "from layerwise.cli import run_main\nimport sys\nsys.exit(run_main(lambda _: print('×') or 3))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"\\xd7\n", b"")
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(_: object) -> int:
+        raise KeyboardInterrupt
+
+    assert run_main(main) == 130
+    assert capsys.readouterr().err == "layerwise: interrupted\n"
