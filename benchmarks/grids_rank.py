@@ -28,7 +28,7 @@ from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.mlp_grid.grid import ProcessGrid, grids, study
 from layerwise.plan import Plan
-from layerwise.search.find import Candidate
+from layerwise.search.result import Candidate
 
 DISTRIBUTED = ProcessGrid(2, 2)
 TIMES = 25  # that an input is handed out each way, in turns

@@ -85,8 +85,8 @@ def main() -> None:
             table.add_row(name, *shown, f"{share:.0%}", f"{found.step_time_s / measured:.3f}")
             if args.layers:
                 for layer, p in found.layers.items():
-                    if p.compute_s:
-                        table.add_row(f"  {layer}", "", units(p.compute_s, "s"), "", "")
+                    if p.seconds["compute"]:
+                        table.add_row(f"  {layer}", "", units(p.seconds["compute"], "s"), "", "")
     Console(width=110).print(table)
 
 

@@ -37,8 +37,9 @@ from layerwise.plan import Plan
 from layerwise.run.load import load as load_module
 from layerwise.run.trace import Trace
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import Candidate, candidate, configurations, search
+from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import plan_for
+from layerwise.search.result import Candidate
 from layerwise.train.compare_times import compare_times
 
 PATIENCE_S = 120.0

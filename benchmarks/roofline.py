@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from layerwise.config import Config, layout
-from layerwise.cost.compute.roofline import ComputeTime, compute_time, gemm_s, intervals, largest_extents
+from layerwise.config import Config
+from layerwise.cost.compute.roofline import ComputeTime, compute_time, gemm_s
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import load_model
@@ -40,6 +40,8 @@ from layerwise.ops.conv import Conv
 from layerwise.ops.fused import Fused
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Dropout
+from layerwise.partition.layout import layout
+from layerwise.partition.volumes import intervals, largest_extents
 from layerwise.search.report.text import units
 from layerwise.tensor import TensorSpec
 from tests.importers.evaluate import run
@@ -200,8 +202,8 @@ def compared(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: s
 
 def predicted(layer: Layer, config: Config, wanted: Sequence[bool], processor: Processor, dtype: str) -> Row:
     """What the roofline says of the largest cell."""
-    lay = layout([config], layer.space, config.total)
-    found: ComputeTime = compute_time(layer, lay, wanted, processor, dtype, "sgd")
+    cells = layout([config], layer.space, config.total)
+    found: ComputeTime = compute_time(layer, cells, wanted, processor, dtype, "sgd")
     return {"predicted_forward_s": float(found.forward[0]), "predicted_backward_s": float(found.backward[0])}
 
 
@@ -235,7 +237,7 @@ def figure_1(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: s
 
 def cell(layer: Layer, config: Config) -> Layer:
     """The largest cell of a convolution as a layer of its own: padded only where its input ends short of its needs."""
-    degrees, dims = layout([config], layer.space, config.total).degrees, layer.space.dims
+    degrees, dims = layout([config], layer.space, config.total).computed.degrees, layer.space.dims
     extents = largest_extents(dims, degrees)[0].tolist()
     shape = tuple(int(intervals(axis, dims, degrees)[0][0]) for axis in layer.space.needs[0])
     conv = layer.op.main if isinstance(layer.op, Fused) else layer.op

@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from layerwise import __version__
 from layerwise.errors import LayerwiseError
+from layerwise.version import __version__
 
 COMMANDS = {
     "search": ("layerwise.search.__main__", "find the cheapest way to split every layer, and prove it"),

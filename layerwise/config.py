@@ -1,4 +1,4 @@
-"""Configurations of a layer: which are legal, and which cell each device holds."""
+"""Configurations of a layer: which are legal."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Dim, Space
+from layerwise.ops.base import Dim
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
 REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
 
 Placement = Literal["contiguous", "strided"]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,63 +116,6 @@ def reduce_axis(config: Config, dims: Sequence[Dim]) -> int | None:
         if label in at and dims[at[label]].room >= config[label] * config["k"]:
             return at[label]
     return None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Which cell each of N devices holds, for C configurations of one layer.
-
-    degrees, index: of the iteration space, shapes (C, D) and (C, N, D); index is -1 where a device holds nothing.
-    own_degrees, own_index: of the output as it lies on the devices, shapes (C, R) and (C, N, R); equal to the first R
-    of the above but where k > 1, whose reduce-scatter cuts one dimension further. A scalar counts as one dimension.
-    """
-
-    degrees: Ints
-    index: Ints
-    own_degrees: Ints
-    own_index: Ints
-
-    @property
-    def active(self) -> NDArray[np.bool_]:
-        """(C, N): which devices take part."""
-        active: NDArray[np.bool_] = self.index[..., 0] >= 0
-        return active
-
-    def take(self, rows: NDArray[np.int64]) -> Layout:
-        """Only some of the configurations."""
-        return Layout(self.degrees[rows], self.index[rows], self.own_degrees[rows], self.own_index[rows])
-
-
-def layout(configs: Sequence[Config], where: Space, devices: int) -> Layout:
-    """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
-    dims = tuple(Dim(d.label, d.room) for d in where.dims)
-    rank = len(where.out.shape)
-    return _layout(tuple(configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
-
-
-@lru_cache(maxsize=4096)
-def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devices: int) -> Layout:
-    count = len(configs)
-    degrees = np.array([[c[d.label] if d.label else 1 for d in dims] for c in configs], np.int64).reshape(count, -1)
-    index = np.full((count, devices, len(dims)), -1, np.int64)
-    own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
-    order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
-    for row, config in enumerate(configs):
-        cells = np.indices(tuple(degrees[row, order].tolist())).reshape(len(dims), -1).T
-        at = np.arange(len(cells))
-        if config.placement == "strided":
-            at = at * devices // len(cells)
-        index[row, at[:, None], np.array(order, np.int64)[None, :]] = cells
-        own_index[row] = index[row, :, :rank]
-        if config["k"] > 1:
-            axis = reduce_axis(config, dims)
-            assert axis is not None
-            k = next(i for i, d in enumerate(dims) if d.label == "k")
-            own_degrees[row, axis] *= config["k"]
-            own_index[row, at, axis] = index[row, at, axis] * config["k"] + index[row, at, k]
-    for array in (degrees, index, own_degrees, own_index):
-        array.setflags(write=False)
-    return Layout(degrees, index, own_degrees, own_index)
 
 
 def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import singledispatch
 from html import escape
 from itertools import groupby
 
@@ -12,6 +13,12 @@ from layerwise.config import Config
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 WIDTH, LEAST, MOST = 960, 4, 26  # pixels: of a picture, of a layer at least and at most
 HEIGHT, ROW = 160, 22  # of a picture, and of one device at most
+
+
+@singledispatch
+def html(value: object) -> str:
+    """A value as HTML; the module that draws a type registers how."""
+    raise TypeError(f"nothing draws {type(value).__name__}")
 
 
 def colours(strategy: Mapping[str, Config]) -> dict[Config, str]:

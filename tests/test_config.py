@@ -1,38 +1,24 @@
-"""Configurations: which there are, who holds which cell, and what a user may write."""
+"""Configurations: which there are, and what a user may write."""
 
 from __future__ import annotations
 
 from itertools import product
-from math import prod
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, SearchSpace, is_legal, layout, parse
+from layerwise.config import Config, SearchSpace, is_legal, parse
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box, boundaries
 from layerwise.ops.base import Dim, Space
-from layerwise.tensor import TensorSpec
 from tests.cost import brute
 
 LABELS = ("n", "c", "h", "w", "k")
 
 
-@st.composite
-def spaces(draw: st.DrawFn) -> Space:
-    """An output of any dimensions in any order, some without a label or of a coarser unit, and perhaps a reduction."""
-    labels = draw(st.permutations(["n", "c", "h", "w"]))[: draw(st.integers(0, 4))]
-    units = [draw(st.sampled_from([1, 1, 2, 3])) for _ in labels]
-    shape = tuple(unit * draw(st.integers(1, 7)) for unit in units)
-    dims = tuple(draw(st.sampled_from([label, label, label, None])) for label in labels)
-    out = TensorSpec(shape, dims, "float32", tuple(units))
-    k = (Dim("k", draw(st.integers(1, 8))),) if draw(st.booleans()) else ()
-    return Space(out, brute.plain(out).dims + k, (), (), ())
-
-
-@given(spaces(), st.sampled_from([1, 2, 4, 6, 8, 12]), st.sets(st.sampled_from(LABELS)), st.booleans(), st.booleans())
+@given(
+    brute.spaces(), st.sampled_from([1, 2, 4, 6, 8, 12]), st.sets(st.sampled_from(LABELS)), st.booleans(), st.booleans()
+)
 @settings(max_examples=200)
 def test_the_space_is_every_factorisation_of_every_divisor(
     where: Space, devices: int, dims: set[str], powers: bool, spread: bool
@@ -49,7 +35,7 @@ def test_the_space_is_every_factorisation_of_every_divisor(
     assert set(found) == wanted
 
 
-@given(spaces(), st.integers(1, 12))
+@given(brute.spaces(), st.integers(1, 12))
 def test_legal_is_what_can_be_cut_so(where: Space, devices: int) -> None:
     """Every degree up to one more than the devices, of every label."""
     legal = {config.degrees for config in brute.legal(where.dims, devices)}
@@ -60,64 +46,6 @@ def test_legal_is_what_can_be_cut_so(where: Space, devices: int) -> None:
             assert is_legal(config, where.dims) == (config.degrees in legal), config
     absent = next(label for label in ("d", "s") if label not in labels)
     assert not is_legal(Config.of({absent: 2}), where.dims)
-
-
-@given(spaces(), st.integers(1, 12), st.data())
-@settings(max_examples=200)
-def test_layouts_put_each_cell_on_one_device(where: Space, devices: int, data: st.DataObject) -> None:
-    """As the definition says, device by device; computed and owned cells."""
-    configs = data.draw(brute.configs(where, devices, most=5))
-    lay = layout(configs, where, devices)
-    rank = len(where.out.shape)
-    for c, config in enumerate(configs):
-        active = np.nonzero(lay.active[c])[0].tolist()
-        step = devices / config.total if config.placement == "strided" else 1
-        assert active == [int(i * step + 1e-9) for i in range(config.total)]
-        assert (lay.index[c, ~lay.active[c]] == -1).all()
-        assert (lay.own_index[c, ~lay.active[c]] == -1).all()
-        cells = {tuple(row) for row in lay.index[c, active].tolist()}
-        assert cells == set(product(*(range(d) for d in lay.degrees[c].tolist())))
-        owned = {tuple(row) for row in lay.own_index[c, active].tolist()}
-        assert owned == set(product(*(range(d) for d in lay.own_degrees[c].tolist())))
-        assert len(cells) == len(owned) == config.total
-        for device, cell, own in brute.holdings(config, where, devices):
-            skip = not rank  # a scalar counts as one dimension
-            assert _box(lay.index[c, device, skip:], lay.degrees[c, skip:], where.dims) == cell
-            assert _box(lay.own_index[c, device, skip:], lay.own_degrees[c, skip:], where.dims[:rank]) == own
-
-
-def _box(index: np.ndarray, degrees: np.ndarray, dims: tuple[Dim, ...]) -> Box:
-    ends = [boundaries(d.extent, int(n), d.unit)[i : i + 2] for d, i, n in zip(dims, index, degrees, strict=True)]
-    return Box(tuple(int(a) for a, _ in ends), tuple(int(b) for _, b in ends))
-
-
-@given(spaces(), st.integers(2, 12))
-def test_partial_sums_are_scattered_inside_the_cells_that_they_are_of(where: Space, devices: int) -> None:
-    """The owned boxes tile the output, and each lies in what its device computed."""
-    for config in brute.legal(where.dims, devices):
-        copies = np.zeros(where.out.shape, np.int64)
-        owned = layout([config], where, devices)
-        for device, cell, own in brute.holdings(config, where, devices):
-            computed = Box(cell.lo[: len(own.lo)], cell.hi[: len(own.hi)])
-            assert (own & computed) == own
-            assert own.volume > 0
-            copies[own.slices()] += 1
-            rank = len(where.out.shape)
-            skip = not rank
-            assert _box(owned.own_index[0, device, skip:], owned.own_degrees[0, skip:], where.dims[:rank]) == own
-        assert (copies == 1).all()
-        assert prod(owned.own_degrees[0].tolist()) == config.total
-
-
-def test_the_innermost_splits_stay_in_a_node() -> None:
-    """Samples outermost wherever they stand, k innermost: four parts of k on devices 0 to 3."""
-    out = TensorSpec((8, 8, 2), ("c", "h", "n"))
-    where = Space(out, (*brute.plain(out).dims, Dim("k", 8)), (), (), ())
-    lay = layout([Config.of({"n": 2, "c": 2, "k": 2})], where, 8)
-    assert lay.index[0].tolist() == [[c, 0, n, k] for n in (0, 1) for c in (0, 1) for k in (0, 1)]
-    assert lay.own_index[0, :, 0].tolist() == [0, 1, 2, 3] * 2  # the sums over k are scattered over c
-    fewer = [Config((("c", 3),), placement) for placement in ("contiguous", "strided")]
-    assert [np.nonzero(row)[0].tolist() for row in layout(fewer, where, 8).active] == [[0, 1, 2], [0, 2, 5]]
 
 
 DIMS = (Dim("n", 8), Dim("c", 12, 3), Dim(None, 5), Dim("k", 40))

@@ -18,9 +18,10 @@ from layerwise.machine import DeviceGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, nearest
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.find import Candidate, SearchResult, candidate, search
+from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.report.text import over_memory, units
+from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
 Strategy = str | Mapping[str, Mapping[str, object]]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerwise import __version__
+from layerwise.version import __version__
 from layerwise.api.choose import Planner
 from layerwise.api.world import World
 from layerwise.comm.base import Comm

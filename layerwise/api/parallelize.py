@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise import __version__
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, facts

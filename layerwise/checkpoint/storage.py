@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerwise import __version__
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON, read_json
 from layerwise.tensorfile import DTYPE_OF, Spec, dtype_name, sync_folder, write_tensors
+from layerwise.version import __version__
 
 METADATA = "checkpoint.json"
 FORMAT, VERSION = "layerwise-checkpoint", 1

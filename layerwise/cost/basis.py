@@ -38,7 +38,7 @@ class Basis:
 
 def basis(model: CostModel, found: Price) -> Basis:
     """Of one priced strategy."""
-    total = sum(p.compute_s for p in found.layers.values())
+    total = sum(p.seconds["compute"] for p in found.layers.values())
     measured, fitted = _shares(found)
     times = None if model.measurements is None else model.measurements.times
     return Basis(
@@ -63,7 +63,7 @@ def model_error(*found: Price) -> float:
 def _shares(found: Price) -> tuple[float, float]:
     """What of t_C was measured, and what was fitted."""
     layers = found.layers.values()
-    total = sum(p.compute_s for p in layers)
+    total = sum(p.seconds["compute"] for p in layers)
     if not total:
         return 0.0, 0.0
     return sum(p.measured_s for p in layers) / total, sum(p.fitted_s for p in layers) / total

@@ -15,10 +15,11 @@ from math import ceil, log2, prod, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
 from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
 from layerwise.partition.buckets import BUCKET_BYTES
+from layerwise.partition.groups import replicas
+from layerwise.partition.layout import Cells
 
 Floats = NDArray[np.float64]
 
@@ -178,18 +179,9 @@ def wire_bytes(total_bytes: float, group: Group) -> float:
 
 
 @lru_cache(maxsize=4096)
-def groups(layout: Layout, keys: tuple[int, ...], late: bool, graph: DeviceGraph) -> tuple[Group, ...]:
+def groups(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tuple[Group, ...]:
     """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
-    return tuple(group_of(row, graph) for row in replicas(layout, keys, late))
-
-
-def replicas(layout: Layout, keys: tuple[int, ...], late: bool) -> NDArray[np.int64]:
-    """(C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none."""
-    degrees, index = (layout.own_degrees, layout.own_index) if late else (layout.degrees, layout.index)
-    number = np.zeros(index.shape[:2], np.int64)
-    for key in keys:
-        number = number * degrees[:, key, None] + index[:, :, key]
-    return np.where(layout.active, number, -1)
+    return tuple(group_of(row, graph) for row in replicas(cells, keys))
 
 
 def sync_s(size_bytes: float, group: Group, graph: DeviceGraph, method: str) -> float:

@@ -19,12 +19,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
-from layerwise.cost.cells import Cells, cells
-from layerwise.geometry import AxisMap, boundaries, interval_overlap, whole
+from layerwise.cost.selections import Selections, selections
+from layerwise.geometry import AxisMap, boundaries, interval_overlap
 from layerwise.machine import Curve, DeviceGraph
-from layerwise.ops.base import Dim, Maps
-from layerwise.tensor import TensorSpec
+from layerwise.ops.base import Dim
+from layerwise.partition.edge import Edge
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -58,25 +57,21 @@ def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
     return slowest
 
 
-def traffic(
-    source: TensorSpec, u: Layout, maps: Maps, dims: Sequence[Dim], v: Layout, late: bool, graph: DeviceGraph
-) -> Traffic:
-    """Load of moving `source`, laid out as `u`, to a layer over `dims`, laid out as `v`, that needs `maps` of it.
-
-    `late`: the needs follow the box that the layer owns, not the one it computes (see Space.late_inputs).
-    """
-    pairs, levels = (len(u.degrees), len(v.degrees)), len(graph.levels)
+@lru_cache(maxsize=1)  # its bytes and its messages are asked for one after the other
+def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
+    """Load of moving an edge's tensor in one direction."""
+    pairs, levels = edge.pairs, len(graph.levels)
     busiest, messages, total = (np.empty((*pairs, levels)) for _ in range(3))
     received_bytes = np.empty(pairs)
     everyone = range(graph.count)
-    for rows, received, sent in _sweep(source, u, maps, dims, v, late, graph, tuple(everyone)):
-        received_bytes[rows] = sum_of(received)[..., 0].max(-1) * source.item_bytes
+    for rows, received, sent in _sweep(edge, graph, tuple(everyone)):
+        received_bytes[rows] = sum_of(received)[..., 0].max(-1) * edge.item_bytes
         for at, level in enumerate(graph.levels):
-            total[rows, :, at] = received[at][..., 0].sum(-1) * source.item_bytes
+            total[rows, :, at] = received[at][..., 0].sum(-1) * edge.item_bytes
             passing, share = _passing(at, graph), level.devices_per_port
             loads = [
                 (
-                    _by_port(sum_of([way[m][..., 0] for m in passing]) * source.item_bytes, share, everyone),
+                    _by_port(sum_of([way[m][..., 0] for m in passing]) * edge.item_bytes, share, everyone),
                     _by_port(sum_of([way[m][..., 1] * _messages(m, at, graph) for m in passing]), share, everyone),
                 )
                 for way in (received, sent)
@@ -88,26 +83,17 @@ def traffic(
     return Traffic(busiest, messages, total, received_bytes)
 
 
-def port_seconds(
-    source: TensorSpec,
-    u: Layout,
-    maps: Maps,
-    dims: Sequence[Dim],
-    v: Layout,
-    late: bool,
-    graph: DeviceGraph,
-    watched: tuple[int, ...] | None = None,
-) -> Floats:
+def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None = None) -> Floats:
     """(C_u, C_v): `seconds(traffic(...), graph, "port")`, without the rest: what large tables are made of.
 
     With only some devices `watched` it is a lower bound: the busiest of their ports, by their own share of its load.
     """
-    slowest = np.zeros((len(u.degrees), len(v.degrees)))
+    slowest = np.zeros(edge.pairs)
     seen = tuple(range(graph.count)) if watched is None else watched
-    for rows, *ways in _sweep(source, u, maps, dims, v, late, graph, seen):
+    for rows, *ways in _sweep(edge, graph, seen):
         for at in range(len(graph.levels)):
             for way in ways:
-                times = _ports(way, at, graph, source.item_bytes, seen).max(-1)
+                times = _ports(way, at, graph, edge.item_bytes, seen).max(-1)
                 np.maximum(slowest[rows], times, out=slowest[rows])
     return slowest
 
@@ -128,16 +114,14 @@ def with_ports(devices: Iterable[int], graph: DeviceGraph) -> tuple[int, ...]:
     return tuple(d for port in sorted(ports) for d in range(port * share, min((port + 1) * share, graph.count)))
 
 
-def busiest_device(
-    source: TensorSpec, u: Layout, maps: Maps, dims: Sequence[Dim], v: Layout, late: bool, graph: DeviceGraph
-) -> int:
+def busiest_device(edge: Edge, graph: DeviceGraph) -> int:
     """A device behind the slowest port, for one pair of configurations."""
     everyone = tuple(range(graph.count))
-    ((_, *ways),) = _sweep(source, u, maps, dims, v, late, graph, everyone)
+    ((_, *ways),) = _sweep(edge, graph, everyone)
     worst = np.zeros(graph.count)
     for at in range(len(graph.levels)):
         for way in ways:
-            ports = _ports(way, at, graph, source.item_bytes, everyone)[0, 0]
+            ports = _ports(way, at, graph, edge.item_bytes, everyone)[0, 0]
             worst = np.maximum(worst, ports[graph.port(at)])
     return int(worst.argmax())
 
@@ -184,43 +168,37 @@ def sum_of(arrays: Sequence[Floats]) -> Floats:
 
 
 def _sweep(
-    source: TensorSpec,
-    u: Layout,
-    maps: Maps,
-    dims: Sequence[Dim],
-    v: Layout,
-    late: bool,
-    graph: DeviceGraph,
-    watched: tuple[int, ...],
+    edge: Edge, graph: DeviceGraph, watched: tuple[int, ...]
 ) -> Iterator[tuple[slice, list[Floats], list[Floats]]]:
-    """Rows of configurations of `u`, and what each watched device receives and sends at each level.
+    """Rows of configurations of the producer, and what each watched device receives and sends at each level.
 
     Arrays of shape (rows, C_v, W, 2): elements and messages.
     """
-    shape, units = source.shape or (1,), source.units or (1,)
-    maps = maps or (whole(1),)
-    owned, needing = cells(u, True, graph, watched), cells(v, late, graph, watched)
-    sources = [m.source for m in maps if m.source is not None]
+    owned, needing = selections(edge.owners, graph, watched), selections(edge.needers, graph, watched)
+    sources = [m.source for m in edge.maps if m.source is not None]
     assert len(set(sources)) == len(sources), "a dimension may drive only one dimension of an input"
-    tables = [
-        _Dimension(s, unit, m, dims, owned, needing, j)
-        for j, (s, unit, m) in enumerate(zip(shape, units, maps, strict=True))
-    ]
+    tables = [_Dimension(edge, j, owned, needing) for j in range(len(edge.shape))]
     spare = [i for i in range(needing.degrees.shape[1]) if i not in sources]  # along these the need is replicated
-    step = max(1, CHUNK // (len(v.degrees) * len(watched) * 2))
-    for start in range(0, len(u.degrees), step):
+    step = max(1, CHUNK // (edge.pairs[1] * len(watched) * 2))
+    for start in range(0, edge.pairs[0], step):
         rows = slice(start, start + step)
-        own = _exchanged(tables, owned, needing, 0, 0, rows)
+        own = _moved(tables, owned, needing, 0, 0, rows)
         inward, outward = [own], [own]
         for level in range(len(graph.levels)):
-            inward.append(_exchanged(tables, owned, needing, level + 1, 0, rows))
-            outward.append(_exchanged(tables, owned, needing, 0, level + 1, rows, spare))
+            inward.append(_moved(tables, owned, needing, level + 1, 0, rows))
+            outward.append(_moved(tables, owned, needing, 0, level + 1, rows, spare))
         received, sent = ([b - a for a, b in pairwise(way)] for way in (inward, outward))
         yield rows, received, sent
 
 
-def _exchanged(
-    tables: Sequence[_Dimension], owned: Cells, needing: Cells, s: int, t: int, rows: slice, spare: Sequence[int] = ()
+def _moved(
+    tables: Sequence[_Dimension],
+    owned: Selections,
+    needing: Selections,
+    s: int,
+    t: int,
+    rows: slice,
+    spare: Sequence[int] = (),
 ) -> Floats:
     """(rows, C_v, N, 2): elements and messages between each device's selection s of owners and t of needers."""
     total: Floats | None = None
@@ -277,14 +255,13 @@ def _overlap_sums(
 class _Dimension:
     """One-dimensional sums of one dimension of the tensor: lengths of overlaps, and how many cells overlap."""
 
-    def __init__(
-        self, extent: int, unit: int, axis: AxisMap, dims: Sequence[Dim], owned: Cells, needing: Cells, j: int
-    ) -> None:
+    def __init__(self, edge: Edge, j: int, owned: Selections, needing: Selections) -> None:
+        axis = edge.maps[j]
         self.owned, self.needing, self.j, self.source = owned, needing, j, axis.source
         a_values = tuple(np.unique(owned.degrees[:, j]).tolist())
         b_values = (1,) if axis.source is None else tuple(np.unique(needing.degrees[:, axis.source]).tolist())
-        dim = Dim(None, 1) if axis.source is None else Dim(None, dims[axis.source].extent, dims[axis.source].unit)
-        self.flat, self.offset = _overlap_sums(extent, unit, a_values, axis, dim, b_values)
+        dim = Dim(None, 1) if axis.source is None else edge.dims[axis.source]
+        self.flat, self.offset = _overlap_sums(edge.shape[j], edge.units[j], a_values, axis, dim, b_values)
         self._patterns: dict[tuple[int, int, int, int], tuple[Floats, Ints, Ints]] = {}
 
     def patterns(self, s: int, m: int, t: int, k: int) -> tuple[Floats, Ints, Ints]:

@@ -51,7 +51,7 @@ class CellTime:
 class LayerTimes:
     """Times under one set of conditions.
 
-    cells: by the operator's signature and the cell's extents (`cost.compute.fullest`). The update of parameters is an
+    cells: by the operator's signature and the cell's extents (`cost.compute.signature`). The update of parameters is an
     operator, too, and so are the loss and what the runtime takes beside kernels, for a layer and for a step:
     `cost.compute.measured` has their names.
     made: when, by what, on what, for people. held_out_error: the median relative error of the fit on cells that it was

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from layerwise import __version__
 from layerwise.errors import LayerwiseError
 from layerwise.machine.layer_times import Conditions
 from layerwise.measure.bench import Mode
+from layerwise.version import __version__
 
 TYPES = {
     "float64": (torch.float64, None),

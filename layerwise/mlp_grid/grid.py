@@ -16,8 +16,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.mlp_grid.cost import Distribution, distribution, full_layers, grid_s, link_between
 from layerwise.plan import Plan
-from layerwise.search.find import Candidate, SearchResult, candidate, preference, search
+from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.result import Candidate, SearchResult, preference
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, weighted
 from layerwise.oracle.tables import Priced, price_plan, priced
 from layerwise.plan import nearest
-from layerwise.search.find import SearchResult, search
+from layerwise.search.find import search
+from layerwise.search.result import SearchResult
 
 NAMES = (*STRATEGIES, "layerwise")
 ALIASES = {long: short for short, long in TITLES.items()}  # the names that the tables print

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerwise.config import Config
-from layerwise.cost.compute.roofline import all_boxes
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, Edge, Strategy
+from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
+from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
-from layerwise.partition.place import input_maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,10 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
         cost = model.node_cost(layer, (config,))
         found["compute_s"] += float(cost.compute.forward[0] + cost.compute.backward[0])
         found["update_s"] += float(cost.compute.update[0])
-        found["gradient_s"] += float(cost.sync[0])
-        statistics_s += float(cost.statistics[0])
-        reduction_s = float(cost.reduction[0])  # a reduce-scatter forward, an all-gather backward
-        found["reduce_s"] += float(cost.statistics[0]) + reduction_s / 2
-        found["gather_s"] += reduction_s / 2
+        statistics_s += float(cost.seconds["statistics"][0])
+        for phase in found:
+            shares = [(term.phases[phase], cost.seconds[term.name]) for term in LAYER_TERMS if phase in term.phases]
+            found[phase] += sum(share * float(seconds[0]) for share, seconds in shares)
         for slot, source in enumerate(layer.inputs):
             edge, ends = (source, layer.name, slot), ((plan[source],), (config,))
             times = model.directions(edge)
@@ -89,7 +87,7 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
             seconds = float(model.edge_cost(edge, *ends)[0, 0])
             if is_halo(plan[source], config):
                 found["halo_s"] += seconds
-            elif times == 2 and is_replicating(model, edge, config):
+            elif times == 2 and is_replicating(model, edge, plan[source], config):
                 found["gather_s"] += seconds / 2
                 found["reduce_s"] += seconds / 2  # its adjoint adds what came back
             else:
@@ -103,10 +101,6 @@ def is_halo(source: Config, target: Config) -> bool:
     return bool(cut) and source.total == target.total and all(source[label] == degree for label, degree in cut)
 
 
-def is_replicating(model: CostModel, edge: Edge, target: Config) -> bool:
+def is_replicating(model: CostModel, name: EdgeName, source: Config, target: Config) -> bool:
     """Whether an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
-    layer, source = model.graph[edge[1]], model.graph[edge[0]]
-    maps, late = input_maps(layer, edge[2])
-    lay = model.layout(layer, (target,))
-    needed = all_boxes(maps, layer.space.dims, lay.own_degrees if late else lay.degrees)
-    return bool(needed[0] > source.out.volume)
+    return bool(model.edge(name, (source,), (target,)).needed_volume[0] > model.graph[name[0]].out.volume)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.partition.boxes import Each
+from layerwise.partition.layout import Cells
 from layerwise.partition.place import Place
 
 Group = tuple[int, ...]
@@ -36,11 +40,19 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
     return tuple(r for r, box in enumerate(boxes) if box is not None and rest(box) == same)
 
 
-def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
-    """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs.
+def replicas(cells: Cells, keys: Sequence[int]) -> NDArray[np.int64]:
+    """`sharing` for all configurations and devices at once (tests/partition/test_groups.py holds them equal).
 
-    `cost.compute.fullest.shared_statistics` says the same of all configurations at once.
+    (C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none.
     """
+    number = np.zeros(cells.index.shape[:2], np.int64)
+    for key in keys:
+        number = number * cells.degrees[:, key, None] + cells.index[:, :, key]
+    return np.where(cells.active, number, -1)
+
+
+def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
+    """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs."""
     found = []
     for stage in layer.stages:
         summed = stage.statistics(local_batch_norm=local_batch_norm)

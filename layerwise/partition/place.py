@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.config import Config, layout
+from layerwise.config import Config
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Maps, Role
+from layerwise.ops.base import Dim, Maps, Role
 from layerwise.partition.boxes import Boxes, Ints
+from layerwise.partition.layout import Cells, layout
 from layerwise.tensor import TensorSpec
 
 
@@ -40,11 +42,13 @@ def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
     if replicated or layer.role is Role.CONSTANT or (layer.end and io == "free"):
         whole = Boxes.whole(layer.out.shape, devices)
         return Place(whole, whole, everywhere=True)
-    lay, rank, dims = layout((config,), layer.space, devices), len(layer.out.shape), layer.space.dims
-    scalar = not rank  # counted as one dimension by layouts
-    cells = Boxes.grid(dims, lay.degrees[0, scalar:], lay.index[0, :, scalar:], lay.active[0])
-    own_degrees, own_index = lay.own_degrees[0, scalar:], lay.own_index[0, :, scalar:]
-    return Place(cells, Boxes.grid(dims[:rank], own_degrees, own_index, lay.active[0]))
+    cells, rank, dims = layout((config,), layer.space, devices), len(layer.out.shape), layer.space.dims
+    return Place(_boxes(cells.computed, dims, not rank), _boxes(cells.owned, dims[:rank], not rank))
+
+
+def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
+    """skip: 1 for a scalar, which layouts count as one dimension."""
+    return Boxes.grid(dims, cells.degrees[0, skip:], cells.index[0, :, skip:], cells.active[0])
 
 
 def fed_config(layer: Layer, devices: int) -> Config:

@@ -3,7 +3,7 @@
 What travels is `needs & owned`, for every pair of devices. A transfer where nothing travels is a slice. Where the
 network prefers collectives (NCCL), devices that all need a box of which each owns an equal part all-gather it (the way
 back is a reduce-scatter), and devices that need equal parts of each other exchange all to all. All else is a batch of
-messages. `cost.gathers` says which are all-gathers for all pairs of configurations at once.
+messages. `gathers` says which are all-gathers for all pairs of configurations at once.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.model import Edge
+from layerwise.cost.model import EdgeName
 
 Floats = NDArray[np.float64]
 Pair = tuple[str, str]
@@ -31,7 +31,7 @@ class Bounds:
 class Messages:
     """Messages along the edges of a graph; they stay valid when the node costs change."""
 
-    def __init__(self, transfer: Mapping[Edge, Floats], names: Sequence[str]) -> None:
+    def __init__(self, transfer: Mapping[EdgeName, Floats], names: Sequence[str]) -> None:
         self.names = list(names)
         self.edges: dict[Pair, Floats] = {}
         for (u, v, _), cost in transfer.items():

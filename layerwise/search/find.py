@@ -4,69 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import model_error
 from layerwise.cost.model import CostModel, Progress
-from layerwise.cost.price import Price, complete, price
-from layerwise.cost.timeline.simulate import Timeline, timeline
+from layerwise.cost.price import complete, price
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.eliminate import Optimum, eliminate
+from layerwise.search.eliminate import eliminate
 from layerwise.search.narrow import chosen, narrow
 from layerwise.search.prune import by_edge_cost, restrict
+from layerwise.search.result import Candidate, SearchResult, preference
 
-Floats = NDArray[np.float64]
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A strategy and what it is predicted to cost. `fits`: within every device's memory."""
-
-    name: str
-    strategy: dict[str, Config]
-    price: Price
-    timeline: Timeline
-    fits: bool
-
-    def _repr_html_(self) -> str:
-        from layerwise.search.report.html import candidate_html  # which needs this module
-
-        return candidate_html(self, max(config.total for config in self.strategy.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """`best` is what to run. `additive` is the strategy that is optimal by step_time_s, and `optimum` its proof.
-
-    simulated: all plans that `best` is one of, each once; of the others nothing is known but the bound on their step
-    time, so nothing of their memory. memory_bytes: of a device.
-    """
-
-    best: Candidate
-    additive: Candidate
-    baselines: dict[str, Candidate]
-    optimum: Optimum
-    seconds: dict[str, float]  # tables, search
-    configurations: dict[str, int]  # of the whole space: largest of a layer, sum over layers, kept after pruning
-    simulated: tuple[Candidate, ...]
-    memory_bytes: int
-
-    @property
-    def fastest(self) -> Candidate:
-        """Of the simulated plans, by `preference`: where `best` is data parallelism, what it was kept against."""
-        return min(self.simulated, key=preference)
-
-    def _repr_html_(self) -> str:
-        from layerwise.search.report.html import result_html
-
-        return result_html(self)
 
 
 def search(
@@ -129,11 +82,6 @@ def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Ca
     best, data = min(everyone, key=preference), baselines["data"]
     least_s = data.timeline.total_s * (1 - model_error(data.price, best.price))
     return data if data.fits == best.fits and best.timeline.total_s >= least_s else best
-
-
-def preference(c: Candidate) -> tuple[bool, float]:
-    """The least is to be chosen: the fastest by timeline of those that fit into memory (of all, where none does)."""
-    return not c.fits, c.timeline.total_s
 
 
 def candidate(model: CostModel, name: str, strategy: Mapping[str, Config]) -> Candidate:

@@ -6,13 +6,13 @@ import platform
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
-from layerwise import __version__
 from layerwise.config import SearchSpace
 from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel
 from layerwise.plan import Plan
-from layerwise.search.find import Candidate, SearchResult
 from layerwise.search.predicted import layer_times
+from layerwise.search.result import Candidate, SearchResult
+from layerwise.version import __version__
 
 
 def make_plan(
@@ -65,9 +65,7 @@ def plan_for(
             "forward_s": best.timeline.forward_s,
             "backward_s": best.timeline.backward_s,
             "exposed_sync_s": best.timeline.exposed_sync_s,
-            "transfer_bytes": best.price.transfer_bytes,
-            "sync_bytes": best.price.sync_bytes,
-            "statistics_bytes": best.price.statistics_bytes,
+            **{f"{kind}_bytes": size for kind, size in best.price.bytes.items()},
             "memory_bytes": best.price.memory_bytes,
         },
         provenance={

@@ -98,7 +98,7 @@ def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float,
     """Equation 1 of a strategy without t_S, and t_S."""
     tables = model.tables({name: (config,) for name, config in strategy.items()})
     choice = dict.fromkeys(strategy, 0)
-    sync = sum(float(model.node_cost(model.graph[name], (config,)).sync[0]) for name, config in strategy.items())
+    sync = sum(float(model.node_cost(model.graph[name], (config,)).overlapped[0]) for name, config in strategy.items())
     return total(tables.node, tables.transfer, choice) - sync, sync
 
 
@@ -111,5 +111,5 @@ def weighted(model: CostModel, configs: Mapping[str, tuple[Config, ...]], weight
     result = {}
     for layer in model.graph.layers:
         cost = model.node_cost(layer, configs[layer.name])
-        result[layer.name] = cost.total - (1 - weight) * cost.sync
+        result[layer.name] = cost.total - (1 - weight) * cost.overlapped
     return result

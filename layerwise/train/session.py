@@ -22,6 +22,7 @@ from layerwise.train.compare import Difference, Outcome, arithmetic, difference,
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, sampler
 from layerwise.train.report import KINDS, Result
+from layerwise.version import __version__
 
 
 class Session:

@@ -52,6 +52,18 @@ def machines(draw: st.DrawFn) -> DeviceGraph:
 # ---- who holds what --------------------------------------------------------------------------------------------------
 
 
+@st.composite
+def spaces(draw: st.DrawFn) -> Space:
+    """An output of any dimensions in any order, some without a label or of a coarser unit, and perhaps a reduction."""
+    labels = draw(st.permutations(["n", "c", "h", "w"]))[: draw(st.integers(0, 4))]
+    units = [draw(st.sampled_from([1, 1, 2, 3])) for _ in labels]
+    shape = tuple(unit * draw(st.integers(1, 7)) for unit in units)
+    dims = tuple(draw(st.sampled_from([label, label, label, None])) for label in labels)
+    out = TensorSpec(shape, dims, "float32", tuple(units))
+    k = (Dim("k", draw(st.integers(1, 8))),) if draw(st.booleans()) else ()
+    return Space(out, plain(out).dims + k, (), (), ())
+
+
 def scattered(config: Config, dims: Sequence[Dim]) -> int | None:
     """The dimension over which the sums over k are scattered: the first of c, n, spatial, s that has room."""
     for label in ("c", "n", "d", "h", "w", "l", "s"):

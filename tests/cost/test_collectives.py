@@ -9,68 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, layout
+from layerwise.config import Config
 from layerwise.cost.collectives import (
     BUCKET_BYTES,
     Group,
     all_reduce_s,
     group_of,
     reduce_scatter_s,
-    replicas,
     sync_s,
 )
+from layerwise.cost.layer_collectives import gradients_of, reductions_of, statistics_of
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.conv import ConvTranspose
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
+from layerwise.partition.groups import replicas
+from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
 NETWORKS = networks.windows() | networks.branches() | networks.sequences()
-
-
-def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
-    """For each trainable parameter of a layer, the box of it that each device needs."""
-    found = []
-    for _, p in layer.own_parameters():
-        if p.trainable:
-            rows = brute.holdings(config, layer.space, devices)
-            found.append({device: brute.need(p.maps, own if p.late else cell) for device, cell, own in rows})
-    return found
-
-
-@given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
-def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
-    network: LayerGraph, graph: DeviceGraph, data: st.DataObject
-) -> None:
-    for layer in network.inner:
-        config = data.draw(st.sampled_from(brute.legal(layer.space.dims, graph.count)))
-        lay = layout((config,), layer.space, graph.count)
-        for (_, p), held_by in zip(
-            [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
-        ):
-            row = replicas(lay, tuple(sorted({m.source for m in p.maps if m.source is not None})), p.late)[0]
-            assert {d for d in range(graph.count) if row[d] >= 0} == set(held_by)
-            for d, box in held_by.items():
-                for e, other in held_by.items():
-                    assert (row[d] == row[e]) == (box == other), f"{layer.name} {p.name} {config}: {d}, {e}"
-                    assert box == other or (box & other).volume == 0
-
-
-def test_weights_of_a_grouped_transposed_convolution_are_cut_between_groups() -> None:
-    b = GraphBuilder("transposed")
-    x = b.input("x", TensorSpec((2, 2, 3), ("n", "c", "l")))
-    op = ConvTranspose(4, (2,), (2,), ((0, 0),), (0,), (1,), groups=2)
-    network = b.finish([networks.add(b, "up", op, [x])])
-    for config in brute.legal(network["up"].space.dims, 4):
-        row = replicas(layout((config,), network["up"].space, 4), (1,), False)[0]
-        (weight, _) = boxes(network["up"], config, 4)
-        assert all((row[d] == row[e]) == (a == b) for d, a in weight.items() for e, b in weight.items())
 
 
 # Two nodes of 4 with a NIC for each pair of GPUs, and a rack of them beside a rack that is short.
@@ -167,10 +127,14 @@ def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: Devi
     m = 1e9
     for layer in network.inner:
         config = data.draw(st.sampled_from(brute.legal(layer.space.dims, graph.count)))
-        lay = layout((config,), layer.space, graph.count)
+        cells = layout((config,), layer.space, graph.count)
         model = CostModel(network, graph)
-        for c in [*model.gradients_of(layer, lay), *model.reductions_of(layer, lay), *model.statistics_of(layer, lay)]:
-            row = replicas(lay, c.keys, c.late)[0]
+        for c in [
+            *gradients_of(model, layer, cells),
+            *reductions_of(model, layer, cells),
+            *statistics_of(model, layer, cells),
+        ]:
+            row = replicas(c.cells, c.keys)[0]
             time = all_reduce_s(m, c.groups[0], graph)
             least = _least_s(m, row, graph)
             assert time >= least * (1 - 1e-9), f"{row}: {time} < {least}"
@@ -210,12 +174,12 @@ def test_gradients_share_the_latency_of_their_bucket() -> None:
     for name, elements in (("linear", 4 * 1000 + 1000), ("conv", 6 * 8 + 8 + 2 * 8)):
         size = 4 * elements
         cost = model.node_cost(model.graph[name], (Config.of({"n": 2}), Config()))
-        assert cost.sync == pytest.approx([size * beta + size / BUCKET_BYTES * alpha, 0.0])
+        assert cost.seconds["sync"] == pytest.approx([size * beta + size / BUCKET_BYTES * alpha, 0.0])
     server = CostModel(two_layers(), brute.machine((2, 4)), CostOptions(sync="parameter-server"))
     cost = server.node_cost(server.graph["linear"], (Config.of({"n": 4}), Config.of({"n": 2, "k": 2})))
     near, far = (level.beta_s_per_byte for level in server.devices.levels)
     whole, half = 2 * (near + 2 * far), 2 * far  # all four devices have the bias, two each half of the weights
-    assert cost.sync == pytest.approx([20_000 * whole, 4_000 * whole + 8_000 * half])
+    assert cost.seconds["sync"] == pytest.approx([20_000 * whole, 4_000 * whole + 8_000 * half])
 
 
 def test_statistics_are_reduced_once_each_way_and_over_all_that_is_split_but_channels() -> None:
@@ -223,18 +187,18 @@ def test_statistics_are_reduced_once_each_way_and_over_all_that_is_split_but_cha
     network, graph = two_layers(), brute.machine((8,))
     configs = tuple(Config.of(d) for d in ({"n": 8}, {"n": 2, "c": 2, "l": 2}, {"c": 8}, {"n": 2, "k": 2}))
     model = CostModel(network, graph)
-    found = model.node_cost(network["conv"], configs).statistics
+    found = model.node_cost(network["conv"], configs).seconds["statistics"]
     groups = [group_of(np.array(row), graph) for row in ([0] * 8, [0, 0, 1, 1] * 2, [0, 1, 0, 1, -1, -1, -1, -1])]
     expected = [2 * all_reduce_s(4 * 2 * c, g, graph) for c, g in zip((8, 4, 4), groups, strict=True)]
     assert found == pytest.approx([expected[0], expected[1], 0.0, expected[2]])
     local = CostModel(network, graph, CostOptions(local_batch_norm=True))
-    assert (local.node_cost(network["conv"], configs).statistics == 0).all()
+    assert (local.node_cost(network["conv"], configs).seconds["statistics"] == 0).all()
 
 
 def test_partial_sums_are_scattered_and_their_gradient_gathered() -> None:
     network, graph = two_layers(), brute.machine((8,))
     model = CostModel(network, graph)
     configs = Config.of({"n": 2, "k": 3}), Config.of({"n": 2, "c": 3})
-    found = model.node_cost(network["conv"], configs).reduction
+    found = model.node_cost(network["conv"], configs).seconds["reduction"]
     group = group_of(np.array([0, 0, 0, 1, 1, 1, -1, -1]), graph)
     assert found == pytest.approx([2 * reduce_scatter_s(4 * 4 * 8 * 4, group, graph), 0.0])

@@ -1,4 +1,4 @@
-"""Compute times: largest boxes, the roofline by hand, and what must hold of any layer."""
+"""Compute times: the roofline by hand, and what must hold of any layer."""
 
 from __future__ import annotations
 
@@ -10,46 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, layout
-from layerwise.cost.compute.roofline import ComputeTime, all_boxes, compute_time, largest_box, largest_extents
+from layerwise.config import Config
+from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
-from layerwise.machine import DeviceGraph, Processor, Tile
+from layerwise.machine import Processor, Tile
 from layerwise.ops.base import Op
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear, MatMul
 from layerwise.ops.norm import GroupNorm
 from layerwise.ops.pointwise import Binary, Prelu, Unary
 from layerwise.ops.pool import Pool
+from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
-NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 # Arithmetic alone, or memory alone, or kernels alone cost anything. One element a tile: no quantisation.
 ARITHMETIC = Processor("arithmetic", 1, 1e30, {"float32": 1e12}, 1, (Tile(1, 1, 1.0),), 1e-30)
 MEMORY = replace(ARITHMETIC, memory_bandwidth_bytes_per_s=1e9, peak_flops={"float32": 1e30})
 LAUNCHES = replace(MEMORY, memory_bandwidth_bytes_per_s=1e30, kernel_floor_s=1.0)
-
-
-@given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
-def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    """The largest, and the sum over devices, of what cells need of inputs and parameters."""
-    for layer in network.inner:
-        configs = data.draw(brute.configs(layer.space, graph.count, most=3))
-        lay, dims = layout(configs, layer.space, graph.count), layer.space.dims
-        needed = [brute.input_of(layer, slot) for slot in range(len(layer.inputs))]
-        for maps, late in [*needed, *((p.maps, p.late) for _, p in layer.own_parameters())]:
-            degrees = lay.own_degrees if late else lay.degrees
-            largest, total = largest_box(maps, dims, degrees), all_boxes(maps, dims, degrees)
-            for i, config in enumerate(configs):
-                rows = brute.holdings(config, layer.space, graph.count)
-                volumes = [brute.need(maps, own if late else cell).volume for _, cell, own in rows]
-                assert (largest[i], total[i]) == (max(volumes), sum(volumes)), f"{layer.name} {config}"
-        extents = largest_extents(dims, lay.degrees)
-        for i, config in enumerate(configs):
-            shapes = [cell.shape for _, cell, _ in brute.holdings(config, layer.space, graph.count)]
-            assert extents[i].tolist() == np.array(shapes).reshape(len(shapes), -1).max(0).tolist()
 
 
 def one(spec: TensorSpec, *ops: Op) -> Layer:

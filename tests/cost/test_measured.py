@@ -109,7 +109,7 @@ def test_the_shares_are_of_the_whole() -> None:
     on = basis(model, found)
     assert on.measured + on.fitted + on.analytic == pytest.approx(1)
     assert min(on.measured, on.fitted) > 0
-    assert on.of_step == pytest.approx(sum(p.compute_s for p in found.layers.values()) / found.step_time_s)
+    assert on.of_step == pytest.approx(sum(p.seconds["compute"] for p in found.layers.values()) / found.step_time_s)
     assert model_error(found) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
     said = told(model, on)
     assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said

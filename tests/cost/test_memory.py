@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import Ledger
-from layerwise.cost.memory.moved import moved
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
@@ -25,6 +24,7 @@ from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Unary
+from layerwise.partition.moved import moved
 from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

@@ -105,12 +105,12 @@ def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGrap
     found = price(model, strategy)
     for layer in network.layers:
         cost, config = found.layers[layer.name], strategy[layer.name]
-        assert cost.transfer_bytes == counted_transfers(model, layer, strategy), layer.name
-        assert cost.sync_bytes == counted_sync(layer, config, graph.count), layer.name
-        assert cost.statistics_bytes == counted_statistics(model, layer, config, graph.count), layer.name
-    kinds = found.transfer_bytes, found.sync_bytes, found.statistics_bytes
+        assert cost.bytes["transfer"] == counted_transfers(model, layer, strategy), layer.name
+        assert cost.bytes["sync"] == counted_sync(layer, config, graph.count), layer.name
+        assert cost.bytes["statistics"] == counted_statistics(model, layer, config, graph.count), layer.name
+    kinds = found.bytes["transfer"], found.bytes["sync"], found.bytes["statistics"]
     assert found.bytes_moved == sum(kinds)
-    rows = [(p.transfer_bytes, p.sync_bytes, p.statistics_bytes) for p in found.layers.values()]
+    rows = [(p.bytes["transfer"], p.bytes["sync"], p.bytes["statistics"]) for p in found.layers.values()]
     assert kinds == tuple(map(sum, zip(*rows, strict=True)))
 
 
@@ -129,9 +129,9 @@ def test_data_parallelism_moves_the_gradients_twice_to_all_but_one(devices: int)
     network = classifier(batch=11)
     model = CostModel(network, brute.machine((devices,)))
     found = price(model, {layer.name: Config.of({"n": devices}) for layer in network.inner})
-    assert found.sync_bytes == 2 * (devices - 1) * 4 * network.parameter_count()
-    assert found.statistics_bytes == 2 * 2 * (devices - 1) * 4 * 2 * 7
-    assert found.transfer_bytes == 0
+    assert found.bytes["sync"] == 2 * (devices - 1) * 4 * network.parameter_count()
+    assert found.bytes["statistics"] == 2 * 2 * (devices - 1) * 4 * 2 * 7
+    assert found.bytes["transfer"] == 0
 
 
 def test_a_tied_parameter_is_replicated_and_flattened_outputs_stay_with_data_parallelism() -> None:
@@ -144,16 +144,16 @@ def test_a_tied_parameter_is_replicated_and_flattened_outputs_stay_with_data_par
     x = b.add("flat", Reshape((48, 20)), [x])
     model = CostModel(fuse(b.finish([x])), brute.machine((4,)))
     found = price(model, baseline(model, "data"))
-    assert found.transfer_bytes == 0
-    assert found.sync_bytes == 2 * 3 * 80 * 4
+    assert found.bytes["transfer"] == 0
+    assert found.bytes["sync"] == 2 * 3 * 80 * 4
 
 
 def test_channels_split_unevenly_are_synchronised_once_each() -> None:
     network = classifier(batch=2)
     model = CostModel(network, brute.machine((6,)))
     found = price(model, {"conv": Config.of({"n": 2, "c": 3}), "linear": Config.of({"n": 2, "c": 3})})
-    assert found.layers["conv"].sync_bytes == 2 * 4 * (7 * 4 + 3 * 7)
-    assert found.layers["linear"].sync_bytes == 2 * 5 * 4 * (5 * 6 + 5)  # its c is dimension 1, not its features
+    assert found.layers["conv"].bytes["sync"] == 2 * 4 * (7 * 4 + 3 * 7)
+    assert found.layers["linear"].bytes["sync"] == 2 * 5 * 4 * (5 * 6 + 5)  # its c is dimension 1, not its features
 
 
 def test_gradients_are_of_the_type_of_their_own_operator() -> None:
@@ -164,7 +164,7 @@ def test_gradients_are_of_the_type_of_their_own_operator() -> None:
     assert network["linear"].out.dtype == "float16"
     model = CostModel(network, brute.machine((2,)), CostOptions(io="free"))
     assert price(model, {"linear": Config.of({"n": 2})}).bytes_moved == 2 * 4 * (6 * 3 + 3)
-    assert price(model, {"linear": Config.of({"k": 2})}).transfer_bytes == 2 * 4 * 4 * 3
+    assert price(model, {"linear": Config.of({"k": 2})}).bytes["transfer"] == 2 * 4 * 4 * 3
 
 
 def test_no_gradient_returns_from_a_comparison() -> None:
@@ -186,7 +186,7 @@ def test_every_device_makes_its_own_constants() -> None:
     model = CostModel(network, brute.machine((2,)))
     assert [model.directions(edge) for edge in network.edges()] == [1, 0, 1]
     cost = price(model, {"masked": Config()}).layers["masked"]
-    assert (cost.transfer_bytes, cost.total_s > 0) == (2 * 6 * 4, True)  # the other device's half of x
+    assert (cost.bytes["transfer"], cost.total_s > 0) == (2 * 6 * 4, True)  # the other device's half of x
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGrap
     found = price(model, strategy)
     assert found.step_time_s == pytest.approx(model.tables(configs).price(strategy))
     assert found.step_time_s == pytest.approx(price(CostModel(network, graph, options), strategy).step_time_s)
-    terms = ("compute_s", "transfer_s", "sync_s", "statistics_s", "reduction_s")
-    assert found.step_time_s == pytest.approx(sum(getattr(p, t) for p in found.layers.values() for t in terms))
+    terms = ("compute", "transfer", "sync", "statistics", "reduction")
+    assert found.step_time_s == pytest.approx(sum(p.seconds[t] for p in found.layers.values() for t in terms))
 
 
 def test_where_the_samples_come_from_is_part_of_the_price() -> None:
@@ -218,14 +218,14 @@ def test_where_the_samples_come_from_is_part_of_the_price() -> None:
     network, graph = classifier(batch=4, features=8), brute.machine((4,))
     strategy = {"conv": Config.of({"c": 4}), "linear": Config.of({"c": 4})}
     sample, free = (price(CostModel(network, graph, CostOptions(io=io)), strategy) for io in ("sample", "free"))
-    assert free.layers["conv"].transfer_s == free.transfer_bytes == 0
+    assert free.layers["conv"].seconds["transfer"] == free.bytes["transfer"] == 0
     inputs, outputs = 3 * 4 * 4 * 6 * 4, 2 * 3 * 4 * 8 * 5 // 4 * 4
-    assert sample.layers["conv"].transfer_bytes == inputs
-    assert sample.layers["outputs"].transfer_bytes == outputs
-    assert sample.transfer_bytes == inputs + outputs
+    assert sample.layers["conv"].bytes["transfer"] == inputs
+    assert sample.layers["outputs"].bytes["transfer"] == outputs
+    assert sample.bytes["transfer"] == inputs + outputs
     level = graph.levels[0]
     busiest = 3 * (level.alpha_s + 1 * 4 * 6 * 4 * level.beta_s_per_byte)
-    assert sample.layers["conv"].transfer_s == pytest.approx(busiest)
+    assert sample.layers["conv"].seconds["transfer"] == pytest.approx(busiest)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
         found = price(model, {"weight": Config.of({"c": degree}), "embed": Config(), "decode": Config()})
         assert found.layers["weight"].memory_bytes == (2 + 2) * 4 * 8 * 6 // degree
         bandwidth = model.devices.processor.memory_bandwidth_bytes_per_s
-        assert found.layers["weight"].compute_s == pytest.approx((3 + 2 * 2) * 4 * 8 * 6 / degree / bandwidth)
-        assert found.sync_bytes == (2 * 4 * 8 * 6 if degree == 1 else 0)  # uncut, both devices have it
+        assert found.layers["weight"].seconds["compute"] == pytest.approx((3 + 2 * 2) * 4 * 8 * 6 / degree / bandwidth)
+        assert found.bytes["sync"] == (2 * 4 * 8 * 6 if degree == 1 else 0)  # uncut, both devices have it
     assert (model.node_cost(network["decode"], (Config(),)).compute.update == 0).all()
 
 

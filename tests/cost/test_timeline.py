@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.collectives import group_of, sync_rate, sync_s
+from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
@@ -73,14 +74,14 @@ def test_a_step_is_no_shorter_than_any_device_computes(
     busy, most = np.zeros(graph.count), 0.0
     for layer in network.layers:
         cost = model.node_cost(layer, (strategy[layer.name],))
-        lay = model.layout(layer, (strategy[layer.name],))
+        cells = model.layout(layer, (strategy[layer.name],))
         for device, _, _ in brute.holdings(strategy[layer.name], layer.space, graph.count):
             busy[device] += float(cost.compute.total[0])
-        most += float(cost.compute.total[0] + cost.statistics[0] + cost.reduction[0])
+        most += float(cost.compute.total[0] + cost.seconds["statistics"][0] + cost.seconds["reduction"][0])
         if layer in inner:
-            sizes = [(float(c.size_bytes[0]), c.groups[0]) for c in model.gradients_of(layer, lay)]
+            sizes = [(float(c.size_bytes[0]), c.groups[0]) for c in gradients_of(model, layer, cells)]
             most += sum(sync_s(size, group, graph, "all-reduce") for size, group in sizes)
-    most += sum(p.transfer_s for p in price(model, strategy).layers.values())
+    most += sum(p.seconds["transfer"] for p in price(model, strategy).layers.values())
     found = timeline(model, strategy)
     assert busy.max() <= found.total_s * (1 + 1e-9)
     assert found.total_s <= most * (1 + 1e-9)
@@ -168,7 +169,7 @@ def test_collectives_inside_a_layer_hold_it_up_both_ways(degrees: dict[str, int]
     network = fuse(b.finish([networks.add(b, "norm", BatchNorm(), [x])]))
     model = CostModel(network, brute.machine((4,)), FREE)
     cost = model.node_cost(network["conv"], (Config.of(degrees),))
-    inside = float(cost.statistics[0] + cost.reduction[0])
+    inside = float(cost.seconds["statistics"][0] + cost.seconds["reduction"][0])
     assert inside > 0
     found = timeline(model, {"conv": Config.of(degrees)})
     assert found.forward_s == pytest.approx(cost.compute.forward[0] + inside / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isclose
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, layout
+from layerwise.config import Config
 from layerwise.cost import transfer
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
@@ -18,6 +19,8 @@ from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.ops.base import Dim, Maps, Role, Space
 from layerwise.ops.view import Expand, Reshape
+from layerwise.partition.edge import Edge
+from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -52,7 +55,7 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
     for edge in network.edges():
         source, target = network[edge[0]], network[edge[1]]
-        found = model.traffic(edge, chosen[edge[0]], chosen[edge[1]])
+        found = traffic(model.edge(edge, chosen[edge[0]], chosen[edge[1]]), graph)
         exact = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]])
         expected = model.directions(edge) * seconds(found, graph, "port")
         if source.role is Role.TIED:
@@ -148,16 +151,19 @@ def test_any_maps(
     target = Space(result, over, (maps,), (), (late,))
     held_by = brute.plain(source)
     us, vs = (data.draw(brute.configs(where, graph.count)) for where in (held_by, target))
-    u, v = layout(us, held_by, graph.count), layout(vs, target, graph.count)
-    found = traffic(source, u, maps, over, v, late, graph)
-    exact = port_seconds(source, u, maps, over, v, late, graph)
+
+    def edge(us: Sequence[Config], vs: Sequence[Config]) -> Edge:
+        owners, needers = layout(us, held_by, graph.count).owned, layout(vs, target, graph.count).at(late)
+        return Edge.of(source, owners, maps, over, needers)
+
+    found = traffic(edge(us, vs), graph)
+    exact = port_seconds(edge(us, vs), graph)
     np.testing.assert_allclose(exact, seconds(found, graph, "port"))
     few = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
-    assert (port_seconds(source, u, maps, over, v, late, graph, few) <= exact * (1 + 1e-9)).all()
+    assert (port_seconds(edge(us, vs), graph, few) <= exact * (1 + 1e-9)).all()
     for i, j in np.ndindex(len(us), len(vs)):
         table = brute.exchanged(held_by, us[i], target, maps, late, vs[j], graph.count)
-        one, other = (layout((config,), where, graph.count) for config, where in ((us[i], held_by), (vs[j], target)))
-        device = busiest_device(source, one, maps, over, other, late, graph)
+        device = busiest_device(edge(us[i : i + 1], vs[j : j + 1]), graph)
         loads = brute.ports(table, source.item_bytes, graph)
         doors = [list(graph.port(at)) for at in range(len(loads))]
         behind = [loads[at][way + ports[device]][2] for at, ports in enumerate(doors) for way in (0, max(ports) + 1)]
@@ -183,14 +189,15 @@ def test_all_pairs_at_once_are_each_pair_by_itself(
     graph = brute.machine(sizes)
     us, vs = (brute.legal(where.dims, graph.count) for where in (brute.plain(source), target))
     monkeypatch.setattr(transfer, "CHUNK", chunk)
-    at_once = traffic(source, layout(us, brute.plain(source), 6), maps, over, layout(vs, target, 6), False, graph)
+    u, v = layout(us, brute.plain(source), 6).owned, layout(vs, target, 6).computed
+    at_once = traffic(Edge.of(source, u, maps, over, v), graph)
     monkeypatch.undo()
     assert len(us) > 20
     assert len(vs) > 40
     for i in range(0, len(us), 7):
-        u = layout((us[i],), brute.plain(source), 6)
+        u = layout((us[i],), brute.plain(source), 6).owned
         for j, config in enumerate(vs):
-            single = traffic(source, u, maps, over, layout((config,), target, 6), False, graph)
+            single = traffic(Edge.of(source, u, maps, over, layout((config,), target, 6).computed), graph)
             for name in ("bytes", "messages", "total_bytes", "received_bytes"):
                 assert (getattr(at_once, name)[i, j] == getattr(single, name)[0, 0]).all(), (name, us[i], config)
 
@@ -211,5 +218,5 @@ def test_racks_of_which_the_last_is_short(u: dict[str, int], v: dict[str, int]) 
     where, maps = brute.plain(spec), (identity(4, 0), whole(6), window(140, 140, 2, first=-1, last=1))
     ends = Config.of(u), Config.of(v)
     one, other = (layout((config,), where, 140) for config in ends)
-    found = traffic(spec, one, maps, where.dims, other, False, graph)
+    found = traffic(Edge.of(spec, one.owned, maps, where.dims, other.computed), graph)
     check(_pair(found, 0, 0), brute.exchanged(where, ends[0], where, maps, False, ends[1], 140), 4, graph)

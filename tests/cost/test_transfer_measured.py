@@ -13,7 +13,7 @@ from layerwise.config import Config
 from layerwise.cost.collectives import all_reduce_s, group_of, overlap, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import timeline
-from layerwise.cost.transfer import seconds, telling_devices
+from layerwise.cost.transfer import seconds, telling_devices, traffic
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap
 from tests.cost import brute, networks
@@ -49,7 +49,7 @@ def costs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for edge in network.edges():
         ends = chosen[edge[0]], chosen[edge[1]]
         exact = model.edge_cost(edge, *ends)
-        found = model.directions(edge) * seconds(model.traffic(edge, *ends), graph, "port")
+        found = model.directions(edge) * seconds(traffic(model.edge(edge, *ends), graph), graph, "port")
         np.testing.assert_allclose(exact, found, atol=1e-15)
         assert (model.edge_cost(edge, *ends, telling_devices(graph)) <= exact * (1 + 1e-9)).all()
 

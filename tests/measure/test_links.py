@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.collectives import all_reduce_s
+from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
@@ -67,7 +68,7 @@ def test_the_profile_has_what_was_measured_and_search_uses_it(tmp_path: Path) ->
     graph = again.device_graph(4)
     model = CostModel(fuse(load_model("lenet5", 64)), graph)
     layer = model.graph["classifier.0"]
-    collective = model.gradients_of(layer, model.layout(layer, (Config.of({"n": 4}),)))[0]
+    collective = gradients_of(model, layer, model.layout(layer, (Config.of({"n": 4}),)))[0]
     curve = again.links.curve("all_reduce", (2, 2), 1)
     assert curve is not None
     found = all_reduce_s(5000.0, collective.groups[0], graph)

@@ -73,7 +73,7 @@ def test_every_layer_of_a_grid_lies_with_the_samples_that_it_is_for(
         model = CostModel(graph, load("p100").device_graph(processes, processes))
         for layer in graph.inner:
             config = grid_strategy(grid, graph)[layer.name]
-            (index,) = model.layout(layer, (config,)).index
+            (index,) = model.layout(layer, (config,)).computed.index
             assert grid.model_parts % config["c"] == 0
             for process, (n, c, _) in enumerate(index.tolist()):
                 if n >= 0:

@@ -151,8 +151,8 @@ def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
     return Plan(
         "test", found.digest, found.batch, ranks, ranks, "free", True, chosen,
         predicted={
-            "transfer_bytes": cost.transfer_bytes, "sync_bytes": cost.sync_bytes,
-            "statistics_bytes": cost.statistics_bytes,
+            "transfer_bytes": cost.bytes["transfer"], "sync_bytes": cost.bytes["sync"],
+            "statistics_bytes": cost.bytes["statistics"],
         },
     )  # fmt: skip
 

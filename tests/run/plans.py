@@ -93,8 +93,8 @@ def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Calla
     return Plan(
         "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(order),
         predicted={
-            "transfer_bytes": predicted.transfer_bytes, "sync_bytes": predicted.sync_bytes,
-            "statistics_bytes": predicted.statistics_bytes,
+            "transfer_bytes": predicted.bytes["transfer"], "sync_bytes": predicted.bytes["sync"],
+            "statistics_bytes": predicted.bytes["statistics"],
         },
     )  # fmt: skip
 

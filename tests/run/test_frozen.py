@@ -103,8 +103,8 @@ def test_no_gradient_of_the_frozen_is_priced() -> None:
     strategies = [baseline(model, "data") for model in models]
     found, full = map(price, models, strategies)
     head, item_bytes = 6 * 36 * 5 + 5, given.graph["head"].out.item_bytes
-    assert (found.sync_bytes, given.graph.parameter_count()) == (2 * item_bytes * head, head)
-    assert full.sync_bytes > 30 * found.sync_bytes
+    assert (found.bytes["sync"], given.graph.parameter_count()) == (2 * item_bytes * head, head)
+    assert full.bytes["sync"] > 30 * found.bytes["sync"]
     assert found.memory_bytes < full.memory_bytes
     backward = [timeline(model, strategy).backward_s for model, strategy in zip(models, strategies, strict=True)]
     assert backward[0] < backward[1] / 2

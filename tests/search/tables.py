@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerwise.config import Config
-from layerwise.cost.model import CostTables, Edge
+from layerwise.cost.model import CostTables, EdgeName
 
 CONFIGS = tuple(Config.of({"n": degree}) for degree in range(1, 9))
 
 
-def tables(sizes: dict[str, int], edges: list[Edge], seed: int, ties: bool = False) -> CostTables:
+def tables(sizes: dict[str, int], edges: list[EdgeName], seed: int, ties: bool = False) -> CostTables:
     """Costs of a few seconds: `ties` of whole ones, so that many strategies cost the same."""
     rng = np.random.default_rng(seed)
 

@@ -18,8 +18,9 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.eliminate import Optimum
-from layerwise.search.find import Candidate, choose, search
+from layerwise.search.find import choose, search
 from layerwise.search.narrow import Narrowed
+from layerwise.search.result import Candidate
 from tests.importers.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]

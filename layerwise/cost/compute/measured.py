@@ -9,14 +9,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
 from layerwise.cost.compute.fit import Fit, fitted
-from layerwise.cost.compute.fullest import extents, fullest, signature, sizes
 from layerwise.cost.compute.roofline import ComputeTime, Roofline, rooflines, update_roofline
+from layerwise.cost.compute.signature import extents, signature, sizes
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
 from layerwise.ops.base import Role
+from layerwise.partition.fullest import fullest
+from layerwise.partition.layout import Layout
 
 Floats = NDArray[np.float64]
 LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
@@ -53,21 +54,21 @@ class Measurements:
         """Made when it is first needed."""
         return fitted(self.times.cells)
 
-    def compute_time(self, layer: Layer, lay: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
+    def compute_time(self, layer: Layer, cells: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
         """t_C of every configuration of a layer. uses: how many gradients of its output are added up."""
-        cells, count = fullest(layer, lay), len(lay.degrees)
-        roofline = update_roofline(layer, lay, self.processor, self.optimizer)
-        (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cells), (roofline,))
+        cell, count = fullest(layer, cells), len(cells.computed.degrees)
+        roofline = update_roofline(layer, cells, self.processor, self.optimizer)
+        (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cell), (roofline,))
         if layer.role is Role.TIED:
             return _time(np.zeros((count, 3)), np.zeros((count, 3)), update)
         name = signature(layer, wanted, uses)
-        rows = extents(layer, lay, cells, local_batch_norm=self.local_batch_norm)
-        forward, backward = self._looked_up(name, rows, rooflines(layer, lay, wanted, self.processor, self.dtype))
+        rows = extents(layer, cells, cell, local_batch_norm=self.local_batch_norm)
+        forward, backward = self._looked_up(name, rows, rooflines(layer, cells, wanted, self.processor, self.dtype))
         return _time(forward, backward, update)
 
-    def sink_time(self, layer: Layer, lay: Layout) -> ComputeTime:
+    def sink_time(self, layer: Layer, cells: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
-        rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+        rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
         found = self.times.cells.get(loss_name(layer), {})
         losses = [found.get(row, NONE) for row in rows]
         step = self.times.cells.get(step_name(self.optimizer), {}).get((), NONE)
@@ -104,6 +105,6 @@ def _time(forward: Floats, backward: Floats, update: Floats) -> ComputeTime:
     return ComputeTime(forward.sum(1), backward.sum(1), update.sum(1), whole[:, 0], whole[:, 1])
 
 
-def chosen(sets: Sequence[LayerTimes], dtype: str) -> LayerTimes | None:
+def latest(sets: Sequence[LayerTimes], dtype: str) -> LayerTimes | None:
     """Of a profile's sets of times the one for `dtype`: the latest."""
     return next((one for one in reversed(sets) if one.conditions.dtype == dtype), None)

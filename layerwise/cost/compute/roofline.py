@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
-from layerwise.geometry import AxisMap, boundaries
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
-from layerwise.ops.base import Dim, Gemm, Maps, Role
+from layerwise.ops.base import Gemm, Role
+from layerwise.partition.layout import Layout
+from layerwise.partition.volumes import largest_box, largest_extents
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of the size of the parameters
 
@@ -80,72 +79,36 @@ def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
     return best
 
 
-def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
-    """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
-    columns = [-(-(dim.extent // dim.unit) // degrees[:, i]) * dim.unit for i, dim in enumerate(dims)]
-    return np.stack(columns, axis=1) if columns else np.zeros((len(degrees), 0), np.int64)
-
-
-def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
-    """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
-    if axis.source is None:
-        lo, hi = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
-        length = np.full(len(degrees), int(hi[0] - lo[0]), np.int64)
-        return length, length
-    dim, found = dims[axis.source], {}
-    for degree in np.unique(degrees[:, axis.source]).tolist():
-        cuts = boundaries(dim.extent, degree, dim.unit)
-        lo, hi = axis(cuts[:-1], cuts[1:])
-        found[degree] = int((hi - lo).max()), int((hi - lo).sum())
-    longest, total = np.array([found[d] for d in degrees[:, axis.source].tolist()], np.int64).reshape(-1, 2).T
-    return longest, total
-
-
-def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
-    """(C,) volume of the largest box that any cell needs."""
-    volume = np.ones(len(degrees))
-    for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[0]
-    return volume
-
-
-def all_boxes(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
-    """(C,) sum of the volumes of the boxes that all cells need: what all devices together hold."""
-    drivers = [axis.source for axis in maps]
-    spare = [i for i in range(degrees.shape[1]) if i not in drivers]  # cells along these need the same box
-    volume: Floats = degrees[:, spare].prod(1).astype(np.float64)
-    for axis in maps:
-        volume = volume * intervals(axis, dims, degrees)[1]
-    return volume
-
-
 def compute_time(
-    layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
+    layer: Layer, cells: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
     """Analytic time of all configurations of a layer.
 
     needs_gradient: whether the gradient of each of the layer's inputs is wanted.
     """
-    forward, backward = rooflines(layer, lay, needs_gradient, processor, dtype)
-    update = update_roofline(layer, lay, processor, optimizer)
-    zeros = np.zeros(len(lay.degrees))
+    forward, backward = rooflines(layer, cells, needs_gradient, processor, dtype)
+    update = update_roofline(layer, cells, processor, optimizer)
+    zeros = np.zeros(len(cells.computed.degrees))
     return ComputeTime(forward.seconds, backward.seconds, update.memory_s, zeros, zeros)
 
 
 def rooflines(
-    layer: Layer, lay: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str
+    layer: Layer, cells: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str
 ) -> tuple[Roofline, Roofline]:
     """Forward and backward: a layer's stages one after the other, as an eager framework runs them."""
     peak = processor.peak(dtype)
-    forward, backward = Roofline(len(lay.degrees), processor), Roofline(len(lay.degrees), processor)
+    forward, backward = (
+        Roofline(len(cells.computed.degrees), processor),
+        Roofline(len(cells.computed.degrees), processor),
+    )
     for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
-        s, inputs, at = stage.space, stage.specs, lay.own_degrees if stage.epilogue else lay.degrees
+        s, inputs, degrees = stage.space, stage.specs, cells.at(stage.epilogue).degrees
         dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
         fed = needs_gradient[stage.inputs]  # of the inputs but the running result
         trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
-        extents = largest_extents(dims, at)
-        read = sum(largest_box(m, dims, at) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        weights = sum(largest_box(p.maps, dims, lay.own_degrees if p.late else at) for p in s.parameters)
+        extents = largest_extents(dims, degrees)
+        read = sum(largest_box(m, dims, degrees) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
+        weights = sum(largest_box(p.maps, dims, cells.owned.degrees if p.late else degrees) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
@@ -165,12 +128,12 @@ def rooflines(
     return forward, backward
 
 
-def update_roofline(layer: Layer, lay: Layout, processor: Processor, optimizer: str) -> Roofline:
+def update_roofline(layer: Layer, cells: Layout, processor: Processor, optimizer: str) -> Roofline:
     """The optimizer reads parameter, gradient and state and writes parameter and state. Its launches count nothing."""
-    found = Roofline(len(lay.degrees), processor)
+    found = Roofline(len(cells.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, lay.own_degrees if p.late else lay.degrees) * item_bytes
+            size = largest_box(p.maps, layer.space.dims, cells.at(p.late).degrees) * item_bytes
             found.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
     return found
 

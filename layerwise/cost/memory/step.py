@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, Ledger, Ref, part
 from layerwise.cost.memory.kernels import StageMemory, stages_of
-from layerwise.cost.memory.moved import Moved, moved, outputs
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
+from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
 
 Floats = NDArray[np.float64]

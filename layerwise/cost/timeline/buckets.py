@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.collectives import Group, replicas
+from layerwise.cost.collectives import Group
+from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.buckets import fill
+from layerwise.partition.groups import replicas
 
 Ints = NDArray[np.int64]
 
@@ -48,11 +50,12 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
 def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, Group, float]]:
     """Who shares a layer's gradients, and their bytes; what nobody shares does not travel."""
     config = strategy[layer.name]
-    lay = model.layout(layer, (config,))
     found = []
-    for c in reversed(model.gradients_of(layer, lay)):  # the last parameter first: a bias, then its weight
+    for c in reversed(
+        gradients_of(model, layer, model.layout(layer, (config,)))
+    ):  # the last parameter first: a bias, then its weight
         if c.groups[0].size > 1:
-            row = replicas(lay, c.keys, c.late)[0]
+            row = replicas(c.cells, c.keys)[0]
             if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
             found.append((row, c.groups[0], float(c.size_bytes[0])))

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.cost.collectives import overlap, sync_s
-from layerwise.cost.model import CostModel, Edge, Strategy
+from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
+from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
 from layerwise.cost.timeline.stream import Lane, Sum
 from layerwise.graph.layer import Layer
@@ -64,7 +65,7 @@ class _Step:
         self.lane = Lane(self.model.devices.count)
 
     def active(self, layer: Layer) -> Mask:
-        found: Mask = self.model.layout(layer, (self.strategy[layer.name],)).active[0]
+        found: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
         return found
 
     def compute(self, layer: Layer, *, forward: bool) -> None:
@@ -75,14 +76,15 @@ class _Step:
         suffix = "" if forward else " (backward)"
         if time:
             self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
-        for category, both in (("statistics", cost.statistics[0]), ("transfers", cost.reduction[0])):
-            if both:  # the cells of the layer wait for each other; each direction has half
-                self._together(f"{layer.name}{suffix}", category, layer.name, active, float(both) / 2)
+        for term in LAYER_TERMS:
+            both = float(cost.seconds[term.name][0])
+            if term.span and both:  # the cells of the layer wait for each other; each direction has half
+                self._together(f"{layer.name}{suffix}", term.span, layer.name, active, both / 2)
 
     def receive(self, layer: Layer, *, forward: bool) -> None:
         """Transfers of all inputs of a layer, one after the other as the runtime does them."""
         for slot, source in enumerate(layer.inputs):
-            edge: Edge = (source, layer.name, slot)
+            edge: EdgeName = (source, layer.name, slot)
             times = self.model.directions(edge)
             if times < (1 if forward else 2):
                 continue

@@ -10,14 +10,15 @@ from math import prod
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.compute.fullest import extents, fullest, shared_statistics, signature, sizes
 from layerwise.cost.compute.measured import loss_name, update_name
 from layerwise.cost.compute.roofline import OPTIMIZERS, rooflines, update_roofline
+from layerwise.cost.compute.signature import extents, signature, sizes
 from layerwise.cost.model import CostModel
 from layerwise.graph.layer import Layer
 from layerwise.machine.layer_times import Extents, Work
 from layerwise.measure.bench import CellSpec, LossSpec, UpdateSpec
 from layerwise.ops.base import Role
+from layerwise.partition.fullest import fullest, shared_statistics
 
 Key = tuple[str, Extents]
 

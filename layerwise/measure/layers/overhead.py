@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from layerwise.config import Config, layout
-from layerwise.cost.compute.fullest import fullest
+from layerwise.config import Config
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
@@ -19,6 +18,8 @@ from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
 from layerwise.measure.stopwatch import Reading, Stopwatch
 from layerwise.ops.linear import Linear
 from layerwise.ops.pointwise import Unary
+from layerwise.partition.fullest import fullest
+from layerwise.partition.layout import layout
 from layerwise.plan import Plan
 from layerwise.tensor import TensorSpec
 

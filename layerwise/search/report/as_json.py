@@ -10,8 +10,8 @@ from layerwise.cost.basis import basis, model_error, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.search.baselines import DepthFirst
-from layerwise.search.find import Candidate, SearchResult
 from layerwise.search.report.text import over_memory
+from layerwise.search.result import Candidate, SearchResult
 
 
 def as_dict(
@@ -97,4 +97,7 @@ def strategy_json(model: CostModel, found: Candidate) -> dict[str, Any]:
 
 def layer_json(price: LayerPrice) -> dict[str, float]:
     """The terms of one layer."""
-    return {f: getattr(price, f) for f in LayerPrice.__dataclass_fields__ if f != "config"}
+    seconds = {f"{term}_s": value for term, value in price.seconds.items()}
+    sent = {f"{kind}_bytes": value for kind, value in price.bytes.items()}
+    rest = {"memory_bytes": price.memory_bytes, "measured_s": price.measured_s, "fitted_s": price.fitted_s}
+    return seconds | sent | rest

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from layerwise.picture import runs, svg, table
+from layerwise.cost.terms import COLUMNS
+from layerwise.picture import html, runs, svg, table
 from layerwise.search.report.text import over_memory, short, units, why_data
-
-if TYPE_CHECKING:
-    from layerwise.search.find import Candidate, SearchResult
+from layerwise.search.result import Candidate, SearchResult
 
 
-def candidate_html(found: Candidate, devices: int) -> str:
+@html.register
+def candidate_html(found: Candidate) -> str:
     """A strategy: its picture, and a row for neighbouring layers of one configuration."""
-    layers = {name: p for name, p in found.price.layers.items() if p.compute_s > 0}
+    layers = {name: p for name, p in found.price.layers.items() if p.seconds["compute"] > 0}
     strategy = {name: p.config for name, p in layers.items()}
     rows = []
     for title, config, names in runs(strategy):
         group = [layers[name] for name in names]
-        inside = sum(p.compute_s + p.statistics_s + p.reduction_s for p in group)
-        seconds = (inside, sum(p.transfer_s for p in group), sum(p.sync_s for p in group))
+        seconds = (sum(p.column_s(column) for p in group) for column in COLUMNS)
         memory = units(sum(p.memory_bytes for p in group), "B")
         rows.append((title, short(config), str(config.total), *(units(s, "s") for s in seconds), memory))
-    headings = ("layers", "configuration", "devices", "t_C", "t_X in", "t_S", "memory")
+    headings = ("layers", "configuration", "devices", *COLUMNS, "memory")
+    devices = max(config.total for config in found.strategy.values())
     return svg(strategy, devices) + table(rows, headings, left=2)
 
 
 def comparison_html(rows: Sequence[Candidate], data: Candidate) -> str:
     """A row a strategy: times, and what it gains over data parallelism."""
     headings = ("strategy", "step time", "with overlap", "against data", "bytes moved", "memory a device")
-    told = [
+    cells = [
         (
             c.name,
             units(c.price.step_time_s, "s"),
@@ -42,9 +41,10 @@ def comparison_html(rows: Sequence[Candidate], data: Candidate) -> str:
         )
         for c in rows
     ]
-    return table(told, headings)
+    return table(cells, headings)
 
 
+@html.register
 def result_html(result: SearchResult) -> str:
     """The best strategy, and the baselines beside it."""
     others: Mapping[str, Candidate] = result.baselines
@@ -55,6 +55,5 @@ def result_html(result: SearchResult) -> str:
         lines.append(f"data parallelism is {why_data(result)}")
     if not result.best.fits:
         lines.append(f"WARNING: {over_memory(result)}")
-    devices = max(config.total for config in result.best.strategy.values())
-    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return candidate_html(result.best, devices) + comparison_html(rows, others["data"]) + told
+    notes = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return candidate_html(result.best) + comparison_html(rows, others["data"]) + notes

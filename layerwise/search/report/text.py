@@ -16,10 +16,11 @@ from layerwise.config import Config
 from layerwise.cost.basis import basis, model_error, told, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
+from layerwise.cost.terms import COLUMNS
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.search.baselines import DepthFirst
-from layerwise.search.find import Candidate, SearchResult, preference
+from layerwise.search.result import Candidate, SearchResult, preference
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
 
@@ -114,7 +115,7 @@ def _table(
     if kinds:
         table.add_column("", max_width=width)
     table.add_column("configuration", overflow="fold")
-    for name in ("devices", "t_C", "t_X in", "t_S", "memory"):
+    for name in ("devices", *COLUMNS, "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for i, row in enumerate(rows):
         table.add_row(names[i], *([kinds[i]] if kinds else []), configs[i], *row.numbers)
@@ -138,7 +139,6 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
         sink, config = layers[0].role is Role.SINK, prices[0].config
         if sink and sum(p.total_s for p in prices) == 0:
             continue
-        inside = sum(p.statistics_s + p.reduction_s for p in prices)
         yield Row(
             layers[0].name,
             layers[-1].name,
@@ -147,9 +147,7 @@ def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[
             "samples return" if sink else short(config),
             (
                 str(config.total),
-                units(sum(p.compute_s for p in prices) + inside, "s"),
-                units(sum(p.transfer_s for p in prices), "s"),
-                units(sum(p.sync_s for p in prices), "s"),
+                *(units(sum(p.column_s(column) for p in prices), "s") for column in COLUMNS),
                 units(sum(p.memory_bytes for p in prices), "B"),
             ),
         )
@@ -272,7 +270,7 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
         )
     yield told(model, basis(model, best.price))
     yield from warnings(model)
-    statistics = sum(p.statistics_s for p in data.price.layers.values()) / data.price.step_time_s
+    statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
     if statistics > 0.05:
         yield (
             f"{statistics:.0%} of data parallelism's step time are batch norm statistics of the whole batch, which all "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config, layout
-from layerwise.cost.compute.fullest import extents, fullest, gradient_uses, shared_statistics, signature, sizes
+from layerwise.config import Config
+from layerwise.cost.compute.signature import extents, gradient_uses, signature, sizes
 from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
@@ -14,6 +14,10 @@ from layerwise.machine import DeviceGraph
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Unary
+from layerwise.partition.fullest import fullest, shared_statistics
+from layerwise.partition.groups import statistics
+from layerwise.partition.layout import layout
+from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -22,8 +26,8 @@ NETWORKS = networks.windows() | networks.views() | networks.branches() | network
 
 def keys(layer: Layer, *degrees: dict[str, int], devices: int = 8, wanted: tuple[bool, ...] = (True,)) -> list[object]:
     """Signature and extents of each configuration."""
-    lay = layout([Config.of(d) for d in degrees], layer.space, devices)
-    rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+    cells = layout([Config.of(d) for d in degrees], layer.space, devices)
+    rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
     return [(signature(layer, wanted, 1), row) for row in rows]
 
 
@@ -45,9 +49,9 @@ def test_it_is_a_cell_and_none_is_larger(network: LayerGraph, graph: DeviceGraph
 def test_extents_are_of_what_the_cell_needs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     for layer in network.inner:
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
-        lay = layout(configs, layer.space, graph.count)
-        found, where = fullest(layer, lay), layer.space
-        rows = extents(layer, lay, found, local_batch_norm=False)
+        cells = layout(configs, layer.space, graph.count)
+        found, where = fullest(layer, cells), layer.space
+        rows = extents(layer, cells, found, local_batch_norm=False)
         each = sizes(layer, found)
         for i, row in enumerate(rows):
             cell, owned = found.cell(i), found.owned(i, len(layer.out.shape))
@@ -88,13 +92,25 @@ def test_equal_pieces_of_other_batches_and_cuts_have_one_key() -> None:
 
 def test_shared_statistics_are_another_kernel() -> None:
     layer = one(networks.pointwise_conv(4, 1), BatchNorm())
-    lay = layout([Config.of(d) for d in ({}, {"c": 4}, {"n": 2}, {"l": 2})], layer.space, 4)
-    (shared,) = shared_statistics(layer, lay, local_batch_norm=False)
+    cells = layout([Config.of(d) for d in ({}, {"c": 4}, {"n": 2}, {"l": 2})], layer.space, 4)
+    (shared,) = shared_statistics(layer, cells, local_batch_norm=False)
     assert shared.tolist() == [0, 0, 1, 1]
-    (alone,) = shared_statistics(layer, lay, local_batch_norm=True)
+    (alone,) = shared_statistics(layer, cells, local_batch_norm=True)
     assert alone.tolist() == [0] * 4
-    rows = extents(layer, lay, fullest(layer, lay), local_batch_norm=False)
+    rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
     assert [row[-1] for row in rows] == [0, 0, 1, 1]
+
+
+@given(networks.branches(), brute.machines(), st.data())
+@settings(max_examples=60)
+def test_statistics_are_shared_as_the_groups_say(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    for layer in network.inner:
+        (config,) = data.draw(brute.configs(layer.space, graph.count, most=1))
+        found = shared_statistics(layer, layout((config,), layer.space, graph.count), local_batch_norm=False)
+        at = place(layer, config, graph.count, "sample")
+        groups = [statistics(layer, at, d, local_batch_norm=False) for d in range(graph.count)]
+        having = [i for i, stage in enumerate(layer.stages) if stage.statistics()]
+        assert [bool(s[0]) for s in found] == [any(group[i] for group in groups) for i in having]
 
 
 def test_gradients_that_are_added_up() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
-from layerwise.cost.gathers import are_gathers
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.conv import Conv
+from layerwise.partition.gathers import are_gathers
 from layerwise.partition.transfer import transfer
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
@@ -48,7 +48,7 @@ def test_as_the_runtime_decides(network: LayerGraph, graph: DeviceGraph, data: s
     for edge in network.edges():
         us, vs = chosen[edge[0]], chosen[edge[1]]
         if network[edge[0]].out.shape:
-            found = are_gathers(*model._ends(edge, us, vs)[:-1])
+            found = are_gathers(model.edge(edge, us, vs))
             for i, u in enumerate(us):
                 for j, v in enumerate(vs):
                     assert found[i, j] == (patterns(network, edge, u, v, graph.count) == {"gather"}), (edge, u, v)
@@ -63,7 +63,7 @@ def test_cells_that_need_the_same_box(source: dict[str, int], target: dict[str, 
     networks.add(b, "first", networks.pointwise_conv(16, 2), ["x"])
     whole = networks.add(b, "second", Conv(16, (3, 3), (1, 1), ((1, 1),) * 2, (1, 1)), ["first"])
     network, graph, u, v = b.finish([whole]), load("v100").device_graph(4), Config.of(source), Config.of(target)
-    found = are_gathers(*CostModel(network, graph)._ends(EDGE, (u,), (v,))[:-1])
+    found = are_gathers(CostModel(network, graph).edge(EDGE, (u,), (v,)))
     assert found.item() == (patterns(network, EDGE, u, v, 4) == {"gather"})
 
 

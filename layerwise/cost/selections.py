@@ -1,4 +1,4 @@
-"""Cells: which cells each device, its node and its rack hold, as ranges of cell indices, for many configurations."""
+"""Selections: which cells a device, its node and its rack have, as ranges of indices, for many configurations."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.config import Layout
 from layerwise.machine import DeviceGraph
+from layerwise.partition.layout import Cells
 
 Ints = NDArray[np.int64]
 Boxes = tuple[tuple[Ints, Ints], ...]
 
 
-class Cells:
+class Selections:
     """Selections of cells, seen from each of W devices: 0 its own, 1 its node's, 2 its rack's, ...
 
     degrees: (C, K). boxes[selection]: boxes of cell indices lo, hi, each (C, W, K), that together are the selection: a
     single one where the degrees nest in the group's size, else one for each device of the group.
     """
 
-    def __init__(self, degrees: Ints, index: Ints, graph: DeviceGraph, watched: Ints) -> None:
+    def __init__(self, cells: Cells, graph: DeviceGraph, watched: Ints) -> None:
         sizes = [1, *(level.devices for level in graph.levels)]
-        self.degrees = degrees
-        self.boxes: tuple[Boxes, ...] = tuple(_group_boxes(index, size, watched) for size in sizes)
+        self.degrees = cells.degrees
+        self.boxes: tuple[Boxes, ...] = tuple(_group_boxes(cells.index, size, watched) for size in sizes)
         self._patterns: dict[tuple[int, int, int | None], tuple[Ints, Ints, Ints, Ints]] = {}
 
     def patterns(self, selection: int, box: int, dim: int | None) -> tuple[Ints, Ints, Ints, Ints]:
@@ -49,10 +49,9 @@ class Cells:
 
 
 @lru_cache(maxsize=512)
-def cells(layout: Layout, owned: bool, graph: DeviceGraph, watched: tuple[int, ...]) -> Cells:
-    """Of what a layer owns of its output, or of what it computes (its iteration space), seen from some devices."""
-    degrees, index = (layout.own_degrees, layout.own_index) if owned else (layout.degrees, layout.index)
-    return Cells(degrees, index, graph, np.array(watched, np.int64))
+def selections(cells: Cells, graph: DeviceGraph, watched: tuple[int, ...]) -> Selections:
+    """Seen from some devices."""
+    return Selections(cells, graph, np.array(watched, np.int64))
 
 
 def _group_boxes(index: Ints, size: int, watched: Ints) -> Boxes:

@@ -1,4 +1,4 @@
-"""Cells: the cells of a device's node and rack, as boxes of cell indices."""
+"""Selections: the cells of a device's node and rack, as boxes of cell indices."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import layout
-from layerwise.cost.cells import cells
+from layerwise.cost.selections import selections
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Dim, Space
+from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute
 
@@ -23,16 +23,15 @@ def test_boxes_are_the_cells_of_each_group(
     out = TensorSpec(tuple(extents), ("c", "n", "h")[: len(extents)])
     where = Space(out, (*brute.plain(out).dims, Dim("k", depth)), (), (), ())
     configs = data.draw(brute.configs(where, graph.count, most=4))
-    lay = layout(configs, where, graph.count)
+    both = layout(configs, where, graph.count)
     watched = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
-    for owned in (True, False):
-        index = lay.own_index if owned else lay.index
-        found = cells(lay, owned, graph, watched)
+    for cells in (both.owned, both.computed):
+        found = selections(cells, graph, watched)
         sizes = [1, *(level.devices for level in graph.levels)]
         for c, selection in np.ndindex(len(configs), len(sizes)):
             for w, device in enumerate(watched):
                 group = [q for q in range(graph.count) if q // sizes[selection] == device // sizes[selection]]
-                held = sorted(tuple(index[c, q]) for q in group if lay.active[c, q])
+                held = sorted(tuple(cells.index[c, q]) for q in group if cells.active[c, q])
                 listed = []
                 for lo, hi in found.boxes[selection]:
                     listed += [tuple(a + lo[c, w]) for a in np.ndindex(*(hi[c, w] - lo[c, w]))]
@@ -44,7 +43,7 @@ def test_a_pattern_is_what_its_configurations_share(graph: DeviceGraph, data: st
     """Configurations of one pattern along a dimension have the same degree and ranges there, others do not."""
     where = brute.plain(TensorSpec((4, 6, 3), ("n", "c", "h")))
     configs = data.draw(brute.configs(where, graph.count, most=9))
-    found = cells(layout(configs, where, graph.count), True, graph, tuple(range(graph.count)))
+    found = selections(layout(configs, where, graph.count).owned, graph, tuple(range(graph.count)))
     for selection, boxes in enumerate(found.boxes):
         for box, (lo, hi) in enumerate(boxes):
             for dim in range(3):

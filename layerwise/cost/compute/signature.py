@@ -1,0 +1,73 @@
+"""What to call the work of a cell, so that a time that was measured of it is found again.
+
+Cells of equal shapes of equal operators take equal time, whatever network, batch or number of devices they come from:
+`signature` names the operator, `extents` the shapes. A time measured under these two is a time of all such cells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.geometry import needed
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import Maps
+from layerwise.partition.fullest import Fullest, shared_statistics
+from layerwise.partition.layout import Layout
+
+Ints = NDArray[np.int64]
+
+
+def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
+    """What a layer computes, whatever its sizes: its operators, the types of its inputs, and the gradients it makes.
+
+    wanted: whether the gradient of each of its inputs is; uses: how many gradients of its output are added up.
+    """
+    chains = (chain for stage in layer.stages for chain in stage.views if chain)
+    named = {
+        "op": layer.main.rows(),
+        "views": [[view.kind for view in chain] for chain in chains],
+        "followers": [[stage.op.rows(), stage.slot, len(stage.views)] for stage in layer.stages[1:]],
+        "inputs": [spec.dtype for spec in layer.specs],
+        "gradients": [int(w) for w in wanted],
+        "uses": uses,
+        "frozen": [i for i, name in enumerate(layer.parameters) if name in layer.frozen],
+    }
+    usual = {"views": [], "followers": [], "uses": 1, "frozen": []}
+    return json.dumps({k: v for k, v in named.items() if usual.get(k) != v}, default=str, separators=(",", ":"))
+
+
+def extents(layer: Layer, cells: Layout, cell: Fullest, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
+    """Every configuration's shapes: of the cell, what it owns, its inputs and parameters; whether statistics are."""
+    columns = [cell.hi - cell.lo, cell.own_hi - cell.own_lo]
+    where = layer.space
+    needs = [(maps, late) for maps, late in zip(where.needs, where.late_inputs, strict=True)]
+    for maps, late in [*needs, *((p.maps, p.late) for p in where.parameters)]:
+        columns.append(_lengths(maps, *cell.bounds(late)))
+    shared = [s[:, None] for s in shared_statistics(layer, cells, local_batch_norm=local_batch_norm)]
+    rows: list[list[int]] = np.concatenate([*columns, *shared], axis=1).tolist()
+    return [tuple(row) for row in rows]
+
+
+def sizes(layer: Layer, cell: Fullest) -> list[tuple[int, ...]]:
+    """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
+    rows = [_lengths(p.maps, *cell.bounds(p.late)).prod(1) for _, p in layer.own_parameters() if p.trainable]
+    return [tuple(row) for row in np.stack(rows, axis=1).tolist()] if rows else [()] * len(cell.lo)
+
+
+def gradient_uses(graph: LayerGraph) -> dict[str, int]:
+    """How many gradients of each layer's output come back, and are added up."""
+    flows, sink = graph.has_gradient, graph.layers[-1].name
+    result = dict.fromkeys(graph.by_name, 0)
+    for source, target, _ in graph.edges():
+        result[source] += flows[source] and (flows[target] or target == sink)
+    return result
+
+
+def _lengths(maps: Maps, lo: Ints, hi: Ints) -> Ints:
+    """(C, dimensions of the tensor) extents of what boxes need."""
+    first, last = needed(maps, lo, hi)
+    return last - first

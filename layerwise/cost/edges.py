@@ -1,0 +1,48 @@
+"""t_X of an edge for all pairs of configurations: the busiest port's time, or an all-gather's where it is one."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
+from layerwise.cost.setting import Setting
+from layerwise.cost.transfer import port_seconds, seconds, traffic
+from layerwise.machine import DeviceGraph
+from layerwise.partition.edge import Edge
+from layerwise.partition.gathers import are_gathers, needers
+
+Floats = NDArray[np.float64]
+
+
+def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int, ...] | None) -> Floats:
+    """(C_u, C_v) seconds in one direction or in both: the adjoint sends the same pieces the other way.
+
+    Where the network has collectives, an all-gather is priced as one, everything else as messages. With `watched`
+    devices only (see `port_seconds`): a lower bound.
+    """
+    graph, link_model = setting.devices, setting.options.link_model
+    if link_model != "port":
+        return directions * seconds(traffic(edge, graph), graph, link_model)
+    messages: Floats = directions * port_seconds(edge, graph, watched)
+    if not graph.collectives:
+        return messages
+    gathers = are_gathers(edge)
+    columns = np.flatnonzero(gathers.any(0))  # few
+    if len(columns):
+        collective = gather_s(edge.to(columns), graph, directions)
+        messages[:, columns] = np.where(gathers[:, columns], collective, messages[:, columns])
+    return messages
+
+
+def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:
+    """All that devices send each other in all directions, of the first pair of configurations."""
+    return directions * float(traffic(edge, setting.devices).total_bytes[0, 0].sum())
+
+
+def gather_s(edge: Edge, graph: DeviceGraph, directions: int) -> Floats:
+    """(C_v,) seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions."""
+    rows = zip(edge.largest_bytes.tolist(), needers(edge), strict=True)
+    pairs = [(size, group_of(row, graph)) for size, row in rows]
+    back = [reduce_scatter_s(*pair, graph) if directions == 2 else 0.0 for pair in pairs]
+    return np.array([all_gather_s(*pair, graph) for pair in pairs]) + back

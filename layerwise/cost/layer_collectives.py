@@ -1,0 +1,96 @@
+"""Collectives of a layer: gradients after the backward pass, statistics and reductions inside it. Who, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.cost.collectives import Group, group_of, groups
+from layerwise.cost.setting import Setting
+from layerwise.graph.layer import Layer
+from layerwise.machine import DeviceGraph
+from layerwise.ops.base import Role
+from layerwise.partition.layout import Cells, Layout
+from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a layer under C configurations."""
+
+    size_bytes: Floats  # (C,) of the member with the largest box
+    total_bytes: Floats  # (C,) of all devices together
+    groups: tuple[Group, ...]  # (C,) the devices that agree in the dimensions `keys` of their cells
+    cells: Cells
+    keys: tuple[int, ...]
+
+
+def gradients_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+    """What is synchronised after the backward pass, one entry for each kind of box."""
+    by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
+    zero = np.zeros(len(cells.computed.degrees))
+    for _, p, item_bytes in layer.held():
+        if p.trainable:
+            degrees = cells.at(p.late).degrees
+            keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
+            size, total = by_keys.get((keys, p.late), (zero, zero))
+            size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
+            total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
+            by_keys[keys, p.late] = size, total
+    graph = setting.devices
+    found = [_collective(*sizes, cells.at(late), keys, graph) for (keys, late), sizes in by_keys.items()]
+    return [_replicated(c, graph) for c in found] if layer.role is Role.TIED else found
+
+
+def _replicated(c: Collective, graph: DeviceGraph) -> Collective:
+    """Of a tied parameter: uncut, it is not on one device but on all, and its gradient is summed over them."""
+    uncut, everyone = (c.cells.degrees == 1).all(1), group_of(np.zeros(graph.count, np.int64), graph)
+    total = np.where(uncut, c.size_bytes * graph.count, c.total_bytes)
+    members = tuple(everyone if u else g for u, g in zip(uncut.tolist(), c.groups, strict=True))
+    return replace(c, total_bytes=total, groups=members)
+
+
+def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:
+    return Collective(size, total, groups(cells, tuple(keys), graph), cells, tuple(keys))
+
+
+def statistics_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+    """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
+    found: list[Collective] = []
+    for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
+        out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
+        if statistics is None:
+            continue
+        here = cells.at(stage.epilogue)
+        degrees = here.degrees
+        extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
+        keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
+        each = statistics.per_key / statistics.block * max(out.item_bytes, 4)  # sums of 16-bit values are float32
+        size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
+        spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
+        total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
+        found += [_collective(size, total, here, keys, setting.devices)] * (1 + gradients.inputs)
+    return found
+
+
+def reductions_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+    """Where k is split: the reduce-scatter of the partial sums."""
+    ks, computed = layer.space.reductions, cells.computed
+    if not ks or (computed.degrees[:, ks.start :] == 1).all():
+        return []
+    main = layer.stages[0].space.out
+    extents = largest_extents(layer.space.dims, computed.degrees)[:, : ks.start]
+    size = np.prod(extents, axis=1, dtype=np.float64) * main.item_bytes
+    total = computed.degrees[:, ks.start :].prod(1) * float(main.volume * main.item_bytes)
+    return [_collective(size, total, computed, range(ks.start), setting.devices)]
+
+
+def reduces_back(setting: Setting, layer: Layer) -> bool:
+    """Whether the gradient of the partial sums is asked for: of the main operator's weights or inputs."""
+    return setting.graph.gradients(layer)[0].result

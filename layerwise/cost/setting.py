@@ -1,0 +1,78 @@
+"""Setting: what is priced, a network on a machine under options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from layerwise.config import Config
+from layerwise.cost.compute.measured import Measurements, latest
+from layerwise.cost.compute.signature import gradient_uses
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.ops.base import Role
+from layerwise.partition.edge import Edge
+from layerwise.partition.layout import Layout, layout
+from layerwise.partition.place import fed_config, input_maps
+
+EdgeName = tuple[str, str, int]  # producer, consumer, input slot
+Strategy = Mapping[str, Config]
+Configs = Mapping[str, tuple[Config, ...]]
+Progress = Callable[[int, int], None]  # done, of
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What the cost model assumes."""
+
+    link_model: Literal["port", "sum"] = "port"  # the busiest port with latencies; all bytes over bandwidth (Jia)
+    sync: Literal["all-reduce", "parameter-server"] = "all-reduce"  # the latter is Jia's
+    io: Literal["sample", "free"] = "sample"  # every device feeds and gets its own samples; not counted
+    optimizer: str = "sgd"
+    dtype: str = "float32"
+    local_batch_norm: bool = False  # statistics of each device's own samples, as DistributedDataParallel has them
+
+
+@dataclass
+class Setting:
+    """A network on a device graph; what every term of the cost model may depend on."""
+
+    graph: LayerGraph
+    devices: DeviceGraph
+    options: CostOptions = field(default_factory=CostOptions)
+
+    def __post_init__(self) -> None:
+        self.has_gradient = self.graph.has_gradient
+        self.uses = gradient_uses(self.graph)
+        times, options = latest(self.devices.layers, self.options.dtype), self.options
+        self.measurements = (
+            Measurements(times, self.devices.processor, options.dtype, options.optimizer, options.local_batch_norm)
+            if times is not None
+            else None
+        )
+
+    def end_config(self, layer: Layer) -> Config:
+        """The only configuration of an input or of the sink: samples over all devices that can have one."""
+        return fed_config(layer, self.devices.count)
+
+    def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
+        """Cells of the layer's configurations on these devices."""
+        return layout(configs, layer.space, self.devices.count)
+
+    def directions(self, edge: EdgeName) -> int:
+        """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
+
+        A tied parameter that is not cut does not travel either (see `edge_cost`).
+        """
+        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):
+            return 0
+        return 2 if self.has_gradient[edge[0]] and self.has_gradient[edge[1]] else 1
+
+    def edge(self, name: EdgeName, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Edge:
+        """What a transfer follows from."""
+        source, target = self.graph[name[0]], self.graph[name[1]]
+        maps, late = input_maps(target, name[2])
+        owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(late)
+        return Edge.of(source.out, owners, maps, target.space.dims, needers)

@@ -1,0 +1,139 @@
+"""The terms of equation 1. A new one is a function in a file of its own and a row here: all else goes through these.
+
+Numbers of equations are those of docs/explanation/cost_model.md. What a term costs may depend on what `CostModel` keys
+its cache with, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.chrome import Category
+from layerwise.cost.collectives import Group, all_reduce_s, reduce_scatter_s, sync_rate, wire_bytes
+from layerwise.cost.edges import transfer_bytes, transfer_s
+from layerwise.cost.layer_collectives import Collective, gradients_of, reduces_back, reductions_of, statistics_of
+from layerwise.cost.setting import Setting
+from layerwise.graph.layer import Layer
+from layerwise.machine import DeviceGraph
+from layerwise.partition.edge import Edge
+from layerwise.partition.layout import Layout
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A summand of the step time. Its seconds are called `NAME_s` in files."""
+
+    name: str
+    equation: int
+    column: str  # of reports' tables, in which it is shown
+    traffic: str = ""  # what its bytes count as, called `TRAFFIC_bytes` in files; empty: nothing is sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTerm(Term):
+    """Of a layer by itself."""
+
+    seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
+    sent_bytes: Callable[[Setting, Layer, Layout], float] = lambda *_: 0.0  # by all devices, of the first configuration
+    span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
+    phases: Mapping[str, float] = field(default_factory=dict)  # of the oracle's table: the share that each phase has
+    overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeTerm(Term):
+    """Of a tensor that goes from layer to layer, `directions` times (1: forward only)."""
+
+    seconds: Callable[[Setting, Edge, int, tuple[int, ...] | None], Floats]  # (C_u, C_v); watched devices: at least
+    sent_bytes: Callable[[Setting, Edge, int], float] = lambda *_: 0.0  # by all devices, of the first configurations
+
+
+def sync_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+    """t_S: the all-reduces of the gradients, by the rate of a full bucket."""
+    seconds = np.zeros(len(cells.computed.degrees))
+    for c in gradients_of(setting, layer, cells):
+        seconds += c.size_bytes * [sync_rate(g, setting.devices, setting.options.sync) for g in c.groups]
+    return seconds
+
+
+def statistics_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+    """The all-reduces of batch norm's sums, both directions."""
+    seconds = np.zeros(len(cells.computed.degrees))
+    for c in statistics_of(setting, layer, cells):
+        seconds += _each(all_reduce_s, c, setting.devices)
+    return seconds
+
+
+def reduction_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+    """The reduce-scatter over k, and its adjoint."""
+    seconds = np.zeros(len(cells.computed.degrees))
+    for c in reductions_of(setting, layer, cells):
+        seconds += (1 + reduces_back(setting, layer)) * _each(reduce_scatter_s, c, setting.devices)
+    return seconds
+
+
+def reduction_bytes(setting: Setting, layer: Layer, cells: Layout) -> float:
+    """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
+    share = 1 if reduces_back(setting, layer) else 0.5
+    return sum((share * _wire_bytes(c) for c in reductions_of(setting, layer, cells)), 0.0)
+
+
+def _each(cost: Callable[[float, Group, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
+    return np.array([cost(size, group, graph) for size, group in zip(c.size_bytes.tolist(), c.groups, strict=True)])
+
+
+def _wire_bytes(c: Collective) -> float:
+    return wire_bytes(float(c.total_bytes[0]), c.groups[0])
+
+
+def _all_wire_bytes(collectives: Callable[[Setting, Layer, Layout], list[Collective]]) -> LayerBytes:
+    return lambda setting, layer, cells: sum(map(_wire_bytes, collectives(setting, layer, cells)), 0.0)
+
+
+LayerBytes = Callable[[Setting, Layer, Layout], float]
+COMPUTE = Term(name="compute", equation=8, column="t_C")  # its seconds are `NodeCost.compute`, which has three parts
+TRANSFER = EdgeTerm(
+    name="transfer", equation=24, column="t_X in", traffic="transfer", seconds=transfer_s, sent_bytes=transfer_bytes
+)
+SYNC = LayerTerm(
+    name="sync",
+    equation=20,
+    column="t_S",
+    traffic="sync",
+    seconds=sync_s,
+    sent_bytes=_all_wire_bytes(gradients_of),
+    phases={"gradient_s": 1.0},
+    overlaps=True,
+)
+STATISTICS = LayerTerm(
+    name="statistics",
+    equation=12,
+    column="t_C",
+    traffic="statistics",
+    seconds=statistics_s,
+    sent_bytes=_all_wire_bytes(statistics_of),
+    span="statistics",
+    phases={"reduce_s": 1.0},
+)
+REDUCTION = LayerTerm(
+    name="reduction",
+    equation=13,
+    column="t_C",
+    traffic="transfer",
+    seconds=reduction_s,
+    sent_bytes=reduction_bytes,
+    span="transfers",
+    phases={"reduce_s": 0.5, "gather_s": 0.5},
+)
+
+TERMS: tuple[Term, ...] = (COMPUTE, TRANSFER, SYNC, STATISTICS, REDUCTION)  # in the order in which files have them
+LAYER_TERMS = tuple(term for term in TERMS if isinstance(term, LayerTerm))
+EDGE_TERMS = tuple(term for term in TERMS if isinstance(term, EdgeTerm))
+COLUMNS = tuple(dict.fromkeys(term.column for term in TERMS))
+TRAFFIC = tuple(dict.fromkeys(term.traffic for term in TERMS if term.traffic))

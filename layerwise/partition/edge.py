@@ -1,0 +1,59 @@
+"""Edge: a tensor that one layer owns and another needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.geometry import whole
+from layerwise.ops.base import Dim, Maps
+from layerwise.partition.layout import Cells
+from layerwise.partition.volumes import all_boxes, largest_box
+from layerwise.tensor import TensorSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What a transfer follows from, under C_u configurations of the producer and C_v of the consumer.
+
+    Names of layers and labels of dimensions are no part of it: equal edges cost the same.
+    """
+
+    shape: tuple[int, ...]  # of the tensor; a scalar counts as one dimension of extent 1
+    units: tuple[int, ...]  # its granularity, a dimension each
+    item_bytes: int
+    maps: Maps  # which box of the tensor a cell of the consumer needs
+    dims: tuple[Dim, ...]  # that a cell of the consumer is cut from, without labels
+    owners: Cells  # of the tensor
+    needers: Cells  # of `dims`
+
+    @staticmethod
+    def of(source: TensorSpec, owners: Cells, maps: Maps, dims: tuple[Dim, ...], needers: Cells) -> Edge:
+        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`."""
+        shape, units = source.shape or (1,), source.units or (1,)
+        unlabelled = tuple(Dim(None, d.extent, d.unit) for d in dims)
+        return Edge(shape, units, source.item_bytes, maps or (whole(1),), unlabelled, owners, needers)
+
+    def to(self, columns: Ints) -> Edge:
+        """To some of the consumer's configurations only."""
+        return replace(self, needers=self.needers.take(columns))
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """(C_u, C_v)."""
+        return len(self.owners.degrees), len(self.needers.degrees)
+
+    @property
+    def largest_bytes(self) -> Floats:
+        """(C_v,) bytes of the largest box that a device needs."""
+        return largest_box(self.maps, self.dims, self.needers.degrees) * self.item_bytes
+
+    @property
+    def needed_volume(self) -> Floats:
+        """(C_v,) elements that all devices together need."""
+        return all_boxes(self.maps, self.dims, self.needers.degrees)

@@ -1,0 +1,101 @@
+"""The fullest cell of a layer under each configuration: the one that the slowest device computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.geometry import Box, boundaries
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Space
+from layerwise.partition.layout import Layout
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fullest:
+    """A cell for each of C configurations."""
+
+    lo: Ints  # (C, D), in the iteration space
+    hi: Ints
+    own_lo: Ints  # (C, R), of what its device owns of the output
+    own_hi: Ints
+
+    def bounds(self, late: bool) -> tuple[Ints, Ints]:
+        """What the needs of an input or a parameter follow from; see `Layout.at`."""
+        return (self.own_lo, self.own_hi) if late else (self.lo, self.hi)
+
+    def cell(self, row: int) -> Box:
+        """The cell of one configuration, a box of the iteration space."""
+        return _box(self.lo[row], self.hi[row])
+
+    def owned(self, row: int, rank: int) -> Box:
+        """The box of the output, of `rank` dimensions, that lies on the cell's device afterwards."""
+        return _box(self.own_lo[row, :rank], self.own_hi[row, :rank])
+
+
+def fullest(layer: Layer, cells: Layout) -> Fullest:
+    """In every dimension the interval that is longest and needs most of what it drives (the middle of a halo)."""
+    where = layer.space
+    scalar = not where.out.shape  # counted as one dimension by layouts
+    count, dims = len(cells.computed.degrees), where.dims
+    bounds = np.zeros((2, count, len(dims)), np.int64)
+    own = np.zeros((2, count, cells.owned.degrees.shape[1]), np.int64)
+    if scalar:
+        own[1] = 1
+    part = np.zeros(count, np.int64)  # of the reduction: which part of the cell it owns once that is scattered
+    for i in reversed(range(len(dims))):  # reductions come last, and are needed first
+        column = cells.computed.degrees[:, i + scalar]
+        for degree in np.unique(column).tolist():
+            rows = column == degree
+            index, cuts = _index(where, i, degree)
+            bounds[:, rows, i] = cuts[index : index + 2, None]
+            if i in where.reductions:
+                part[rows] = index
+            elif not scalar:
+                finer = cells.owned.degrees[:, i] // degree
+                for split, j in {(int(finer[row]), int(part[row])) for row in np.flatnonzero(rows)}:
+                    fine = boundaries(dims[i].extent, degree * split, dims[i].unit)
+                    first = index * split + (j if split > 1 else 0)
+                    within = rows & (finer == split) & ((part == j) | (split == 1))
+                    own[:, within, i] = fine[first : first + 2, None]
+    return Fullest(bounds[0], bounds[1], own[0], own[1])
+
+
+@lru_cache(maxsize=65536)
+def _index(where: Space, dim: int, degree: int) -> tuple[int, Ints]:
+    """Which interval of one dimension is the fullest, and the cuts of that dimension."""
+    d = where.dims[dim]
+    cuts = boundaries(d.extent, degree, d.unit)
+    lengths = np.diff(cuts).astype(np.float64)
+    need = np.zeros(degree)
+    for maps in (*where.needs, *(p.maps for p in where.parameters)):
+        for axis in maps:
+            if axis.source == dim:
+                lo, hi = axis(cuts[:-1], cuts[1:])
+                need += (hi - lo) / max(1, int((hi - lo).max()))
+    return int(np.lexsort((-need, -lengths))[0]), cuts
+
+
+def shared_statistics(layer: Layer, cells: Layout, *, local_batch_norm: bool) -> list[Ints]:
+    """`groups.statistics` for all configurations at once (tests/partition/test_fullest.py holds them equal).
+
+    For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
+    """
+    found = []
+    for stage in layer.stages:
+        statistics = stage.statistics()
+        if statistics is None:
+            continue
+        among = cells.at(stage.epilogue).degrees[:, list(statistics.over)].prod(1)
+        local = stage.statistics(local_batch_norm=local_batch_norm) is None
+        found.append(((among > 1) & (not local)).astype(np.int64))
+    return found
+
+
+def _box(lo: Ints, hi: Ints) -> Box:
+    return Box(tuple(lo.tolist()), tuple(hi.tolist()))

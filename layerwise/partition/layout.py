@@ -1,0 +1,80 @@
+"""Layout: which cells each of N devices has of a layer, for many configurations at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.config import Config, reduce_axis
+from layerwise.ops.base import Dim, Space
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """The cell that each of N devices has of a space of D dimensions, under C configurations."""
+
+    degrees: Ints  # (C, D)
+    index: Ints  # (C, N, D), -1 where a device has none
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """(C, N): which devices have one."""
+        active: NDArray[np.bool_] = self.index[..., 0] >= 0
+        return active
+
+    def take(self, rows: Ints) -> Cells:
+        """Only some of the configurations."""
+        return Cells(self.degrees[rows], self.index[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """`place.Place` for C configurations at once, of which it is made (tests/partition/test_layout.py, test_place.py).
+
+    A scalar output counts as one dimension of extent 1.
+    """
+
+    computed: Cells  # of the iteration space
+    owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
+
+    def at(self, late: bool) -> Cells:
+        """What the needs of an input or a parameter follow from: what is late comes after the reduction over k."""
+        return self.owned if late else self.computed
+
+
+def layout(configs: Sequence[Config], where: Space, devices: int) -> Layout:
+    """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
+    dims = tuple(Dim(d.label, d.room) for d in where.dims)
+    rank = len(where.out.shape)
+    return _layout(tuple(configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
+
+
+@lru_cache(maxsize=4096)
+def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devices: int) -> Layout:
+    count = len(configs)
+    degrees = np.array([[c[d.label] if d.label else 1 for d in dims] for c in configs], np.int64).reshape(count, -1)
+    index = np.full((count, devices, len(dims)), -1, np.int64)
+    own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
+    order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
+    for row, config in enumerate(configs):
+        cells = np.indices(tuple(degrees[row, order].tolist())).reshape(len(dims), -1).T
+        holders = np.arange(len(cells))
+        if config.placement == "strided":
+            holders = holders * devices // len(cells)
+        index[row, holders[:, None], np.array(order, np.int64)[None, :]] = cells
+        own_index[row] = index[row, :, :rank]
+        if config["k"] > 1:
+            axis = reduce_axis(config, dims)
+            assert axis is not None
+            k = next(i for i, d in enumerate(dims) if d.label == "k")
+            own_degrees[row, axis] *= config["k"]
+            own_index[row, holders, axis] = index[row, holders, axis] * config["k"] + index[row, holders, k]
+    for array in (degrees, index, own_degrees, own_index):
+        array.setflags(write=False)
+    return Layout(Cells(degrees, index), Cells(own_degrees, own_index))
