@@ -7,124 +7,117 @@ same. Elsewhere they know more: uneven cells, busy ports, hierarchical collectiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from layerwise.config import Config
-from layerwise.cost.model import CostModel
+from layerwise.oracle.formulas.case import Case
 from layerwise.oracle.formulas.collectives import Hop, all_gather_s, all_reduce_s, flows_per_port, hop
-from layerwise.oracle.formulas.facts import Facts, LayerFacts
+from layerwise.oracle.formulas.facts import LayerFacts
 from layerwise.oracle.formulas.halos import halo_messages
 from layerwise.oracle.formulas.memory import memory_bytes, optimizer_copies
 from layerwise.oracle.formulas.phases import Phases
-from layerwise.oracle.formulas.published import split_at
 from layerwise.oracle.formulas.stages import pipeline_phases, stages
-from layerwise.oracle.strategies import CUT, SPATIAL, Shape, strategy
+from layerwise.oracle.strategies import SPATIAL, strategy
 from layerwise.partition.buckets import BUCKET_BYTES
 
+Plan = Mapping[str, Config]
 
-def as_run(facts: Facts, name: str, shape: Shape, model: CostModel, *, segments: int = 1, gamma: float = 1.0) -> Phases:
-    """The phases of an iteration of the strategy `name` on the model's devices, with the model's batch."""
-    if name == "pipeline":
-        found = pipeline_phases(stages(model, shape.devices, segments), segments, model.devices)
+
+def as_run(case: Case) -> Phases:
+    """The phases of an iteration."""
+    facts, model = case.facts, case.model
+    if case.strategy == "pipeline":
+        found = pipeline_phases(stages(model, case.shape.devices, case.segments), case.segments, model.devices)
         return Phases(
             compute_s=found.compute_s * facts.scale,
             update_s=found.update_s,
             passing_s=found.passing_s,
-            memory_bytes=gamma * found.memory_bytes,
+            memory_bytes=found.memory_bytes,
         )
-    plan, batch = strategy(model.graph, name, shape), model.graph.batch / shape.groups
+    plan, link = strategy(model.graph, case.strategy, case.shape), hop(model.devices, case.shape.inside)
     times = [model.node_cost(layer, (plan[layer.name],)).compute for layer in model.graph.inner]
-    link = hop(model.devices, shape.inside)
     gather_s = reduce_s = halo_s = 0.0
-    if CUT.get(name) == "c":
-        gather_s = reduce_s = _gathers(facts, plan, batch, shape.inside, link)
-    elif CUT.get(name) == "k":
-        gather_s = reduce_s = _reductions(facts, plan, batch, shape.inside, link)
-    elif shape.grid:
-        before, _ = split_at(facts.layers, shape.gather_after)
-        cut = [layer for layer in before if not (layer.fed and model.options.io == "free")]  # else every device has it
-        halo_s = sum(_halo_s(layer, batch * facts.item_bytes, dict(shape.grid), link) for layer in cut)
-        gather_s = 2 * _collects(facts, plan, batch, shape.inside, link)  # to one device, and back
+    if case.cut == "c":
+        gather_s = reduce_s = _gathers_s(case, plan, link)
+    elif case.cut == "k":
+        gather_s = reduce_s = _reductions_s(case, plan, link)
+    elif case.shape.grid:
+        cut = [layer for layer in case.spatial[0] if not (layer.fed and model.options.io == "free")]
+        halo_s = sum(_halo_s(case, layer, link) for layer in cut)  # of what is not fed: of that every device has all
+        split = {name for name, config in plan.items() if any(config[d] > 1 for d in SPATIAL)}
+        whole = plan.keys() - split
+        gather_s = 2 * sum(case.spread_s(items, link) for items in _crossing(case, split, whole))  # and back
     return Phases(
         compute_s=facts.scale * sum(float(t.forward[0] + t.backward[0]) for t in times),
         update_s=sum(float(t.update[0]) for t in times),
         gather_s=gather_s,
         reduce_s=reduce_s,
         halo_s=halo_s,
-        gradient_s=_gradients(facts, plan, shape, model),
-        memory_bytes=gamma * _memory(facts, name, shape, batch, model.options.optimizer),
+        gradient_s=_gradients_s(case, plan),
+        memory_bytes=_memory_bytes(case),
     )
 
 
-def _gathers(facts: Facts, plan: Mapping[str, Config], batch: float, members: int, link: Hop) -> float:
+def _crossing(case: Case, sources: Collection[str], targets: Collection[str]) -> Iterator[float]:
+    """Items a sample of what goes from layers of one set to layers of another."""
+    graph = case.facts.graph
+    for layer in case.facts.layers:
+        if layer.name in targets:
+            yield from (graph[s].out.volume / case.facts.batch for s in graph[layer.name].inputs if s in sources)
+
+
+def _gathers_s(case: Case, plan: Plan, link: Hop) -> float:
     """One way: what each cut layer needs whole of other cut layers."""
-    share = batch * facts.item_bytes / members
-    return sum(
-        all_gather_s(share * items, members, link)
-        for layer in facts.layers
-        if plan[layer.name]["c"] > 1
-        for items in layer.gathered
-    )
+    members = case.shape.inside
+    share = case.batch * case.facts.item_bytes / members
+    cut = (layer for layer in case.facts.layers if plan[layer.name]["c"] > 1)
+    return sum(all_gather_s(share * items, members, link) for layer in cut for items in layer.gathered)
 
 
-def _reductions(facts: Facts, plan: Mapping[str, Config], batch: float, members: int, link: Hop) -> float:
+def _reductions_s(case: Case, plan: Plan, link: Hop) -> float:
     """One way: the sums of each layer cut by its input channels, and what goes from the uncut first layer to them."""
-    share = batch * facts.item_bytes / members
-    sums = sum(all_gather_s(share * y.outputs, members, link) for y in facts.layers if plan[y.name]["k"] > 1)
-    scattered, inner = 0.0, {layer.name for layer in facts.layers}
-    for layer in facts.layers:
-        if plan[layer.name].total > 1:
-            for source in facts.graph[layer.name].inputs:
-                if source in inner and plan[source].total == 1:
-                    items = facts.graph[source].out.volume / facts.batch
-                    scattered += all_gather_s(share * items, members, link)
-    return sums + scattered
+    members = case.shape.inside
+    share = case.batch * case.facts.item_bytes / members
+    summed = [layer.outputs for layer in case.facts.layers if plan[layer.name]["k"] > 1]
+    uncut = {name for name, config in plan.items() if config.total == 1}
+    scattered = _crossing(case, uncut, plan.keys() - uncut)
+    return sum(sum(all_gather_s(share * items, members, link) for items in rows) for rows in (summed, scattered))
 
 
-def _collects(facts: Facts, plan: Mapping[str, Config], batch: float, members: int, link: Hop) -> float:
-    """One way: from layers that are cut in space to layers that are not."""
-    total, cut = 0.0, {name for name, config in plan.items() if any(config[d] > 1 for d in SPATIAL)}
-    for layer in facts.layers:
-        if layer.name not in cut:
-            for source in facts.graph[layer.name].inputs:
-                if source in cut:
-                    items = facts.graph[source].out.volume / facts.batch
-                    total += all_gather_s(batch * items / members * facts.item_bytes, members, link)
-    return total
-
-
-def _halo_s(layer: LayerFacts, sample_bytes: float, grid: Mapping[str, int], link: Hop) -> float:
+def _halo_s(case: Case, layer: LayerFacts, link: Hop) -> float:
     """Forward, and backward unless the layer reads the network's input: m(alpha + B·halo(x)·delta·beta) each."""
-    messages = halo_messages(layer, grid)
+    sample_bytes = case.batch * case.facts.item_bytes
+    messages = halo_messages(layer, case.grid)
     once = sum(link.alpha_s + sample_bytes * items * link.beta_s_per_byte for items in messages)
     return once if layer.fed else 2 * once
 
 
-def _gradients(facts: Facts, plan: Mapping[str, Config], shape: Shape, model: CostModel) -> float:
+def _gradients_s(case: Case, plan: Plan) -> float:
     """All-reduces in buckets, among the devices that hold the same parameters."""
-    total = 0.0
-    for layer in facts.layers:
+    total, shape = 0.0, case.shape
+    for layer in case.facts.layers:
         config = plan[layer.name]
         spatial = any(config[d] > 1 for d in SPATIAL)
         members = shape.devices if spatial else shape.groups
         if members == 1 or not layer.parameters:
             continue
         shards = config["c"] * config["k"]
-        link = hop(model.devices, members, 1 if spatial else shape.inside)
-        link = link.shared(flows_per_port(model.devices, shards))
+        link = hop(case.devices, members, 1 if spatial else shape.inside)
+        link = link.shared(flows_per_port(case.devices, shards))
         rate = all_reduce_s(BUCKET_BYTES, members, link) / BUCKET_BYTES
-        total += layer.parameters * facts.item_bytes / shards * rate
+        total += layer.parameters * case.facts.item_bytes / shards * rate
     return total
 
 
-def _memory(facts: Facts, name: str, shape: Shape, batch: float, optimizer: str) -> float:
-    copies, share = optimizer_copies(optimizer), 1 / shape.inside
-    if CUT.get(name) == "c":  # inputs gathered whole
+def _memory_bytes(case: Case) -> float:
+    facts, batch = case.facts, case.batch
+    copies, share = optimizer_copies(case.model.options.optimizer), 1 / case.shape.inside
+    if case.cut == "c":  # inputs gathered whole
         return memory_bytes(facts, batch, outputs=share, weights=share, copies=copies)
-    if CUT.get(name) == "k":  # partial sums of the whole output
+    if case.cut == "k":  # partial sums of the whole output
         return memory_bytes(facts, batch, inputs=share, weights=share, copies=copies)
-    if shape.grid:
-        before, after = split_at(facts.layers, shape.gather_after)
+    if case.shape.grid:
+        before, after = case.spatial
         cut = memory_bytes(facts, batch, inputs=share, outputs=share, copies=copies, layers=before)
         return cut + memory_bytes(facts, batch, copies=copies, layers=after)
     return memory_bytes(facts, batch, copies=copies)

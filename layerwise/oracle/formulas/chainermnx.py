@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
+from layerwise.oracle.formulas.case import Case
 from layerwise.oracle.formulas.collectives import Hop, all_gather_s, flows_per_port, hop, message_s, ring_all_reduce_s
 from layerwise.oracle.formulas.facts import Facts, LayerFacts
 from layerwise.oracle.formulas.halos import published_halo
 from layerwise.oracle.formulas.memory import memory_bytes
 from layerwise.oracle.formulas.phases import Phases
-from layerwise.oracle.formulas.published import split_at
 from layerwise.oracle.framework import Framework
-from layerwise.oracle.strategies import CUT, Shape
 
 FILTER_PASSES = 5  # over y: a concatenation reads and writes, so does a stack, a sum reads (and writes y/p)
 NOT_RUN = ("pipeline", "layerwise")
@@ -30,37 +29,34 @@ CHANNEL_PASSES = 2  # over x: a concatenation
 HALO_PASSES = (6, 4)  # over x/p, y/p: two concatenations each, and a slice of dL/dx
 
 
-def chainermnx(
-    facts: Facts, strategy: str, shape: Shape, model: CostModel, chainer: Framework, gamma: float = 1.0
-) -> Phases:
-    """The phases of an iteration of the model's batch. `facts` are of the network as it stands, without fusion."""
-    if strategy in NOT_RUN:
-        raise not_run(strategy)
-    p1, p2, devices = shape.groups, shape.inside, model.devices
-    batch, w_bytes = model.graph.batch / p1, facts.parameters * facts.item_bytes
+def chainermnx(case: Case, chainer: Framework) -> Phases:
+    """The phases of an iteration. The case's facts are of the network as it stands, without fusion."""
+    if case.strategy in NOT_RUN:
+        raise not_run(case.strategy)
+    facts, p1, p2 = case.facts, case.shape.groups, case.shape.inside
+    w_bytes = facts.parameters * facts.item_bytes
+    spatial, cut = case.strategy in ("spatial", "ds"), case.cut
     gather_s = reduce_s = halo_s = 0.0
-    compute_s = batch * facts.compute_s
-    gradient_s = _gradient_s(w_bytes, p1, p2, model, chainer)
-    if p2 > 1 and strategy in CUT:
-        cut = CUT[strategy]
-        compute_s, gather_s, reduce_s = _channels(facts, cut, batch, p2, model, chainer)
+    compute_s = case.batch * facts.compute_s
+    gradient_s = _gradient_s(case, w_bytes, p1, p2, chainer)
+    if p2 > 1 and cut is not None:
+        compute_s, gather_s, reduce_s = _channels(case, cut, chainer)
         # As the paper and ChainerMNX's layers have it; ParaDL's tool lets all weights travel in each of the p2 rings.
-        gradient_s = _gradient_s(w_bytes / p2, p1, p2, model, chainer, flows_per_port(devices, p2))
-    elif p2 > 1 and strategy in ("spatial", "ds"):
-        compute_s = _spatial_compute_s(facts, shape, batch, model, chainer)
-        halo_s, gather_s = _spatial_messages(facts, shape, batch, chainer)
-        reduce_s = gather_s
-        gradient_s += _gradient_s(w_bytes, p2, 1, model, chainer)
-    weights = 1 / p2 if strategy in CUT else 1.0
-    share = 1 / p2 if strategy in ("spatial", "ds") else 1.0
-    memory = memory_bytes(facts, batch, inputs=share, outputs=share, weights=weights)
+        gradient_s = _gradient_s(case, w_bytes / p2, p1, p2, chainer, flows_per_port(case.devices, p2))
+    elif p2 > 1 and spatial:
+        compute_s = _spatial_compute_s(case, chainer)
+        link = _mpi(facts, chainer)
+        halo_s = _halos_s(case, link)
+        gather_s = reduce_s = case.gather_after_s(link)
+        gradient_s += _gradient_s(case, w_bytes, p2, 1, chainer)
+    weights, share = (1 / p2 if holds else 1.0 for holds in (cut is not None, spatial))
     return Phases(
         compute_s=compute_s,
         gather_s=gather_s,
         reduce_s=reduce_s,
         halo_s=halo_s,
         gradient_s=gradient_s,
-        memory_bytes=gamma * memory,
+        memory_bytes=memory_bytes(facts, case.batch, inputs=share, outputs=share, weights=weights),
     )
 
 
@@ -70,80 +66,77 @@ def not_run(strategy: str) -> LayerwiseError:
 
 
 def _gradient_s(
-    size_bytes: float, members: int, stride: int, model: CostModel, chainer: Framework, flows: float = 1.0
+    case: Case, size_bytes: float, members: int, stride: int, chainer: Framework, flows: float = 1.0
 ) -> float:
     """A ring (NCCL 2.3.5 has no trees), at the rate that its all-reduces of gradients have, shared by `flows`."""
     if members == 1:
         return 0.0
-    inside = model.devices.level_between(0, (members - 1) * stride) == 0
+    inside = case.devices.level_between(0, (members - 1) * stride) == 0
     rate = chainer.gradient_node_bytes_per_s if inside else chainer.gradient_bytes_per_s
-    link = Hop(hop(model.devices, members, stride).alpha_s, 1 / rate).shared(flows)
+    link = Hop(hop(case.devices, members, stride).alpha_s, 1 / rate).shared(flows)
     return ring_all_reduce_s(size_bytes, members, link)
 
 
-def _local_s(facts: Facts, layer: LayerFacts, model: CostModel, config: Mapping[str, int]) -> float:
-    cost = model.node_cost(model.graph[layer.name], (Config.of(config),)).compute
+def _group(case: Case) -> CostModel:
+    """The cost model of one group alone."""
+    return case.facts.model(case.shape.inside, round(case.batch), case.devices.devices_per_node)
+
+
+def _local_s(facts: Facts, layer: LayerFacts, group: CostModel, config: Mapping[str, int]) -> float:
+    cost = group.node_cost(group.graph[layer.name], (Config.of(config),)).compute
     return facts.scale * float(cost.forward[0] + cost.backward[0])
 
 
-def _channels(
-    facts: Facts, cut: str, batch: float, members: int, model: CostModel, chainer: Framework
-) -> tuple[float, float, float]:
+def _channels(case: Case, cut: str, chainer: Framework) -> tuple[float, float, float]:
     """Compute, all-gather and all-reduce s of a split of the output (`c`) or input (`k`) channels."""
-    group = facts.model(members, round(batch), model.devices.devices_per_node)
+    facts, members, group = case.facts, case.shape.inside, _group(case)
     link = hop(group.devices, members)
     if group.devices.nodes == 1:
         link = Hop(link.alpha_s, 1 / chainer.collective_node_bytes_per_s)
-    heavy = facts.weighted()
-    split = heavy if cut == "c" else heavy[1:]
+    split = facts.weighted() if cut == "c" else facts.weighted()[1:]
     names = {layer.name for layer in split}
     compute_s = gather_s = reduce_s = 0.0
     for layer in facts.layers:
         compute_s += _local_s(facts, layer, group, {cut: members} if layer.name in names else {})
     for layer in split:
-        x, y = (batch * items * facts.item_bytes for items in (layer.inputs, layer.outputs))
+        x, y = (case.batch * items * facts.item_bytes for items in (layer.inputs, layer.outputs))
         if cut == "c":
             copied, pieces = (FILTER_PASSES + 1 / members) * y, 2 * members
-            gather_s += all_gather_s(y / members, members, link)
-            reduce_s += ring_all_reduce_s(y / members, members, link)
+            gathered, summed = y / members, y / members
         else:
             copied, pieces = CHANNEL_PASSES * x, members
-            gather_s += all_gather_s(x / members, members, link)
-            reduce_s += ring_all_reduce_s(y, members, link)
+            gathered, summed = x / members, y
+        gather_s += all_gather_s(gathered, members, link)
+        reduce_s += ring_all_reduce_s(summed, members, link)
         compute_s += copied / chainer.copy_bytes_per_s + pieces * chainer.piece_s
     return compute_s, gather_s, reduce_s
 
 
-def _spatial_compute_s(facts: Facts, shape: Shape, batch: float, model: CostModel, chainer: Framework) -> float:
-    group, grid = facts.model(shape.inside, round(batch), model.devices.devices_per_node), dict(shape.grid)
-    before, _ = split_at(facts.layers, shape.gather_after)
-    total = batch * chainer.feed_s_per_sample
+def _spatial_compute_s(case: Case, chainer: Framework) -> float:
+    facts, group, grid, before = case.facts, _group(case), case.grid, case.spatial[0]
+    total = case.batch * chainer.feed_s_per_sample
     for layer in facts.layers:
         degrees = {label: grid.get(label, 1) for label, _ in layer.places} if layer in before else {}
         total += _local_s(facts, layer, group, degrees)
     for layer in before:
         if layer.weighted and published_halo(layer, grid)[0]:
             moved = HALO_PASSES[0] * layer.inputs + HALO_PASSES[1] * layer.outputs
-            total += batch * moved / shape.inside * facts.item_bytes / chainer.copy_bytes_per_s
+            total += case.batch * moved / case.shape.inside * facts.item_bytes / chainer.copy_bytes_per_s
     return total
 
 
-def _spatial_messages(facts: Facts, shape: Shape, batch: float, chainer: Framework) -> tuple[float, float]:
-    """Halos both ways, and the gather after the last spatial layer one way."""
-    link, grid = _mpi(facts, chainer), dict(shape.grid)
-    before, after = split_at(facts.layers, shape.gather_after)
-    halo_s = 0.0
-    for layer in before:
-        there, back = published_halo(layer, grid)
-        if layer.weighted and there:
-            halo_s += 2 * sum(message_s(batch * items * facts.item_bytes, link) for items in (there, back))
-    if not after:
-        return halo_s, 0.0
-    return halo_s, all_gather_s(batch * before[-1].outputs / shape.inside * facts.item_bytes, shape.inside, link)
+def _halos_s(case: Case, link: Hop) -> float:
+    """Both ways."""
+    total = 0.0
+    for layer in case.spatial[0]:
+        halos = published_halo(layer, case.grid)
+        if layer.weighted and halos[0]:
+            total += 2 * sum(message_s(case.batch * items * case.facts.item_bytes, link) for items in halos)
+    return total
 
 
 def _mpi(facts: Facts, chainer: Framework) -> Hop:
-    for link in facts.profile.other_links:
-        if link.name == "pcie":
-            return Hop(chainer.mpi_latency_s, 1 / link.bandwidth_bytes_per_s)
-    raise LayerwiseError(f"profile {facts.profile.name} has no link 'pcie', through which ChainerMNX sends halos")
+    link = facts.mpi_link
+    if link is None:
+        raise LayerwiseError(f"profile {facts.profile.name} has no link 'pcie', through which ChainerMNX sends halos")
+    return Hop(chainer.mpi_latency_s, 1 / link.bandwidth_bytes_per_s)

@@ -15,6 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import Profile
+from layerwise.machine.profile import Link
 from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.linear import Linear
 from layerwise.ops.pool import Pool
@@ -126,9 +127,14 @@ class Facts:
             self._models[key] = CostModel(graph, self.profile.device_graph(devices, gpus_per_node), self.options)
         return self._models[key]
 
-    def update_s(self, items: float, optimizer: str) -> float:
+    @property
+    def mpi_link(self) -> Link | None:
+        """The profile's link of halos and spatial gathers, which go through MPI and the host; None: it has none."""
+        return next((link for link in self.profile.other_links if link.name == "pcie"), None)
+
+    def update_s(self, items: float) -> float:
         """Seconds to update `items` parameters: the optimizer reads parameter, gradient, state; writes all but one."""
-        moved = items * self.item_bytes * (3 + 2 * OPTIMIZERS[optimizer])
+        moved = items * self.item_bytes * (3 + 2 * OPTIMIZERS[self.options.optimizer])
         return moved / self.profile.processor.memory_bandwidth_bytes_per_s
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.oracle.formulas.as_run import as_run
+from layerwise.oracle.formulas.case import Case
 from layerwise.oracle.formulas.chainermnx import chainermnx
 from layerwise.oracle.formulas.facts import Facts
 from layerwise.oracle.formulas.memory import optimizer_copies
@@ -60,23 +61,14 @@ def project(
         parts = devices if segments is None else segments
         if not 1 <= parts <= batch:
             raise LayerwiseError(f"pipeline: {parts} segments of {batch} samples; take 1 to {batch}")
-    if formulas == "published":
-        phases = published(
-            facts,
-            strategy,
-            shape,
-            batch,
-            model.devices,
-            optimizer=facts.options.optimizer,
-            segments=parts,
-            gamma=gamma,
-        )
-    elif formulas == "as-run":
-        phases = as_run(facts, strategy, shape, model, segments=parts, gamma=gamma)
-    else:
+    case = Case(facts, strategy, shape, model, parts)
+    if formulas == "chainermnx":
         if framework is None:
             raise LayerwiseError("the closed forms of ChainerMNX need its constants: framework('chainermnx', 'bars')")
-        phases = chainermnx(facts, strategy, shape, model, framework, gamma)
+        phases = chainermnx(case, framework)
+    else:
+        phases = published(case) if formulas == "published" else as_run(case)
+    phases = replace(phases, memory_bytes=gamma * phases.memory_bytes)
     most = limit(model.graph, strategy, node, wishes)
     return Projection(strategy, devices, (shape.groups, shape.inside), parts, batch, phases, most)
 
