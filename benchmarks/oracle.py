@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.oracle_calibrate import calibrate, projected
+from benchmarks.oracle_records import Record, factor, log_errors, order, read_records
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.formulas.facts import Facts, facts_of
 from layerwise.oracle.formulas.project import project
 from layerwise.oracle.framework import framework
-from layerwise.oracle.measured.calibrate import calibrate, projected
-from layerwise.oracle.measured.records import Record, factor, log_errors, order, read_records
-from layerwise.oracle.measured.runs import accuracy
+from layerwise.oracle.runs import accuracy
 
 RECORDS = Path(__file__).parents[1] / "tests" / "oracle" / "abci_v100.json"
 # What the paper claims (Kahira et al., section 5.2), and what its report's figure 2 gives for three networks.

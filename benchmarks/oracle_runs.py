@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.networks import SMALL
 from benchmarks.oracle_rank import STRATEGIES
 from benchmarks.predictions import arguments, run_all, words
-from layerwise.oracle.measured.runs import accuracy
+from layerwise.oracle.runs import accuracy
 from layerwise.search.report.text import units
 
 Cell = dict[str, object]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.oracle_records import read_records
 from layerwise.checkpoint.storage import Reader
 from layerwise.errors import LayerwiseError
 from layerwise.files import MAX_DEPTH, parse_json, read_json
 from layerwise.machine import load
-from layerwise.oracle.measured.records import read_records
-from layerwise.oracle.measured.runs import read_runs
+from layerwise.oracle.runs import read_runs
 from layerwise.plan import load_plan, parse_plan
 
 READERS = {

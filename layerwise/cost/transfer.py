@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise
 
 import numpy as np
@@ -65,14 +65,16 @@ def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
     received_bytes = np.empty(pairs)
     everyone = range(graph.count)
     for rows, received, sent in _sweep(edge, graph, tuple(everyone)):
-        received_bytes[rows] = sum_of(received)[..., 0].max(-1) * edge.item_bytes
+        received_bytes[rows] = reduce(np.add, received)[..., 0].max(-1) * edge.item_bytes
         for at, level in enumerate(graph.levels):
             total[rows, :, at] = received[at][..., 0].sum(-1) * edge.item_bytes
             passing, share = _passing(at, graph), level.devices_per_port
             loads = [
                 (
-                    _by_port(sum_of([way[m][..., 0] for m in passing]) * edge.item_bytes, share, everyone),
-                    _by_port(sum_of([way[m][..., 1] * _messages(m, at, graph) for m in passing]), share, everyone),
+                    _by_port(reduce(np.add, [way[m][..., 0] for m in passing]) * edge.item_bytes, share, everyone),
+                    _by_port(
+                        reduce(np.add, [way[m][..., 1] * _messages(m, at, graph) for m in passing]), share, everyone
+                    ),
                 )
                 for way in (received, sent)
             ]
@@ -131,8 +133,8 @@ def _ports(way: Sequence[Floats], at: int, graph: DeviceGraph, item_bytes: int, 
     passing, share = _passing(at, graph), graph.levels[at].devices_per_port
     if _curve(at, graph) is None:  # additive: a product first, then a sum, is the faster way
         rates = [np.array([item_bytes * graph.levels[at].beta_s_per_byte, graph.levels[m].alpha_s]) for m in passing]
-        return _by_port(sum_of([way[m] @ rate for m, rate in zip(passing, rates, strict=True)]), share, watched)
-    both = sum_of([way[m] for m in passing])
+        return _by_port(reduce(np.add, [way[m] @ rate for m, rate in zip(passing, rates, strict=True)]), share, watched)
+    both = reduce(np.add, [way[m] for m in passing])
     loads = _by_port(both[..., 0] * item_bytes, share, watched), _by_port(both[..., 1], share, watched)
     return _port_time(*loads, at, graph)
 
@@ -157,14 +159,6 @@ def _curve(at: int, graph: DeviceGraph) -> Curve | None:
 def _passing(at: int, graph: DeviceGraph) -> list[int]:
     """Levels whose messages pass the ports of level `at`: a NIC carries those of every level beyond the node."""
     return [m for m in range(len(graph.levels)) if at in graph.ports_passed(m)]
-
-
-def sum_of(arrays: Sequence[Floats]) -> Floats:
-    """Their sum, without the zero that `sum` starts from."""
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = total + array
-    return total
 
 
 def _sweep(

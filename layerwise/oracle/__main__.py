@@ -20,11 +20,11 @@ from layerwise.machine import DEFAULT, DTYPES, load, names
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
 from layerwise.oracle.framework import Framework, framework
-from layerwise.oracle.measured.runs import read_runs
 from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
 from layerwise.oracle.report import as_json as report_json
 from layerwise.oracle.report import text as report
 from layerwise.oracle.report.plot import check_plot, draw, save_plot
+from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from layerwise.cost.model import Progress
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.measured.runs import Compared, Run, compare
 from layerwise.oracle.question import Answer, Oracle, applicable
+from layerwise.oracle.runs import Compared, Run, compare
 from layerwise.oracle.strategies import Limit, UnreachableError
 
 

@@ -1,6 +1,6 @@
 """What a framework adds to the closed forms: constants of the software that ran the published measurements.
 
-The file `frameworks/*.json` states each number with where it came from; `calibrate` derives those that it can.
+`frameworks/*.json` states each number with where it came from; `benchmarks.oracle_calibrate` derives those that it can.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis, model_error, told, warnings
-from layerwise.cost.compute.measured import LAYER, chosen, step_name, update_name
+from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.machine import DeviceGraph
@@ -121,9 +121,9 @@ def test_the_latest_set_of_the_element_type_is_used() -> None:
     sets = [
         LayerTimes(replace(WHERE, dtype=d, torch=t)) for d, t in (("float32", "1"), ("float64", "2"), ("float32", "3"))
     ]
-    assert chosen(sets, "float32") is sets[2]
-    assert chosen(sets, "float64") is sets[1]
-    assert chosen(sets, "bfloat16") is None
+    assert latest(sets, "float32") is sets[2]
+    assert latest(sets, "float64") is sets[1]
+    assert latest(sets, "bfloat16") is None
 
 
 def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

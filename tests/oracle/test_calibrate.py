@@ -8,15 +8,15 @@ from typing import Literal
 import pytest
 
 from benchmarks.oracle import RECORDS, facts, forecast
+from benchmarks.oracle_calibrate import calibrate
+from benchmarks.oracle_records import Record, factor, log_errors, order, read_records
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.ask import compare_with
 from layerwise.oracle.framework import framework
-from layerwise.oracle.measured.calibrate import calibrate
-from layerwise.oracle.measured.records import Record, factor, log_errors, order, read_records
-from layerwise.oracle.measured.runs import FOR, Run
 from layerwise.oracle.question import Oracle, Question
+from layerwise.oracle.runs import FOR, Run
 from layerwise.oracle.suggest import Budget, suggest
 
 GIVEN = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.measured.runs import Run, accuracy, compare, mean_accuracy, read_runs
 from layerwise.oracle.question import Answer
+from layerwise.oracle.runs import Run, accuracy, compare, mean_accuracy, read_runs
 
 GOOD = {"strategy": "data", "gpus": 16, "batch": 512, "iteration_s": 0.2}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from layerwise.oracle.formulas.phases import Phases, Projection
-from layerwise.oracle.measured.runs import Compared, Run
 from layerwise.oracle.question import Answer
 from layerwise.oracle.report.plot import draw
+from layerwise.oracle.runs import Compared, Run
 from layerwise.oracle.strategies import Limit
 
 pytest.importorskip("matplotlib")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +98,7 @@ def rooflines(
 ) -> tuple[Roofline, Roofline]:
     """Forward and backward: a layer's stages one after the other, as an eager framework runs them."""
     peak = processor.peak(dtype)
-    forward, backward = (
-        Roofline(len(cells.computed.degrees), processor),
-        Roofline(len(cells.computed.degrees), processor),
-    )
+    forward, backward = (Roofline(len(cells.computed.degrees), processor) for _ in range(2))
     for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
         s, inputs, degrees = stage.space, stage.specs, cells.at(stage.epilogue).degrees
         dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
@@ -113,13 +111,13 @@ def rooflines(
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
         if gemms:
-            forward.add(_sum([gemm_s(g, processor, peak) for g in gemms]), moved)
+            forward.add(reduce(np.add, [gemm_s(g, processor, peak) for g in gemms]), moved)
             if any(fed[:1]):  # gradient of the inputs: (rows x columns) @ (columns x depth)
                 times = [gemm_s(Gemm(g.rows, g.depth, g.columns, g.count), processor, peak) for g in gemms]
-                backward.add(_sum(times), moved)
+                backward.add(reduce(np.add, times), moved)
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
-                backward.add(_sum(times), moved)
+                backward.add(reduce(np.add, times), moved)
         elif not stage.op.view and stage.op.role is Role.COMPUTE:
             arithmetic = stage.op.flops(inputs, extents) / peak
             forward.add(arithmetic, moved)
@@ -136,10 +134,3 @@ def update_roofline(layer: Layer, cells: Layout, processor: Processor, optimizer
             size = largest_box(p.maps, layer.space.dims, cells.at(p.late).degrees) * item_bytes
             found.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
     return found
-
-
-def _sum(arrays: Sequence[Floats]) -> Floats:
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = total + array
-    return total

@@ -68,10 +68,6 @@ def tree_all_reduce_s(size_bytes: float, members: int, link: Hop, chunks: float 
     return max(tree, 2 * (members - 1) / members * size_bytes * link.beta_s_per_byte)
 
 
-def all_reduce_s(size_bytes: float, members: int, link: Hop, *, trees: bool = True) -> float:
-    """Ring for large messages, tree for small ones: a message is small where the tree is the faster.
-
-    trees: False where the library has none (NCCL before 2.4).
-    """
-    ring = ring_all_reduce_s(size_bytes, members, link)
-    return min(ring, tree_all_reduce_s(size_bytes, members, link)) if trees else ring
+def all_reduce_s(size_bytes: float, members: int, link: Hop) -> float:
+    """Ring for large messages, tree for small ones: a message is small where the tree is the faster."""
+    return min(ring_all_reduce_s(size_bytes, members, link), tree_all_reduce_s(size_bytes, members, link))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.formulas.phases import TITLES
-from layerwise.oracle.measured.runs import Compared
 from layerwise.oracle.question import NAMES, Answer
+from layerwise.oracle.runs import Compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from rich.text import Text
 from layerwise.cost.basis import basis, told, warnings
 from layerwise.oracle.ask import Asked
 from layerwise.oracle.formulas.phases import TITLES
-from layerwise.oracle.measured.runs import Compared, mean_accuracy
 from layerwise.oracle.question import NAMES, Answer, Oracle
+from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, Suggestion
 from layerwise.search.report.text import Fitting, units

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
+from benchmarks.oracle_records import Record
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.formulas.chainermnx import FILTER_PASSES
 from layerwise.oracle.formulas.facts import Facts
 from layerwise.oracle.formulas.phases import Projection
 from layerwise.oracle.formulas.project import project
 from layerwise.oracle.framework import Framework
-from layerwise.oracle.measured.records import Record
 from layerwise.oracle.strategies import Wishes
 
 FactsOf = Callable[[str, int, str], Facts]  # model, batch of a device, runs
