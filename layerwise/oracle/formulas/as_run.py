@@ -81,7 +81,7 @@ def _reductions_s(case: Case, plan: Plan, link: Hop) -> float:
     summed = [layer.outputs for layer in case.facts.layers if plan[layer.name]["k"] > 1]
     uncut = {name for name, config in plan.items() if config.total == 1}
     scattered = _crossing(case, uncut, plan.keys() - uncut)
-    return sum(sum(all_gather_s(share * items, members, link) for items in rows) for rows in (summed, scattered))
+    return sum((sum(all_gather_s(share * items, members, link) for items in rows) for rows in (summed, scattered)), 0.0)
 
 
 def _halo_s(case: Case, layer: LayerFacts, link: Hop) -> float:
