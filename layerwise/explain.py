@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, space = rebuild(plan, args.model)
     named = {name: baseline(model, name) for name in NAMES}
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
-    found = alternatives(tables, args.layer, args.search_memory * 2**30)
-    best, chosen = found[0].step_time_s, plan.strategy[args.layer]
+    options = alternatives(tables, args.layer, args.search_memory * 2**30)
+    best, chosen = options[0].step_time_s, plan.strategy[args.layer]
     if args.json:
         rows = [
             {
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "step_time_s": a.step_time_s,
                 "in_plan": a.config == chosen,
             }
-            for a in found
+            for a in options
         ]
         print(json.dumps({"layer": args.layer, "alternatives": rows}, indent=1))
         return 0
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("devices", "t_C + t_S here", "step time", "against best"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("")
-        for rank, a in enumerate(found):
+        for rank, a in enumerate(options):
             notes = ["in the plan"] * (a.config == chosen) + [n for n in NAMES if named[n][args.layer] == a.config]
             if args.all or rank < 12 or notes:
                 ratio = f"+{a.step_time_s / best - 1:.2%}" if a.step_time_s > best else "best"
@@ -103,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 table.add_row(title(a.config), *numbers, ", ".join(notes))
         shown.append(table)
     out = console()
-    out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(found)} configurations\n"))
+    out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(options)} configurations\n"))
     out.print(Fitting(*shown))
-    if best < next(a.step_time_s for a in found if a.config == chosen):
+    if best < next(a.step_time_s for a in options if a.config == chosen):
         out.print("\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row.")
     return 0
 

@@ -193,20 +193,20 @@ def _anything(degrees: object) -> list[Dim]:
 
 def _provenance(value: object, where: str) -> dict[str, Any]:
     """What is read again of how the plan was found is of the right types, where it is there."""
-    found = _object(value, where)
+    facts = _object(value, where)
     sound = {
-        "profile": isinstance(found.get("profile", ""), str),
-        "powers_of_two": isinstance(found.get("powers_of_two", False), bool),
-        "dims": _list_of(str, found.get("dims", [])) and set(found.get("dims", [])) <= {*LABELS, "k"},
-        "input_shape": found.get("input_shape") is None
-        or (_list_of(int, found["input_shape"]) and min(found["input_shape"], default=1) > 0),
-        "cost_options": isinstance(found.get("cost_options", {}), dict)
-        and all(isinstance(option, str | bool) for option in found.get("cost_options", {}).values()),
+        "profile": isinstance(facts.get("profile", ""), str),
+        "powers_of_two": isinstance(facts.get("powers_of_two", False), bool),
+        "dims": _list_of(str, facts.get("dims", [])) and set(facts.get("dims", [])) <= {*LABELS, "k"},
+        "input_shape": facts.get("input_shape") is None
+        or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),
+        "cost_options": isinstance(facts.get("cost_options", {}), dict)
+        and all(isinstance(option, str | bool) for option in facts.get("cost_options", {}).values()),
     }
     for key, fine in sound.items():
         if not fine:
-            raise LayerwiseError(f"{where}: {key!r} cannot be {str(found[key])[:40]!r}: search again")
-    return found
+            raise LayerwiseError(f"{where}: {key!r} cannot be {str(facts[key])[:40]!r}: search again")
+    return facts
 
 
 def _list_of(kind: type, value: object) -> bool:
@@ -214,11 +214,11 @@ def _list_of(kind: type, value: object) -> bool:
 
 
 def _numbers(value: object, where: str) -> dict[str, float]:
-    found = _object(value, where)
-    for key, number in found.items():
+    numbers = _object(value, where)
+    for key, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= sys.float_info.max:
             raise LayerwiseError(f"{where}: {key!r} must be a finite number of at least 0, not {number!r}")
-    return found
+    return numbers
 
 
 def _object(value: object, where: str) -> dict[str, Any]:

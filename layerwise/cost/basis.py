@@ -36,52 +36,52 @@ class Basis:
         return asdict(self)
 
 
-def basis(model: CostModel, found: Price) -> Basis:
+def basis(model: CostModel, cost: Price) -> Basis:
     """Of one priced strategy."""
-    total = sum(p.seconds["compute"] for p in found.layers.values())
-    measured, fitted = _shares(found)
+    total = sum(p.seconds["compute"] for p in cost.layers.values())
+    measured, fitted = _shares(cost)
     times = None if model.measurements is None else model.measurements.times
     return Basis(
         measured,
         fitted,
         max(0.0, 1.0 - measured - fitted),
-        total / found.step_time_s if found.step_time_s else 0.0,
+        total / cost.step_time_s if cost.step_time_s else 0.0,
         None if times is None else times.conditions,
         None if times is None else times.held_out_error,
     )
 
 
-def model_error(*found: Price) -> float:
+def model_error(*costs: Price) -> float:
     """The share of a step's time below which a difference between these plans is no gain: of the least measured one.
 
     Each second of t_C counts as it was found: measured, else (fitted or analytic) as analytic.
     """
-    measured = min(_shares(one)[0] for one in found)
+    measured = min(_shares(one)[0] for one in costs)
     return measured * MEASURED_ERROR + (1 - measured) * ANALYTIC_ERROR
 
 
-def _shares(found: Price) -> tuple[float, float]:
+def _shares(cost: Price) -> tuple[float, float]:
     """What of t_C was measured, and what was fitted."""
-    layers = found.layers.values()
+    layers = cost.layers.values()
     total = sum(p.seconds["compute"] for p in layers)
     if not total:
         return 0.0, 0.0
     return sum(p.measured_s for p in layers) / total, sum(p.fitted_s for p in layers) / total
 
 
-def told(model: CostModel, on: Basis) -> str:
+def describe(model: CostModel, shares: Basis) -> str:
     """`t_C (62% of the step time): 97% measured on X (float32, torch 2.13.0), 3% fitted, none analytic.`"""
-    processor, where = model.devices.processor, on.conditions
+    processor, where = model.devices.processor, shares.conditions
     if where is None:
         return (
             f"t_C is not measured but an analytic roofline of {processor.name} at {model.options.dtype} "
             f"(profile {model.devices.name}; layerwise measure layers makes one of your machine)."
         )
-    parts = [f"{_percent(on.measured)} measured on {where.device} ({', '.join(_modes(where))})"]
-    error = "" if on.held_out_error is None else f" (median error {on.held_out_error:.1%} on cells held out)"
-    parts.append(f"{_percent(on.fitted)} fitted to that{error}")
-    parts.append(f"{_percent(on.analytic)} an analytic roofline")
-    return f"t_C is {on.of_step:.0%} of the step time: {'; '.join(parts)}."
+    parts = [f"{_percent(shares.measured)} measured on {where.device} ({', '.join(_modes(where))})"]
+    error = "" if shares.held_out_error is None else f" (median error {shares.held_out_error:.1%} on cells held out)"
+    parts.append(f"{_percent(shares.fitted)} fitted to that{error}")
+    parts.append(f"{_percent(shares.analytic)} an analytic roofline")
+    return f"t_C is {shares.of_step:.0%} of the step time: {'; '.join(parts)}."
 
 
 def warnings(model: CostModel) -> Iterator[str]:

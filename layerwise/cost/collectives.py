@@ -63,13 +63,13 @@ def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
         fan.append(int(counts.max()))
         spans.append(_spans(ids, outer, inner))
         inner = outer
-    for at, level in enumerate(graph.levels):
+    for number, level in enumerate(graph.levels):
         port = devices // level.devices_per_port
-        passing = [s for m, s in enumerate(spans) if at in graph.ports_passed(m)]
+        passing = [s for m, s in enumerate(spans) if number in graph.ports_passed(m)]
         there = np.any(passing, axis=0)
         members.append(_most(port[there]))
         # Beyond the node a ring passes a port once; inside, each of its hops leaves through its sender's port.
-        rings.append(_most(np.unique(np.stack([port, ids])[:, there], axis=1)[0]) if at else members[0])
+        rings.append(_most(np.unique(np.stack([port, ids])[:, there], axis=1)[0]) if number else members[0])
     _, first, group = np.unique(ids, return_index=True, return_inverse=True)
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
     servers = devices[first][group]
@@ -80,8 +80,8 @@ def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
 def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which devices are in a group that has several members at this level."""
     pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
-    found, counts = np.unique(pairs[:2], axis=1, return_counts=True)
-    several = {(int(i), int(o)) for (i, o), c in zip(found.T, counts, strict=True) if c > 1}
+    several_of, counts = np.unique(pairs[:2], axis=1, return_counts=True)
+    several = {(int(i), int(o)) for (i, o), c in zip(several_of.T, counts, strict=True) if c > 1}
     return np.array([(int(i), int(o)) in several for i, o in zip(ids, outer, strict=True)], bool)
 
 
@@ -89,9 +89,9 @@ def _most(values: NDArray[np.int64]) -> int:
     return int(np.bincount(values).max(initial=1)) if len(values) else 1
 
 
-def _beta(graph: DeviceGraph, at: int, load: Sequence[int]) -> float:
+def _beta(graph: DeviceGraph, number: int, load: Sequence[int]) -> float:
     """Seconds a byte of one stream at level `at`, where `load` streams share each port that it passes."""
-    return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(at))
+    return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(number))
 
 
 def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
@@ -153,23 +153,23 @@ def load(group: Group) -> int:
 
 def overlap(group: Group, graph: DeviceGraph) -> Overlap:
     """At what share of their speed an all-reduce and the computation beside it go on. Not measured: at all of it."""
-    found = None if graph.links is None else graph.links.overlap(group.fan, load(group))
-    return found or Overlap(group.fan, 1, 1.0, 1.0)
+    measured = None if graph.links is None else graph.links.overlap(group.fan, load(group))
+    return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 
 def _slowest(group: Group, graph: DeviceGraph) -> tuple[float, float]:
     """Alpha and beta of a step of a ring or tree: it has links of every level where the group has several members."""
-    used = [at for at, f in enumerate(group.fan) if f > 1]
-    return graph.levels[used[-1]].alpha_s, max(_beta(graph, at, group.rings) for at in used)
+    used = [number for number, f in enumerate(group.fan) if f > 1]
+    return graph.levels[used[-1]].alpha_s, max(_beta(graph, number, group.rings) for number in used)
 
 
 def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     """One way: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
     total, shard = 0.0, size_bytes
-    for at, fan in enumerate(group.fan):
+    for number, fan in enumerate(group.fan):
         if fan > 1:
             shard /= fan
-            total += (fan - 1) * (graph.levels[at].alpha_s + shard * _beta(graph, at, group.members))
+            total += (fan - 1) * (graph.levels[number].alpha_s + shard * _beta(graph, number, group.members))
     return total
 
 

@@ -44,8 +44,8 @@ def gradients_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collecti
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
             by_keys[keys, p.late] = size, total
     graph = setting.devices
-    found = [_collective(*sizes, cells.at(late), keys, graph) for (keys, late), sizes in by_keys.items()]
-    return [_replicated(c, graph) for c in found] if layer.role is Role.TIED else found
+    collectives = [_collective(*sizes, cells.at(late), keys, graph) for (keys, late), sizes in by_keys.items()]
+    return [_replicated(c, graph) for c in collectives] if layer.role is Role.TIED else collectives
 
 
 def _replicated(c: Collective, graph: DeviceGraph) -> Collective:
@@ -62,7 +62,7 @@ def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], 
 
 def statistics_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
     """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
         out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
         if statistics is None:
@@ -75,8 +75,8 @@ def statistics_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collect
         size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
         total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
-        found += [_collective(size, total, here, keys, setting.devices)] * (1 + gradients.inputs)
-    return found
+        collectives += [_collective(size, total, here, keys, setting.devices)] * (1 + gradients.inputs)
+    return collectives
 
 
 def reductions_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:

@@ -40,8 +40,8 @@ class Selections:
                 rows = np.concatenate([np.ones((len(there), 1), np.int64), np.zeros_like(there), there], axis=1)
             else:
                 rows = np.concatenate([self.degrees[:, dim, None], lo[..., dim], hi[..., dim]], axis=1)
-            found: dict[bytes, int] = {}
-            which = np.array([found.setdefault(row.tobytes(), len(found)) for row in rows], np.int64)
+            numbers: dict[bytes, int] = {}
+            which = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], np.int64)
             first = np.unique(which, return_index=True)[1]
             degree, low, high = np.split(rows[first], [1, 1 + lo.shape[1]], axis=1)
             self._patterns[key] = (degree[:, 0], low, high, which)

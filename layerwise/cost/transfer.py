@@ -52,7 +52,7 @@ def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
         total: Floats = load.total_bytes @ beta
         return total
     levels = range(len(graph.levels))
-    times = [_port_time(load.bytes[..., at], load.messages[..., at], at, graph) for at in levels]
+    times = [_port_time(load.bytes[..., number], load.messages[..., number], number, graph) for number in levels]
     slowest: Floats = np.max(times, axis=0)
     return slowest
 
@@ -66,22 +66,22 @@ def traffic(edge: Edge, graph: DeviceGraph) -> Traffic:
     everyone = range(graph.count)
     for rows, received, sent in _sweep(edge, graph, tuple(everyone)):
         received_bytes[rows] = reduce(np.add, received)[..., 0].max(-1) * edge.item_bytes
-        for at, level in enumerate(graph.levels):
-            total[rows, :, at] = received[at][..., 0].sum(-1) * edge.item_bytes
-            passing, share = _passing(at, graph), level.devices_per_port
+        for number, level in enumerate(graph.levels):
+            total[rows, :, number] = received[number][..., 0].sum(-1) * edge.item_bytes
+            passing, share = _passing(number, graph), level.devices_per_port
             loads = [
                 (
                     _by_port(reduce(np.add, [way[m][..., 0] for m in passing]) * edge.item_bytes, share, everyone),
                     _by_port(
-                        reduce(np.add, [way[m][..., 1] * _messages(m, at, graph) for m in passing]), share, everyone
+                        reduce(np.add, [way[m][..., 1] * _messages(m, number, graph) for m in passing]), share, everyone
                     ),
                 )
                 for way in (received, sent)
             ]
             size, count = (np.concatenate(parts, axis=-1) for parts in zip(*loads, strict=True))
-            worst = _port_time(size, count, at, graph).argmax(-1)[..., None]
-            busiest[rows, :, at] = np.take_along_axis(size, worst, -1)[..., 0]
-            messages[rows, :, at] = np.take_along_axis(count, worst, -1)[..., 0]
+            worst = _port_time(size, count, number, graph).argmax(-1)[..., None]
+            busiest[rows, :, number] = np.take_along_axis(size, worst, -1)[..., 0]
+            messages[rows, :, number] = np.take_along_axis(count, worst, -1)[..., 0]
     return Traffic(busiest, messages, total, received_bytes)
 
 
@@ -93,9 +93,9 @@ def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None
     slowest = np.zeros(edge.pairs)
     seen = tuple(range(graph.count)) if watched is None else watched
     for rows, *ways in _sweep(edge, graph, seen):
-        for at in range(len(graph.levels)):
+        for number in range(len(graph.levels)):
             for way in ways:
-                times = _ports(way, at, graph, edge.item_bytes, seen).max(-1)
+                times = _ports(way, number, graph, edge.item_bytes, seen).max(-1)
                 np.maximum(slowest[rows], times, out=slowest[rows])
     return slowest
 
@@ -121,44 +121,46 @@ def busiest_device(edge: Edge, graph: DeviceGraph) -> int:
     everyone = tuple(range(graph.count))
     ((_, *ways),) = _sweep(edge, graph, everyone)
     worst = np.zeros(graph.count)
-    for at in range(len(graph.levels)):
+    for number in range(len(graph.levels)):
         for way in ways:
-            ports = _ports(way, at, graph, edge.item_bytes, everyone)[0, 0]
-            worst = np.maximum(worst, ports[graph.port(at)])
+            ports = _ports(way, number, graph, edge.item_bytes, everyone)[0, 0]
+            worst = np.maximum(worst, ports[graph.port(number)])
     return int(worst.argmax())
 
 
-def _ports(way: Sequence[Floats], at: int, graph: DeviceGraph, item_bytes: int, watched: Sequence[int]) -> Floats:
+def _ports(way: Sequence[Floats], number: int, graph: DeviceGraph, item_bytes: int, watched: Sequence[int]) -> Floats:
     """(rows, C_v, ports) seconds that the traffic of the watched devices through each port of a level takes."""
-    passing, share = _passing(at, graph), graph.levels[at].devices_per_port
-    if _curve(at, graph) is None:  # additive: a product first, then a sum, is the faster way
-        rates = [np.array([item_bytes * graph.levels[at].beta_s_per_byte, graph.levels[m].alpha_s]) for m in passing]
+    passing, share = _passing(number, graph), graph.levels[number].devices_per_port
+    if _curve(number, graph) is None:  # additive: a product first, then a sum, is the faster way
+        rates = [
+            np.array([item_bytes * graph.levels[number].beta_s_per_byte, graph.levels[m].alpha_s]) for m in passing
+        ]
         return _by_port(reduce(np.add, [way[m] @ rate for m, rate in zip(passing, rates, strict=True)]), share, watched)
     both = reduce(np.add, [way[m] for m in passing])
     loads = _by_port(both[..., 0] * item_bytes, share, watched), _by_port(both[..., 1], share, watched)
-    return _port_time(*loads, at, graph)
+    return _port_time(*loads, number, graph)
 
 
-def _port_time(size_bytes: Floats, messages: Floats, at: int, graph: DeviceGraph) -> Floats:
+def _port_time(size_bytes: Floats, messages: Floats, number: int, graph: DeviceGraph) -> Floats:
     """Seconds of ports of a level with these loads."""
-    curve, level = _curve(at, graph), graph.levels[at]
+    curve, level = _curve(number, graph), graph.levels[number]
     if curve is None:
         return size_bytes * level.beta_s_per_byte + messages * level.alpha_s
     return curve.ports_seconds(size_bytes, messages)
 
 
-def _messages(m: int, at: int, graph: DeviceGraph) -> float:
+def _messages(m: int, number: int, graph: DeviceGraph) -> float:
     """What a message of level `m` counts as at the ports of level `at`."""
-    return graph.levels[m].alpha_s / graph.levels[at].alpha_s if _curve(at, graph) is None else 1.0
+    return graph.levels[m].alpha_s / graph.levels[number].alpha_s if _curve(number, graph) is None else 1.0
 
 
-def _curve(at: int, graph: DeviceGraph) -> Curve | None:
-    return None if graph.links is None else graph.links.port(at)
+def _curve(number: int, graph: DeviceGraph) -> Curve | None:
+    return None if graph.links is None else graph.links.port(number)
 
 
-def _passing(at: int, graph: DeviceGraph) -> list[int]:
+def _passing(number: int, graph: DeviceGraph) -> list[int]:
     """Levels whose messages pass the ports of level `at`: a NIC carries those of every level beyond the node."""
-    return [m for m in range(len(graph.levels)) if at in graph.ports_passed(m)]
+    return [m for m in range(len(graph.levels)) if number in graph.ports_passed(m)]
 
 
 def _sweep(

@@ -153,27 +153,27 @@ def _overlap(item: Field) -> Overlap:
     return Overlap(_fan(at["fan"]), _whole(at["load"]), *shares)
 
 
-def _fan(at: Field) -> tuple[int, ...]:
-    fan = tuple(_whole(item) for item in at.items())
+def _fan(field: Field) -> tuple[int, ...]:
+    fan = tuple(_whole(item) for item in field.items())
     if fan[-1] == 1:
-        raise at.error("the last level must have more than one member")
+        raise field.error("the last level must have more than one member")
     return fan
 
 
-def _knots(at: Field) -> tuple[tuple[float, float], ...]:
+def _knots(field: Field) -> tuple[tuple[float, float], ...]:
     knots = []
-    for item in at.items():
+    for item in field.items():
         at_bytes, seconds = item.plain_numbers(2)
         knots.append((at_bytes, seconds))
     if len(knots) < 2 or knots[0][1] <= 0:
-        raise at.error("expected at least two pairs of bytes and seconds, seconds above 0")
+        raise field.error("expected at least two pairs of bytes and seconds, seconds above 0")
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):
-        raise at.error("bytes must rise from pair to pair, and seconds must not fall")
+        raise field.error("bytes must rise from pair to pair, and seconds must not fall")
     return tuple(knots)
 
 
-def _whole(at: Field) -> int:
-    value = at.value
+def _whole(field: Field) -> int:
+    value = field.value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
-        raise at.error(f"expected a whole number from 1 to {2**20:,}, found {kind(value)}")
+        raise field.error(f"expected a whole number from 1 to {2**20:,}, found {kind(value)}")
     return value

@@ -38,18 +38,18 @@ class Link:
 
 def full_layers(graph: LayerGraph) -> tuple[FullLayer, ...]:
     """The layers of an MLP, first to last. LayerwiseError where the network is anything else."""
-    found: list[FullLayer] = []
+    rows: list[FullLayer] = []
     for layer in graph.inner:
         op, specs = layer.main, layer.stages[0].specs
-        chained = layer.inputs[:1] == (found[-1].name if found else graph.layers[0].name,) and len(layer.inputs) == 1
+        chained = layer.inputs[:1] == (rows[-1].name if rows else graph.layers[0].name,) and len(layer.inputs) == 1
         if not isinstance(op, Linear) or len(layer.out.shape) != 2 or not chained:
             raise LayerwiseError(
                 f"process grids are for MLPs, linear layers one after the other with element-wise functions between: "
                 f"layer {layer.name!r} ({op.kind}) is none of these. Leave out --grid: the search splits any network"
             )
         weights = sum(prod(p.shape) for p in layer.space.parameters if p.trainable)
-        found.append(FullLayer(layer.name, specs[0].shape[-1], layer.out.shape[-1], weights, layer.out.item_bytes))
-    return tuple(found)
+        rows.append(FullLayer(layer.name, specs[0].shape[-1], layer.out.shape[-1], weights, layer.out.item_bytes))
+    return tuple(rows)
 
 
 def grid_s(

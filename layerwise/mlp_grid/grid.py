@@ -39,10 +39,10 @@ class ProcessGrid:
 
 def parse_grid(text: str) -> ProcessGrid:
     """`2x4`: two batch groups of four parts."""
-    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.lower())
-    if not found:
+    parts = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.lower())
+    if not parts:
         raise LayerwiseError(f"--grid {text!r}: write batch groups x model parts, such as 2x4")
-    return ProcessGrid(int(found[1]), int(found[2]))
+    return ProcessGrid(int(parts[1]), int(parts[2]))
 
 
 def grids(processes: int, graph: LayerGraph) -> tuple[ProcessGrid, ...]:
@@ -151,11 +151,11 @@ def grid_plan(
     profile: str,
     model: CostModel,
     space: SearchSpace,
-    found: GridStudy,
+    studied: GridStudy,
     *,
     input_shape: tuple[int, ...] | None = None,
 ) -> Plan:
     """The only grid of a study as a plan for the runtime; the other arguments are those of `make_plan`."""
-    (priced,) = found.grids
-    result = replace(found.result, best=priced.tables)
+    (priced,) = studied.grids
+    result = replace(studied.result, best=priced.tables)
     return make_plan(name, profile, model, space, result, fused=True, input_shape=input_shape)

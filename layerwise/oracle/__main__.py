@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         None if args.max_memory is None else args.max_memory * 2**30,
         None if args.max_hours is None else args.max_hours * 3600,
     )
-    found = suggest(list(asked.answers.values()), args.samples, budget) if asked.answers else None
+    suggestion = suggest(list(asked.answers.values()), args.samples, budget) if asked.answers else None
     if args.plan is not None:
         ((name, count),) = asked.answers
         answer = asked.answers[name, count]
@@ -213,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot is not None:
         save_plot(draw(asked.answers, f"{args.model} on {profile.processor.name}", compared, asked.reasons), args.plot)
     if args.json:
-        print(report_json.text(report_json.as_dict(args.model, oracle, asked, args.samples, found, compared)))
+        print(report_json.text(report_json.as_dict(args.model, oracle, asked, args.samples, suggestion, compared)))
         return 0
     out = console()
     out.print(Text.assemble((args.model, "bold"), _heading(args, profile.processor.name)))
-    out.print(report.show(oracle, asked, args.samples, found, budget, compared, every=args.phases))
+    out.print(report.show(oracle, asked, args.samples, suggestion, budget, compared, every=args.phases))
     for what, path in (("plan", args.plan), ("figure", args.plot)):
         if path is not None:
             out.print(f"{what} written to {path}", soft_wrap=True)

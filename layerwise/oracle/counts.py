@@ -9,7 +9,7 @@ from layerwise.machine import MAX_GPUS
 
 def counts(text: str) -> tuple[int, ...]:
     """`1..8,12` -> (1, 2, 4, 8, 12): each number once, in order. argparse's error for anything else."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
         try:
@@ -23,5 +23,5 @@ def counts(text: str) -> tuple[int, ...]:
         powers = [1 << n for n in range(MAX_GPUS.bit_length()) if low <= 1 << n <= high]
         if dots and not powers:
             raise argparse.ArgumentTypeError(f"{part!r} has no power of two in it; name the numbers: {low},{high}")
-        found.update(powers if dots else [low])
-    return tuple(sorted(found))
+        numbers.update(powers if dots else [low])
+    return tuple(sorted(numbers))

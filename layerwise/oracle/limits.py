@@ -51,7 +51,7 @@ def findings(
     """
     if projection.devices == 1:
         return []
-    found = [
+    result = [
         *_communication(projection, devices, exposed_s),
         *_computation(projection, facts, staged),
         *_memory(projection, facts),
@@ -61,55 +61,55 @@ def findings(
     if used > 1:
         text = f"needs {used:.2f}× the memory of a device"
         text += "" if memory_known else " if nothing of it is used again (γ = 1), so it may not fit"
-        found.append(Finding("limit", "memory capacity", used, 0.0, text))
+        result.append(Finding("limit", "memory capacity", used, 0.0, text))
     most = projection.limit
     share = projection.devices / most.devices
     text = f"{projection.devices} of at most {most.devices:,} devices, by {most.by}"
-    found.append(Finding("limit", "number of PEs", share, 0.0, text))
-    return sorted(found, key=lambda f: -f.lost_s)
+    result.append(Finding("limit", "number of PEs", share, 0.0, text))
+    return sorted(result, key=lambda f: -f.lost_s)
 
 
 def _communication(projection: Projection, devices: DeviceGraph, exposed_s: float | None) -> list[Finding]:
-    name, at = projection.strategy, projection.phases
-    found: list[Finding] = []
-    lost_s = at.gradient_s if exposed_s is None else exposed_s
-    if name in GRADIENTS and at.gradient_s:
-        share = at.gradient_s / at.total_s
+    name, phases = projection.strategy, projection.phases
+    result: list[Finding] = []
+    lost_s = phases.gradient_s if exposed_s is None else exposed_s
+    if name in GRADIENTS and phases.gradient_s:
+        share = phases.gradient_s / phases.total_s
         text = f"gradient exchange is {share:.1%} of an iteration, phase after phase"
         if exposed_s is not None:
-            share = exposed_s / (at.total_s - at.gradient_s + exposed_s)
+            share = exposed_s / (phases.total_s - phases.gradient_s + exposed_s)
             text += f"; beside the backward pass, what is left of it is {share:.1%}"
-        found.append(Finding("limit", "gradient exchange", share, lost_s, text))
-    layerwise_s = at.gather_s + at.reduce_s
+        result.append(Finding("limit", "gradient exchange", share, lost_s, text))
+    layerwise_s = phases.gather_s + phases.reduce_s
     if name in LAYERWISE and layerwise_s:
-        share = layerwise_s / at.total_s
+        share = layerwise_s / phases.total_s
         text = f"collectives of single layers are {share:.1%} of an iteration"
-        found.append(Finding("limit", "layer-wise communication", share, layerwise_s, text))
-    if at.halo_s:
-        share = at.halo_s / at.total_s
+        result.append(Finding("limit", "layer-wise communication", share, layerwise_s, text))
+    if phases.halo_s:
+        share = phases.halo_s / phases.total_s
         text = f"halo exchange is {share:.1%} of an iteration"
-        found.append(Finding("bottleneck", "point-to-point communication", share, at.halo_s, text))
-    if at.passing_s:
-        share = at.passing_s / at.total_s
+        result.append(Finding("bottleneck", "point-to-point communication", share, phases.halo_s, text))
+    if phases.passing_s:
+        share = phases.passing_s / phases.total_s
         text = f"passing activations between stages is {share:.1%} of an iteration"
-        found.append(Finding("bottleneck", "point-to-point communication", share, at.passing_s, text))
+        result.append(Finding("bottleneck", "point-to-point communication", share, phases.passing_s, text))
     p1, p2 = projection.groups
     flows = flows_per_port(devices, p2) if name == "df" and p1 > 1 else 1.0
     if flows > 1:
         text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
-        saved_s = min(lost_s, at.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
-        found.append(Finding("bottleneck", "network congestion", flows, saved_s, text))
-    return found
+        saved_s = min(lost_s, phases.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
+        result.append(Finding("bottleneck", "network congestion", flows, saved_s, text))
+    return result
 
 
 def _computation(projection: Projection, facts: Facts, staged: Sequence[Stage]) -> list[Finding]:
-    name, at, p = projection.strategy, projection.phases, projection.devices
-    found: list[Finding] = []
-    if at.update_s:
-        share = at.update_s / at.computation_s
+    name, phases, p = projection.strategy, projection.phases, projection.devices
+    result: list[Finding] = []
+    if phases.update_s:
+        share = phases.update_s / phases.computation_s
         added = ", with the gradients of segments added up," if staged and projection.segments > 1 else ""
         text = f"the weight update{added} is {share:.1%} of the computation"
-        found.append(Finding("limit", "weight update", share, at.update_s, text))
+        result.append(Finding("limit", "weight update", share, phases.update_s, text))
     ideal_s = projection.batch / p * facts.compute_s
     if name == "pipeline":
         over = imbalance(staged) if staged else _published_imbalance(facts, p)
@@ -117,13 +117,13 @@ def _computation(projection: Projection, facts: Facts, staged: Sequence[Stage]) 
         text = (
             f"the slowest stage takes {over:.1%} longer than the mean; {idle:.1%} of all turns are filling and draining"
         )
-        found.append(Finding("limit", "workload balancing", over, at.compute_s - ideal_s, text))
+        result.append(Finding("limit", "workload balancing", over, phases.compute_s - ideal_s, text))
     else:
-        over = at.compute_s / ideal_s - 1
+        over = phases.compute_s / ideal_s - 1
         if over > 1e-9:
             text = f"computation takes {1 + over:.2f}× its ideal share: repeated work, and small local shapes"
-            found.append(Finding("bottleneck", "computation redundancy", over, at.compute_s - ideal_s, text))
-    return found
+            result.append(Finding("bottleneck", "computation redundancy", over, phases.compute_s - ideal_s, text))
+    return result
 
 
 def _published_imbalance(facts: Facts, stages: int) -> float:

@@ -156,9 +156,9 @@ class Oracle:
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
-            found = search(model, space, progress=progress)
-            inner = {layer.name: found.best.strategy[layer.name] for layer in model.graph.inner}
-            return self._answer(name, price_plan(model, Shape(1, devices), inner), found)
+            result = search(model, space, progress=progress)
+            inner = {layer.name: result.best.strategy[layer.name] for layer in model.graph.inner}
+            return self._answer(name, price_plan(model, Shape(1, devices), inner), result)
         if q.formulas != "tables":
             return self._closed(name, devices, q.formulas)
         if name == "pipeline":
@@ -183,21 +183,21 @@ class Oracle:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
         return Projection(name, devices, (shape.groups, shape.inside), segments, batch, phases, most)
 
-    def _answer(self, name: str, result: Priced, found: SearchResult | None) -> Answer:
+    def _answer(self, name: str, result: Priced, searched: SearchResult | None) -> Answer:
         shape, memory = result.shape, result.phases.memory_bytes
         projection = self._projection(name, shape.devices, shape, result.phases)
-        gamma = None if found else self._gamma(name, shape, memory)
-        return Answer(projection, result.overlapped_s, self._fits(memory), shape, gamma, result, (), found)
+        gamma = None if searched else self._gamma(name, shape, memory)
+        return Answer(projection, result.overlapped_s, self._fits(memory), shape, gamma, result, (), searched)
 
     def _pipeline(self, devices: int) -> Answer:
         model, segments = self.model(devices), self.question.segments_at(devices)
         (shape,) = self.shapes("pipeline", devices)
-        found = stages(model, devices, segments)
-        phases = pipeline_phases(found, segments, model.devices)
+        staged = stages(model, devices, segments)
+        phases = pipeline_phases(staged, segments, model.devices)
         projection = self._projection("pipeline", devices, shape, phases, segments)
         gamma = self._gamma("pipeline", shape, phases.memory_bytes)
-        overlapped_s = pipelined_s(found, segments, model.devices)
-        return Answer(projection, overlapped_s, self._fits(phases.memory_bytes), shape, gamma, None, found)
+        overlapped_s = pipelined_s(staged, segments, model.devices)
+        return Answer(projection, overlapped_s, self._fits(phases.memory_bytes), shape, gamma, None, staged)
 
     def _closed(self, name: str, devices: int, formulas: Formulas) -> Answer:
         """The cheapest of the strategy's shapes."""
@@ -205,8 +205,8 @@ class Oracle:
         possible = self.shapes(name, devices)
         if formulas == "chainermnx":  # which cuts space in one dimension
             possible = [min(possible, key=lambda s: len(s.grid))]
-        found = [self._project(name, devices, shape, formulas, q.gamma or 1.0) for shape in possible]
-        shape, best = min(found, key=lambda pair: pair[1].phases.total_s)
+        projected = [self._project(name, devices, shape, formulas, q.gamma or 1.0) for shape in possible]
+        shape, best = min(projected, key=lambda pair: pair[1].phases.total_s)
         memory = best.phases.memory_bytes
         fits = self._fits(memory) or (None if q.gamma is None else False)
         staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
@@ -223,11 +223,11 @@ class Oracle:
         segments = q.segments_at(devices) if name == "pipeline" else None
         # A framework's time of one device is spread over the layers as they are at the batch of a group.
         facts = self._facts_at(max(1, batch // shape.groups)) if formulas == "chainermnx" else self.facts
-        found = project(
+        projection = project(
             name, facts, devices, batch, formulas, segments=segments, wishes=q.wishes, shape=shape,
             gpus_per_node=q.gpus_per_node, gamma=gamma, framework=q.framework,
         )  # fmt: skip
-        return shape, found
+        return shape, projection
 
     def _gamma(self, name: str, shape: Shape, memory: float) -> float:
         """A device's memory over what the published formula counts."""

@@ -108,13 +108,13 @@ def gather_layer(graph: LayerGraph, node: int, wanted: str | None = None) -> str
 
 def spatial_layers(graph: LayerGraph, last: str) -> list[Layer]:
     """The layers with positions, up to `last`."""
-    found = []
+    layers = []
     for layer in graph.inner:
         if positions(layer) > 1:
-            found.append(layer)
+            layers.append(layer)
         if layer.name == last:
             break
-    return found
+    return layers
 
 
 def limit(graph: LayerGraph, name: str, node: int, wishes: Wishes | None = None) -> Limit:
@@ -182,17 +182,17 @@ def _group_size(graph: LayerGraph, name: str, devices: int, node: int, wishes: W
             raise UnreachableError(
                 f"{name} cannot have groups of {wishes.inside} devices: at most {most.devices}, by {most.by}"
             )
-        found = [wishes.inside]
+        sizes = [wishes.inside]
     else:
-        found = [g for g in range(2, min(node, most.devices, devices // 2) + 1) if devices % g == 0]
-    found = [g for g in found if devices // g <= graph.batch]
-    if not found:
+        sizes = [g for g in range(2, min(node, most.devices, devices // 2) + 1) if devices % g == 0]
+    sizes = [g for g in sizes if devices // g <= graph.batch]
+    if not sizes:
         raise UnreachableError(
             f"{name} needs groups inside a node, at least two groups of two devices each and a sample for each group: "
             f"{devices} devices in nodes of {node} with {graph.batch} samples have no such division (--group-size sets "
             "another)"
         )
-    return found[-1]
+    return sizes[-1]
 
 
 def _spatial_shapes(graph: LayerGraph, name: str, devices: int, inside: int, node: int, wishes: Wishes) -> list[Shape]:

@@ -68,17 +68,17 @@ def _memory_bytes(model: CostModel, plan: Strategy) -> float:
 def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Phases, float]:
     """The step time of equation 1 by phase, and the seconds of batch norm statistics in it."""
     plan = complete(model, plan)
-    found = dict.fromkeys(("compute_s", "update_s", "gather_s", "reduce_s", "halo_s", "gradient_s"), 0.0)
+    seconds_of = dict.fromkeys(("compute_s", "update_s", "gather_s", "reduce_s", "halo_s", "gradient_s"), 0.0)
     statistics_s = 0.0
     for layer in model.graph.layers:
         config = plan[layer.name]
         cost = model.node_cost(layer, (config,))
-        found["compute_s"] += float(cost.compute.forward[0] + cost.compute.backward[0])
-        found["update_s"] += float(cost.compute.update[0])
+        seconds_of["compute_s"] += float(cost.compute.forward[0] + cost.compute.backward[0])
+        seconds_of["update_s"] += float(cost.compute.update[0])
         statistics_s += float(cost.seconds["statistics"][0])
-        for phase in found:
+        for phase in seconds_of:
             shares = [(term.phases[phase], cost.seconds[term.name]) for term in LAYER_TERMS if phase in term.phases]
-            found[phase] += sum(share * float(seconds[0]) for share, seconds in shares)
+            seconds_of[phase] += sum(share * float(seconds[0]) for share, seconds in shares)
         for slot, source in enumerate(layer.inputs):
             edge, ends = (source, layer.name, slot), ((plan[source],), (config,))
             times = model.directions(edge)
@@ -86,13 +86,13 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
                 continue
             seconds = float(model.edge_cost(edge, *ends)[0, 0])
             if is_halo(plan[source], config):
-                found["halo_s"] += seconds
+                seconds_of["halo_s"] += seconds
             elif times == 2 and is_replicating(model, edge, plan[source], config):
-                found["gather_s"] += seconds / 2
-                found["reduce_s"] += seconds / 2  # its adjoint adds what came back
+                seconds_of["gather_s"] += seconds / 2
+                seconds_of["reduce_s"] += seconds / 2  # its adjoint adds what came back
             else:
-                found["gather_s"] += seconds
-    return Phases(memory_bytes=memory_bytes, **found), statistics_s
+                seconds_of["gather_s"] += seconds
+    return Phases(memory_bytes=memory_bytes, **seconds_of), statistics_s
 
 
 def is_halo(source: Config, target: Config) -> bool:

@@ -47,8 +47,8 @@ class Boxes:
     @cached_property
     def each(self) -> Each:
         """One by one, by device."""
-        found = map(Box, map(tuple, self.lo.tolist()), map(tuple, self.hi.tolist()))
-        return tuple(box if there else None for box, there in zip(found, self.there.tolist(), strict=True))
+        boxes = map(Box, map(tuple, self.lo.tolist()), map(tuple, self.hi.tolist()))
+        return tuple(box if there else None for box, there in zip(boxes, self.there.tolist(), strict=True))
 
     @property
     def volume(self) -> Floats:
@@ -80,5 +80,5 @@ class Boxes:
         """(N,) whether another device has the same box."""
         rows = np.concatenate([self.lo, self.hi, self.there[:, None]], axis=1)
         _, which, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-        found: Mask = self.there & (counts[which.reshape(-1)] > 1)
-        return found
+        alike: Mask = self.there & (counts[which.reshape(-1)] > 1)
+        return alike

@@ -15,14 +15,14 @@ def fill(gradients: Iterable[tuple[Hashable, float]]) -> list[list[int]]:
     A bucket takes gradients until it is full, and leaves with its last one. The first one of a group is small: of its
     group, not of the device, for all members must fill alike, and a device's own first may be of another group.
     """
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], float]] = {}  # by group: the bucket, and what room it has
     for number, (group, size_bytes) in enumerate(gradients):
         bucket, room = filling.get(group, (None, 0.0))
         if bucket is None or room <= 0:
             room = FIRST_BUCKET_BYTES if bucket is None else BUCKET_BYTES
             bucket = []
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.append(number)
         filling[group] = bucket, room - size_bytes
-    return found
+    return buckets

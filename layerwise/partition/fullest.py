@@ -86,15 +86,15 @@ def shared_statistics(layer: Layer, cells: Layout, *, local_batch_norm: bool) ->
 
     For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
     """
-    found = []
+    shared = []
     for stage in layer.stages:
         statistics = stage.statistics()
         if statistics is None:
             continue
         among = cells.at(stage.epilogue).degrees[:, list(statistics.over)].prod(1)
         local = stage.statistics(local_batch_norm=local_batch_norm) is None
-        found.append(((among > 1) & (not local)).astype(np.int64))
-    return found
+        shared.append(((among > 1) & (not local)).astype(np.int64))
+    return shared
 
 
 def _box(lo: Ints, hi: Ints) -> Box:

@@ -40,12 +40,12 @@ def are_gathers(edge: Edge) -> Mask:
         for axis in range(len(edge.maps)):
             (a, b), (c, d) = ([ends[k, device, axis] for ends in box] for box, k in ((own, i), (need, j)))
             part = part * np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
-        found: Mask = np.where(has[i, device], part, IDLE) == share[j, device]
-        return found
+        result: Mask = np.where(has[i, device], part, IDLE) == share[j, device]
+        return result
 
     count = has.shape[1]
-    found = fit(np.arange(len(has))[:, None], np.arange(len(needs))[None], 0)  # few are left by device 0
-    rows, columns = np.nonzero(found)
+    result = fit(np.arange(len(has))[:, None], np.arange(len(needs))[None], 0)  # few are left by device 0
+    rows, columns = np.nonzero(result)
     for device in {1 % count, count // 3, count - 1}:
         kept = fit(rows, columns, device)
         rows, columns = rows[kept], columns[kept]
@@ -53,9 +53,9 @@ def are_gathers(edge: Edge) -> Mask:
     starts = range(0, len(rows), PAIRS)
     fits = [fit(rows[at : at + PAIRS, None], columns[at : at + PAIRS, None], everyone).all(1) for at in starts]
     kept = np.concatenate(fits) if fits else np.zeros(0, bool)
-    found[:] = False
-    found[rows[kept], columns[kept]] = True
-    return found
+    result[:] = False
+    result[rows[kept], columns[kept]] = True
+    return result
 
 
 def needers(edge: Edge) -> Ints:

@@ -51,23 +51,23 @@ def replicas(cells: Cells, keys: Sequence[int]) -> NDArray[np.int64]:
     return np.where(cells.active, number, -1)
 
 
-def statistics(layer: Layer, at: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
+def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: bool) -> tuple[Group, ...]:
     """For each stage of a layer the devices that share its statistics with this one, () where it has all it needs."""
-    found = []
+    groups = []
     for stage in layer.stages:
         summed = stage.statistics(local_batch_norm=local_batch_norm)
-        group = () if summed is None else sharing(at.at(stage.epilogue).each, device, summed.over)
-        found.append(group if len(group) > 1 else ())
-    return tuple(found)
+        group = () if summed is None else sharing(place.at(stage.epilogue).each, device, summed.over)
+        groups.append(group if len(group) > 1 else ())
+    return tuple(groups)
 
 
-def reduction(layer: Layer, at: Place, device: int) -> Reduction | None:
+def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
     """What a device reduces over k, and with whom; None where k is not split."""
-    cell, outputs = at.cells.each[device], len(layer.out.shape)
+    cell, outputs = place.cells.each[device], len(layer.out.shape)
     assert cell is not None
     ks = range(outputs, len(layer.space.dims))
     if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
         return None
-    members = sharing(at.cells.each, device, ks)
-    owned = tuple((r, box) for r in members if (box := at.owned.each[r]) is not None)
+    members = sharing(place.cells.each, device, ks)
+    owned = tuple((r, box) for r in members if (box := place.owned.each[r]) is not None)
     return Reduction(Box(cell.lo[:outputs], cell.hi[:outputs]), owned)

@@ -54,8 +54,8 @@ def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) 
 
 def groups_of(owned: Each, need: Each) -> set[Group]:
     """The groups of devices that do a transfer as collectives, where the network prefers these."""
-    found = {_pattern(owned, need, device)[1] for device in range(len(owned))}
-    return found - {()}
+    groups = {_pattern(owned, need, device)[1] for device in range(len(owned))}
+    return groups - {()}
 
 
 def _overlap(a: Box | None, b: Box | None) -> Box | None:

@@ -26,12 +26,12 @@ def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, 
         lo, hi = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
         length = np.full(len(degrees), int(hi[0] - lo[0]), np.int64)
         return length, length
-    dim, found = dims[axis.source], {}
+    dim, by_degree = dims[axis.source], {}
     for degree in np.unique(degrees[:, axis.source]).tolist():
         cuts = boundaries(dim.extent, degree, dim.unit)
         lo, hi = axis(cuts[:-1], cuts[1:])
-        found[degree] = int((hi - lo).max()), int((hi - lo).sum())
-    longest, total = np.array([found[d] for d in degrees[:, axis.source].tolist()], np.int64).reshape(-1, 2).T
+        by_degree[degree] = int((hi - lo).max()), int((hi - lo).sum())
+    longest, total = np.array([by_degree[d] for d in degrees[:, axis.source].tolist()], np.int64).reshape(-1, 2).T
     return longest, total
 
 

@@ -42,8 +42,8 @@ def alternatives(tables: CostTables, layer: str, memory_bytes: float = 2**31) ->
         joined = join(mine, sizes, last=name)
         alive.append(Factor(joined.scope[:-1], joined.cost.min(axis=-1)))
     total: NDArray[np.float64] = sum((f.cost for f in alive), np.zeros(sizes[layer]))
-    found = [
+    rows = [
         Alternative(config, float(node), float(step))
         for config, node, step in zip(tables.configs[layer], tables.node[layer], total, strict=True)
     ]
-    return sorted(found, key=lambda a: a.step_time_s)
+    return sorted(rows, key=lambda a: a.step_time_s)

@@ -56,10 +56,10 @@ def above_s(tables: CostTables) -> float:
 
 def decimals(tables: CostTables) -> int:
     """How many decimals of a second are written."""
-    found = next((d for d in DIGITS if above_s(tables) * 10**d < LARGEST), None)
-    if found is None:
+    digits = next((d for d in DIGITS if above_s(tables) * 10**d < LARGEST), None)
+    if digits is None:
         raise LayerwiseError(f"strategies of up to {above_s(tables):.3g} s leave no room for {DIGITS[-1]} decimals")
-    return found
+    return digits
 
 
 def _parts(tables: CostTables, name: str, digits: int) -> Iterator[str]:

@@ -54,15 +54,15 @@ def search(
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
     strategies = [chosen(small.configs, optimum.choice) for small, optimum in optima]
     distinct = {tuple(s.items()): s for s in strategies}
-    found = [candidate(model, "layerwise", s) for s in distinct.values()]
+    candidates = [candidate(model, "layerwise", s) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = found[0], optima[0][1]
+    additive, optimum = candidates[0], optima[0][1]
     if not optimum.proven and not fixed:  # what was found instead may be worse than a baseline
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
-    best = choose(found, baselines) if objective == "timeline" and not fixed else additive
+    best = choose(candidates, baselines) if objective == "timeline" and not fixed else additive
     best = next((c for c in baselines.values() if c.strategy == best.strategy), best)
     counts = {
         "largest": max(map(len, configs.values())),
@@ -70,15 +70,15 @@ def search(
         "kept": sum(map(len, tables.configs.values())),
     }
     # Of equal strategies a baseline's name is told, data parallelism's before others.
-    everyone = [*found, *reversed(baselines.values())] if not fixed else found
+    everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
     simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
     capacity = model.devices.processor.memory_bytes
     return SearchResult(best, additive, baselines, optimum, seconds, counts, simulated, capacity)
 
 
-def choose(found: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
+def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
     """The best by `preference`; data parallelism where that gains no more than the model's error."""
-    everyone = [baselines["data"], *found, *(c for name, c in baselines.items() if name != "data")]
+    everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
     best, data = min(everyone, key=preference), baselines["data"]
     least_s = data.timeline.total_s * (1 - model_error(data.price, best.price))
     return data if data.fits == best.fits and best.timeline.total_s >= least_s else best

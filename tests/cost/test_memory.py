@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.allocations import Ledger
+from layerwise.cost.memory.allocations import AllocationTracker
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
@@ -34,17 +34,17 @@ from tests.cost.test_price import NETWORKS, random_strategy
 
 
 def test_a_storage_lives_while_anybody_holds_it() -> None:
-    ledger = Ledger(2)
-    first = ledger.new(np.array([8.0, 4.0]))
-    view = ledger.hold(first, np.array([True, False]))
-    ledger.drop(first)
-    assert ledger.now.tolist() == [8, 0]  # the second device has no view
-    second = ledger.new(np.array([1.0, 6.0]))
-    ledger.drop(view)
-    ledger.drop(second)
-    assert (ledger.now.tolist(), ledger.peak.tolist()) == ([0, 0], [9, 6])
-    ledger.spike(20.0)
-    assert (ledger.now.tolist(), ledger.peak.tolist()) == ([0, 0], [20, 20])
+    tracker = AllocationTracker(2)
+    first = tracker.new(np.array([8.0, 4.0]))
+    view = tracker.hold(first, np.array([True, False]))
+    tracker.drop(first)
+    assert tracker.now.tolist() == [8, 0]  # the second device has no view
+    second = tracker.new(np.array([1.0, 6.0]))
+    tracker.drop(view)
+    tracker.drop(second)
+    assert (tracker.now.tolist(), tracker.peak.tolist()) == ([0, 0], [9, 6])
+    tracker.spike(20.0)
+    assert (tracker.now.tolist(), tracker.peak.tolist()) == ([0, 0], [20, 20])
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------

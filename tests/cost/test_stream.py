@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.cost.timeline.stream import Lane, Sum
+from layerwise.cost.timeline.stream import Stream, Sum
 
 PAIR = np.array([0, 0])
 
 
-def lane(*sums: tuple[float, float, float], clock: tuple[float, float] = (0.0, 0.0)) -> Lane:
+def lane(*sums: tuple[float, float, float], clock: tuple[float, float] = (0.0, 0.0)) -> Stream:
     """Sums of two devices: seconds, and the rates of computation and of the sum."""
-    made = Lane(2)
+    made = Stream(2)
     for seconds, compute, sync in sums:
         made.add(Sum("x", PAIR, seconds, compute, sync), np.array(clock))
     return made

@@ -63,7 +63,7 @@ def held_out_error(times: LayerTimes) -> float | None:
 
     None where fewer than 10 cells of layers were measured.
     """
-    rows = [(name, time) for name, found in times.cells.items() if name[0] == "{" for time in found.values()]
+    rows = [(name, time) for name, by_cell in times.cells.items() if name[0] == "{" for time in by_cell.values()]
     errors = []
     for fold in range(FOLDS if len(rows) >= 2 * FOLDS else 0):
         fit = _fitted(row for i, row in enumerate(rows) if i % FOLDS != fold)
@@ -82,7 +82,7 @@ def _fitted(rows: Iterable[tuple[str, CellTime]]) -> Fit:
             if seconds > 0:
                 for group in groups(name):
                     samples[group, direction].append((work, seconds))
-    return Fit({key: _factors(found) for key, found in samples.items() if len(found) >= ENOUGH})
+    return Fit({key: _factors(rows_here) for key, rows_here in samples.items() if len(rows_here) >= ENOUGH})
 
 
 def _factors(rows: Sequence[tuple[Work, float]]) -> Floats:
@@ -90,11 +90,11 @@ def _factors(rows: Sequence[tuple[Work, float]]) -> Floats:
     a = np.concatenate([_row(work) for work, _ in rows]) / np.array([[seconds] for _, seconds in rows])
     best, least = np.zeros(3), np.inf
     for subset in SUBSETS:
-        found, *_ = np.linalg.lstsq(a[:, subset], np.ones(len(a)), rcond=None)
-        error = float(np.square(a[:, subset] @ found - 1).sum())
-        if (found >= 0).all() and error < least:
+        factors, *_ = np.linalg.lstsq(a[:, subset], np.ones(len(a)), rcond=None)
+        error = float(np.square(a[:, subset] @ factors - 1).sum())
+        if (factors >= 0).all() and error < least:
             best, least = np.zeros(3), error
-            best[subset] = found
+            best[subset] = factors
     return best
 
 

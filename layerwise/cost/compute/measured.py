@@ -69,8 +69,8 @@ class Measurements:
     def sink_time(self, layer: Layer, cells: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
         rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
-        found = self.times.cells.get(loss_name(layer), {})
-        losses = [found.get(row, NONE) for row in rows]
+        cells_known = self.times.cells.get(loss_name(layer), {})
+        losses = [cells_known.get(row, NONE) for row in rows]
         step = self.times.cells.get(step_name(self.optimizer), {}).get((), NONE)
         forward = np.array([time.forward_s + step.forward_s for time in losses])
         backward = np.array([time.backward_s + step.backward_s for time in losses])
@@ -80,15 +80,15 @@ class Measurements:
     def _looked_up(self, name: str, rows: Sequence[Extents], works: Sequence[Roofline]) -> list[Floats]:
         """For each direction (C, 3): seconds that were measured, fitted, and analytic; two of them are 0."""
         known = self.times.cells.get(name, {})
-        found = [known.get(row) for row in rows]
-        missing = np.array([time is None for time in found])
+        known_times = [known.get(row) for row in rows]
+        missing = np.array([time is None for time in known_times])
         extra = self.times.cells.get(LAYER, {}).get((), NONE) if len(works) == 2 else NONE
         result = []
         for direction, work in enumerate(works):
             parts = np.zeros((len(rows), 3))
             beside = (extra.forward_s, extra.backward_s)[direction]
             active = work.kernels > 0
-            parts[:, 0] = [0.0 if t is None else (t.forward_s, t.backward_s)[direction] for t in found]
+            parts[:, 0] = [0.0 if t is None else (t.forward_s, t.backward_s)[direction] for t in known_times]
             parts[~missing, 0] += beside
             if missing.any():
                 predicted = self.fit(name, direction, work.work) if active.any() else None

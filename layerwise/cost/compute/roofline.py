@@ -128,9 +128,9 @@ def rooflines(
 
 def update_roofline(layer: Layer, cells: Layout, processor: Processor, optimizer: str) -> Roofline:
     """The optimizer reads parameter, gradient and state and writes parameter and state. Its launches count nothing."""
-    found = Roofline(len(cells.computed.degrees), processor)
+    roofline = Roofline(len(cells.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, cells.at(p.late).degrees) * item_bytes
-            found.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
-    return found
+            roofline.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
+    return roofline

@@ -1,4 +1,4 @@
-"""Ledger: the bytes of storages that are alive on each of N devices, and the most there ever were.
+"""AllocationTracker: the bytes of storages that are alive on each of N devices, and the most there ever were.
 
 A storage lives while anybody holds it, as PyTorch's do: a view holds the storage behind it. Devices differ in what they
 hold, so holders are counted for each of them.
@@ -33,7 +33,7 @@ def part(ref: Ref, where: Mask) -> Ref:
     return tuple((s, mask & where) for s, mask in ref)
 
 
-class Ledger:
+class AllocationTracker:
     """now, peak: (N,) bytes that are alive, and the most that were."""
 
     def __init__(self, devices: int) -> None:

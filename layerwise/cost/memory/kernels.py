@@ -34,21 +34,21 @@ class StageMemory:
     view: bool
 
 
-def stages_of(layer: Layer, at: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
+def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
     """A layer's stages on all devices. flows: whether its inputs have a gradient; split: whether its reduction is."""
-    found: list[StageMemory] = []
+    rows: list[StageMemory] = []
     running = False
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
-        where, boxes = stage.space, at.at(stage.epilogue)
+        where, boxes = stage.space, place.at(stage.epilogue)
         dims, rank = len(where.dims), len(where.out.shape)
         kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
-        made = at.owned.volume * where.out.item_bytes
+        made = place.owned.volume * where.out.item_bytes
         extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.there, kept.back))
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
             partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
             there, back = there + 3 * partial, back + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
-        found.append(StageMemory(kept, made, extra, there, back, slots, gradients.result, running, stage.op.view))
+        rows.append(StageMemory(kept, made, extra, there, back, slots, gradients.result, running, stage.op.view))
         running = gradients.result
-    return found
+    return rows

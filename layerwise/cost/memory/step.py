@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.allocations import NOBODY, Ledger, Ref, part
+from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref, part
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
@@ -37,11 +37,11 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
         step.forward(layer)
         for source in dict.fromkeys(layer.inputs):
             if last[source] == i:
-                step.ledger.drop(step.values.pop(source))
+                step.tracker.drop(step.values.pop(source))
     for layer in reversed(layers):
         step.backward(layer)
     step.update()
-    return step.ledger.peak
+    return step.tracker.peak
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Step:
 
     def __post_init__(self) -> None:
         devices, options = self.model.devices.count, self.model.options
-        self.ledger, self.flows = Ledger(devices), self.model.has_gradient
+        self.tracker, self.flows = AllocationTracker(devices), self.model.has_gradient
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
             at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
@@ -80,10 +80,10 @@ class _Step:
             for _, p, item_bytes in layer.held():
                 boxes = at.at(p.late).needs(p.maps)
                 size = boxes.volume * item_bytes
-                self.ledger.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
+                self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
                     shared = boxes.shared()
-                    self.ledger.new(np.where(shared, size, 0.0))  # its place in a bucket, which outlives the step
+                    self.tracker.new(np.where(shared, size, 0.0))  # its place in a bucket, which outlives the step
                     rows.append((size, np.where(shared, 0.0, size)))
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
@@ -108,12 +108,12 @@ class _Step:
 
     def forward(self, layer: Layer) -> None:
         """A layer's inputs arrive, its stages run, and what is read again is kept."""
-        ledger = self.ledger
+        tracker = self.tracker
         if layer.role is Role.TIED:  # the parameter itself
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
-            fed = ledger.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
-            self.values[layer.name] = ledger.hold(fed)  # whoever feeds it keeps it
+            fed = tracker.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
+            self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
             received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
             if layer.role is Role.SINK:
@@ -125,33 +125,33 @@ class _Step:
         source = layer.inputs[slot]
         edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
         if edge.local:
-            return self.ledger.hold(self.values[source], edge.need > 0)
-        arrived = self.ledger.new(edge.received * item_bytes)
-        self.ledger.spike(edge.forth * item_bytes)
-        leaf = self.ledger.new(edge.need * item_bytes)
-        self.ledger.drop(arrived)
+            return self.tracker.hold(self.values[source], edge.need > 0)
+        arrived = self.tracker.new(edge.received * item_bytes)
+        self.tracker.spike(edge.forth * item_bytes)
+        leaf = self.tracker.new(edge.need * item_bytes)
+        self.tracker.drop(arrived)
         return leaf
 
     def _compute(self, layer: Layer, leaves: list[Ref]) -> None:
-        ledger = self.ledger
+        tracker = self.tracker
         inside: list[Ref] = []
         out = NOBODY
         for number, stage in enumerate(self.stages[layer.name]):
             before, mine = out, NOBODY
             if stage.view and number == 0:
-                out = ledger.hold(leaves[0])
+                out = tracker.hold(leaves[0])
             else:
-                mine = ledger.new(stage.extra) if stage.tracked else NOBODY
-                out = ledger.new(stage.made)
-            ledger.spike(stage.there if stage.tracked else stage.there + stage.extra)
+                mine = tracker.new(stage.extra) if stage.tracked else NOBODY
+                out = tracker.new(stage.made)
+            tracker.spike(stage.there if stage.tracked else stage.there + stage.extra)
             if stage.tracked:
-                mine += ledger.hold(before) if stage.kept.inputs else NOBODY
-                mine += ledger.hold(out) if stage.kept.output else NOBODY
+                mine += tracker.hold(before) if stage.kept.inputs else NOBODY
+                mine += tracker.hold(out) if stage.kept.output else NOBODY
             inside.append(mine)
-            ledger.drop(before)
+            tracker.drop(before)
         self.values[layer.name] = out
         if self.flows[layer.name]:
-            self.saved[layer.name] = _Saved(leaves, ledger.hold(out), inside)
+            self.saved[layer.name] = _Saved(leaves, tracker.hold(out), inside)
         else:
             self._drop(leaves)
 
@@ -160,9 +160,9 @@ class _Step:
 
         It has targets and keeps logarithms, whose gradient comes before that of the output; which stays to the end.
         """
-        ledger, free = self.ledger, self.model.options.io == "free"
+        tracker, free = self.tracker, self.model.options.io == "free"
         sizes = [self._edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
-        copies = [ledger.new(size) for size in sizes]
+        copies = [tracker.new(size) for size in sizes]
         self._drop(received)
         scored: list[Floats] = []
         for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
@@ -170,15 +170,15 @@ class _Step:
             scored.append(0 * size if ends else size)
             if not ends:
                 elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
-                ledger.new(elements / spec.shape[1] * TARGET_BYTES)
-        logs = [ledger.new(size) for size in scored]
+                tracker.new(elements / spec.shape[1] * TARGET_BYTES)
+        logs = [tracker.new(size) for size in scored]
         self._drop(copies)
         for name, size, score, log in zip(sink.inputs, sizes, scored, logs, strict=True):
-            first, gradient = ledger.new(score), ledger.new(size * self.flows[name])
+            first, gradient = tracker.new(score), tracker.new(size * self.flows[name])
             self._drop([first, log])
             self.outside += gradient
             scaled = not free and self.model.devices.count > 1  # to the mean over all samples
-            self.inward.append(ledger.new(size * self.flows[name]) if scaled else ledger.hold(gradient))
+            self.inward.append(tracker.new(size * self.flows[name]) if scaled else tracker.hold(gradient))
 
     # ---- backward ----
 
@@ -188,7 +188,7 @@ class _Step:
         if layer.role is Role.TIED:
             self._drop([self.gradients.pop(name, NOBODY)])
             for _, alone in self.trained[name]:
-                self.ledger.new(alone)
+                self.tracker.new(alone)
         elif layer.role is Role.SINK:
             self._return(layer)
         elif self.flows[name]:
@@ -198,63 +198,63 @@ class _Step:
             self._return(layer)
 
     def _differentiate(self, layer: Layer) -> list[Ref]:
-        ledger, stages, saved = self.ledger, self.stages[layer.name], self.saved.pop(layer.name)
+        tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
         self._drop(self.lately)
         self.lately = [*saved.leaves, saved.out]
         given = self.gradients.pop(layer.name, NOBODY)
-        running, inward, parameters = ledger.hold(given), [NOBODY] * len(layer.inputs), [NOBODY]
+        running, inward, parameters = tracker.hold(given), [NOBODY] * len(layer.inputs), [NOBODY]
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
             stage, before, slots = stages[number], NOBODY, stages[number].slots
             if number == tracked[0]:
                 slots += tuple(range(len(layer.specs), len(layer.inputs)))  # parameters that others use, too
-                parameters = [ledger.new(size) for size, _ in self.trained[layer.name]]
-            between = ledger.new(stage.back)  # where there is any, what it was made of is gone when it is used
+                parameters = [tracker.new(size) for size, _ in self.trained[layer.name]]
+            between = tracker.new(stage.back)  # where there is any, what it was made of is gone when it is used
             read, two = running + saved.inside[number], stage.back > 0
-            ledger.drop(part(read, two))
+            tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:
                     inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
             if stage.running:
-                before = ledger.hold(running) if stage.kept.through else ledger.new(stages[number - 1].made)
+                before = tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made)
             self._drop([between, part(read, ~two)])
             running = before
         self._drop([running, given, *parameters])
         for _, alone in self.trained[layer.name]:
-            ledger.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
+            tracker.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
         return inward
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
         """That of an input: a view of the output's, or made."""
         if through is not None:
-            return self.ledger.hold(through)
-        return self.ledger.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
+            return self.tracker.hold(through)
+        return self.tracker.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
 
     def _return(self, layer: Layer) -> None:
         """Gradients of a layer's inputs go back to who owns these, and are added to those that came before."""
-        ledger = self.ledger
+        tracker = self.tracker
         for slot, source in enumerate(layer.inputs):
             if self.flows[source] and (self.flows[layer.name] or layer.role is Role.SINK):
                 back = self._adjoint(self._edge(layer, slot), source, self.inward[slot])
-                ledger.drop(self.returned)
+                tracker.drop(self.returned)
                 self.returned = back
                 if source in self.gradients:
-                    total = ledger.new(self._own_bytes(source))
-                    ledger.drop(self.gradients[source])
+                    total = tracker.new(self._own_bytes(source))
+                    tracker.drop(self.gradients[source])
                     self.gradients[source] = total
                 else:
-                    self.gradients[source] = ledger.hold(back)
+                    self.gradients[source] = tracker.hold(back)
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
-        ledger, item_bytes, own = self.ledger, self.model.graph[source].out.item_bytes, self._own_bytes(source)
+        tracker, item_bytes, own = self.tracker, self.model.graph[source].out.item_bytes, self._own_bytes(source)
         alike = edge.kept * item_bytes == own
         if not edge.local:
             alike &= edge.sent == 0
-        arrived = ledger.new(edge.sent * item_bytes)  # what it sent forward
-        ledger.spike(edge.back * item_bytes)
-        total = ledger.hold(gradient, alike) + ledger.new(np.where(alike, 0.0, own))
-        ledger.drop(arrived)
+        arrived = tracker.new(edge.sent * item_bytes)  # what it sent forward
+        tracker.spike(edge.back * item_bytes)
+        total = tracker.hold(gradient, alike) + tracker.new(np.where(alike, 0.0, own))
+        tracker.drop(arrived)
         return total
 
     def _own_bytes(self, name: str) -> Floats:
@@ -273,13 +273,13 @@ class _Step:
             return
         sizes = [size for rows in self.trained.values() for size, _ in rows]
         if "cpu" not in self.model.devices.processor.name.lower():
-            self.ledger.spike(sum(sizes, np.zeros(self.model.devices.count)))
+            self.tracker.spike(sum(sizes, np.zeros(self.model.devices.count)))
             return
         before = np.zeros(self.model.devices.count)
         for size in sizes:
-            self.ledger.spike(before + 2 * size)
+            self.tracker.spike(before + 2 * size)
             before = size
 
     def _drop(self, refs: Sequence[Ref]) -> None:
         for ref in refs:
-            self.ledger.drop(ref)
+            self.tracker.drop(ref)

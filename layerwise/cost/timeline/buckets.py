@@ -50,7 +50,7 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
 def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, Group, float]]:
     """Who shares a layer's gradients, and their bytes; what nobody shares does not travel."""
     config = strategy[layer.name]
-    found = []
+    gradients = []
     for c in reversed(
         gradients_of(model, layer, model.layout(layer, (config,)))
     ):  # the last parameter first: a bias, then its weight
@@ -58,5 +58,5 @@ def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple
             row = replicas(c.cells, c.keys)[0]
             if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
-            found.append((row, c.groups[0], float(c.size_bytes[0])))
-    return found
+            gradients.append((row, c.groups[0], float(c.size_bytes[0])))
+    return gradients

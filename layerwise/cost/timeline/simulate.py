@@ -2,7 +2,7 @@
 
 Layers run forward in plan order, then backward in reverse; a transfer waits for the devices that send and holds the
 ones that receive. Gradients are all-reduced in buckets beside the backward pass, each as soon as its last gradient is
-there; what that costs the computation, and computation it, is as measured (cost.lane); a transfer in between takes the
+there; what that costs the computation, and computation it, is as measured (cost.stream); a transfer in between takes the
 port from them. The optimizer steps when both are done.
 """
 
@@ -19,7 +19,7 @@ from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
-from layerwise.cost.timeline.stream import Lane, Sum
+from layerwise.cost.timeline.stream import Stream, Sum
 from layerwise.graph.layer import Layer
 
 Floats = NDArray[np.float64]
@@ -58,21 +58,21 @@ class _Step:
     strategy: Strategy
     record: Record | None
     clock: Floats = field(init=False)
-    lane: Lane = field(init=False)
+    stream: Stream = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = np.zeros(self.model.devices.count)
-        self.lane = Lane(self.model.devices.count)
+        self.stream = Stream(self.model.devices.count)
 
     def active(self, layer: Layer) -> Mask:
-        found: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
-        return found
+        mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
+        return mask
 
     def compute(self, layer: Layer, *, forward: bool) -> None:
         cost = self.model.node_cost(layer, (self.strategy[layer.name],))
         active, start = self.active(layer), self.clock.copy()
         time = float(cost.compute.forward[0] if forward else cost.compute.backward[0])
-        self.clock = self.lane.beside(self.clock, np.where(active, time, 0.0))
+        self.clock = self.stream.beside(self.clock, np.where(active, time, 0.0))
         suffix = "" if forward else " (backward)"
         if time:
             self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
@@ -99,7 +99,7 @@ class _Step:
         """All wait for the last; then the port is theirs: gradients on the wire wait."""
         start = self.clock.copy()
         begin = np.where(devices, self.clock[devices].max(), self.clock)
-        self.lane.until(self.clock, begin)
+        self.stream.until(self.clock, begin)
         self.clock = begin + np.where(devices, time, 0.0)
         self._note(name, category, layer, start, devices)
 
@@ -108,7 +108,7 @@ class _Step:
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
         seconds = sync_s(bucket.bytes, group, model.devices, model.options.sync)
-        self.lane.add(Sum(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
+        self.stream.add(Sum(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
 
     def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
         if self.record is not None:
@@ -132,10 +132,10 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
         step.receive(layer, forward=False)
     backward_s = float(step.clock.max()) - forward_s
     computed = step.clock
-    end = step.lane.finish(computed)
+    end = step.stream.finish(computed)
     exposed = float((end - computed).max())
     if record is not None:
-        for s in step.lane.sums:
+        for s in step.stream.sums:
             record(Span(f"gradients of {s.name}", "sync", s.name, s.started, s.ended, s.row >= 0))
     for layer in layers:
         update = float(model.node_cost(layer, (strategy[layer.name],)).compute.update[0])

@@ -1,4 +1,4 @@
-"""A device's second lane: sums of gradients, one after the other, beside its computation."""
+"""A device's second stream: sums of gradients, one after the other, beside its computation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sum:
         self.ended = self.ready.copy()
 
 
-class Lane:
+class Stream:
     """The sums of N devices, in the order in which they were added."""
 
     def __init__(self, devices: int) -> None:

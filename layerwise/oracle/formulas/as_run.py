@@ -27,12 +27,12 @@ def as_run(case: Case) -> Phases:
     """The phases of an iteration."""
     facts, model = case.facts, case.model
     if case.strategy == "pipeline":
-        found = pipeline_phases(stages(model, case.shape.devices, case.segments), case.segments, model.devices)
+        pipelined = pipeline_phases(stages(model, case.shape.devices, case.segments), case.segments, model.devices)
         return Phases(
-            compute_s=found.compute_s * facts.scale,
-            update_s=found.update_s,
-            passing_s=found.passing_s,
-            memory_bytes=found.memory_bytes,
+            compute_s=pipelined.compute_s * facts.scale,
+            update_s=pipelined.update_s,
+            passing_s=pipelined.passing_s,
+            memory_bytes=pipelined.memory_bytes,
         )
     plan, link = strategy(model.graph, case.strategy, case.shape), hop(model.devices, case.shape.inside)
     times = [model.node_cost(layer, (plan[layer.name],)).compute for layer in model.graph.inner]

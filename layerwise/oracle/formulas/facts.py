@@ -157,8 +157,8 @@ def facts_of(
     options = options or CostOptions(io="free")
     bare = Facts(graph, profile, (), 1.0, options)
     model, batch = bare.model(1, graph.batch), graph.batch
-    found = {layer.name: model.node_cost(layer, (Config(),)).compute for layer in graph.inner}
-    times = {name: (float(t.forward[0]) / batch, float(t.backward[0]) / batch) for name, t in found.items()}
+    computed = {layer.name: model.node_cost(layer, (Config(),)).compute for layer in graph.inner}
+    times = {name: (float(t.forward[0]) / batch, float(t.backward[0]) / batch) for name, t in computed.items()}
     total, scale = sum(forward + backward for forward, backward in times.values()), 1.0
     if layer_seconds is not None:
         missing = [name for name in times if name not in layer_seconds]
@@ -204,25 +204,25 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
 
 def _gathered(graph: LayerGraph, layer: Layer) -> list[int]:
     """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside)."""
-    own, found = layer.space.index("c"), []
+    own, items = layer.space.index("c"), []
     for source, spec, maps in zip(layer.inputs, layer.specs, layer.space.needs, strict=False):
-        at = graph[source].space.index("c")
-        if not graph[source].end and at is not None and (own is None or maps[at].source != own):
-            found.append(spec.volume // graph.batch)
-    return found
+        channel = graph[source].space.index("c")
+        if not graph[source].end and channel is not None and (own is None or maps[channel].source != own):
+            items.append(spec.volume // graph.batch)
+    return items
 
 
 def _windows(layer: Layer) -> tuple[Window, ...]:
     """The spatial dimensions in which an interior cell needs more of its input than lies under it."""
     main = layer.main
     assert isinstance(main, Conv | ConvTranspose | Pool)
-    x, space, found = layer.specs[0], layer.space, []
+    x, space, windows = layer.specs[0], layer.space, []
     for i, kernel in enumerate(main.kernel, start=len(x.shape) - len(main.kernel)):
         label, axis = space.dims[i].label, space.needs[0][i]
         if label in SPATIAL and axis.source == i:
             low, high = _reach(axis, space.dims[i].extent, x.shape[i])
-            found.append(Window(str(label), x.shape[i], space.dims[i].extent, kernel, low, high))
-    return tuple(found)
+            windows.append(Window(str(label), x.shape[i], space.dims[i].extent, kernel, low, high))
+    return tuple(windows)
 
 
 def _reach(axis: AxisMap, out: int, extent: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from layerwise.oracle.formulas.facts import LayerFacts
 def published_halo(layer: LayerFacts, grid: Mapping[str, int]) -> tuple[float, float]:
     """halo(x), halo(dL/dy): items a sample and side. C · sum over split i of floor(K_i/2) · prod over j≠i of X_j/p_j;
     backward with F and Y."""
-    found = []
+    halos = []
     for channels, extents in (
         (layer.in_channels, {w.label: w.extent for w in layer.windows}),
         (layer.out_channels, {w.label: w.out for w in layer.windows}),
@@ -21,8 +21,8 @@ def published_halo(layer: LayerFacts, grid: Mapping[str, int]) -> tuple[float, f
             if grid.get(window.label, 1) > 1:
                 across = prod(x / grid.get(d, 1) for d, x in extents.items() if d != window.label)
                 total += window.kernel // 2 * across
-        found.append(channels * total)
-    return found[0], found[1]
+        halos.append(channels * total)
+    return halos[0], halos[1]
 
 
 def halo_messages(layer: LayerFacts, grid: Mapping[str, int]) -> Iterator[float]:

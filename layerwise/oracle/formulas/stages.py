@@ -58,7 +58,7 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
         rows = ((times[name], adding_s[name]) for name in names)
         cuts = balanced([float(t.forward[0] + t.backward[0]) + more * added for t, added in rows], count)
     passed = crossing_bytes(part.graph)
-    found = []
+    result = []
     for first, end in pairwise(cuts):
         last = end == len(names)
         inside = names[first:end]
@@ -66,7 +66,7 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
         here = [times[name] for name in [*inside, *([*fed, *ends] if last else [])]]
         added = sum(adding_s[name] for name in inside)
         second = _largest_gradient_bytes(graph, inside) if segments > 1 else 0.0  # while it is added, there are two
-        found.append(
+        result.append(
             Stage(
                 tuple(inside),
                 sum(float(t.forward[0]) for t in here),
@@ -77,7 +77,7 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
                 added,
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
@@ -85,9 +85,9 @@ def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
     return max((float(prod(p.shape) * item_bytes) for _, p, item_bytes in rows if p.trainable), default=0.0)
 
 
-def cuts_of(found: Sequence[Stage]) -> list[int]:
+def cuts_of(staged: Sequence[Stage]) -> list[int]:
     """Where these stages begin, and where the last one ends."""
-    return [0, *accumulate(len(stage.layers) for stage in found)]
+    return [0, *accumulate(len(stage.layers) for stage in staged)]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
@@ -130,59 +130,59 @@ def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
     return result
 
 
-def pipeline_phases(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
+def pipeline_phases(staged: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
     """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way.
 
     On the longest way through all stages and segments every turn back but the first may add to gradients.
     """
-    turns = len(found) + segments - 1
-    passing_s = max(_passing_s(found, devices), default=0.0)
+    turns = len(staged) + segments - 1
+    passing_s = max(_passing_s(staged, devices), default=0.0)
     additions = turns - 1 if segments > 1 else 0
     return Phases(
-        compute_s=turns * (max(s.forward_s for s in found) + max(s.backward_s for s in found)),
-        update_s=max(s.update_s for s in found) + additions * max(s.accumulate_s for s in found),
+        compute_s=turns * (max(s.forward_s for s in staged) + max(s.backward_s for s in staged)),
+        update_s=max(s.update_s for s in staged) + additions * max(s.accumulate_s for s in staged),
         passing_s=2 * (turns - 1) * passing_s,
-        memory_bytes=max(s.memory_bytes for s in found),
+        memory_bytes=max(s.memory_bytes for s in staged),
     )
 
 
-def pipelined_s(found: Sequence[Stage], segments: int, devices: DeviceGraph) -> float:
+def pipelined_s(staged: Sequence[Stage], segments: int, devices: DeviceGraph) -> float:
     """An iteration of GPipe simulated: no longer than the sum of the phases.
 
     Every stage takes its segments one after the other, forward and then backward, each as soon as what it needs is
-    there; what it passes on travels beside its next segments, one message after the other.
+    ready; what it passes on travels beside its next segments, one message after the other.
     """
-    passing_s = [0.0, *_passing_s(found, devices), 0.0]  # before and behind every stage
-    there, forward_s, end_s = [0.0] * segments, [], 0.0
-    for number, stage in enumerate(found):
-        clock, there = _through(0.0, stage.forward_s, 0.0, there, passing_s[number + 1])
+    passing_s = [0.0, *_passing_s(staged, devices), 0.0]  # before and behind every stage
+    ready, forward_s, end_s = [0.0] * segments, [], 0.0
+    for number, stage in enumerate(staged):
+        clock, ready = _through(0.0, stage.forward_s, 0.0, ready, passing_s[number + 1])
         forward_s.append(clock)
-    there = [0.0] * segments
-    for number, stage in reversed(list(enumerate(found))):
+    ready = [0.0] * segments
+    for number, stage in reversed(list(enumerate(staged))):
         start_s = forward_s[number]
-        clock, there = _through(start_s, stage.backward_s, stage.accumulate_s, there, passing_s[number])
+        clock, ready = _through(start_s, stage.backward_s, stage.accumulate_s, ready, passing_s[number])
         end_s = max(end_s, clock + stage.update_s)
     return end_s
 
 
 def _through(
-    clock: float, each_s: float, further_s: float, there: Sequence[float], passing_s: float
+    clock: float, each_s: float, further_s: float, arrivals: Sequence[float], passing_s: float
 ) -> tuple[float, list[float]]:
     """When a stage is through with all segments, and when the next one has what they pass on.
 
     further_s: what a segment takes beside each_s, but for the first.
     """
     port, passed = 0.0, []
-    for number, ready in enumerate(there):
+    for number, ready in enumerate(arrivals):
         clock = max(clock, ready) + each_s + (further_s if number else 0.0)
         port = max(port, clock) + passing_s
         passed.append(port)
     return clock, passed
 
 
-def _passing_s(found: Sequence[Stage], devices: DeviceGraph) -> list[float]:
+def _passing_s(staged: Sequence[Stage], devices: DeviceGraph) -> list[float]:
     """What each stage passes on of a segment: seconds of a message to the next, as measured where it was."""
-    return [_message_s(stage.passed_bytes, at, devices) for at, stage in enumerate(found[:-1])]
+    return [_message_s(stage.passed_bytes, at, devices) for at, stage in enumerate(staged[:-1])]
 
 
 def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
@@ -193,9 +193,9 @@ def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
     return devices.levels[level].alpha_s + size_bytes * devices.levels[level].beta_s_per_byte
 
 
-def imbalance(found: Sequence[Stage]) -> float:
+def imbalance(staged: Sequence[Stage]) -> float:
     """How much longer the slowest stage takes than the mean: 0 is perfect."""
-    times = [s.forward_s + s.backward_s for s in found]
+    times = [s.forward_s + s.backward_s for s in staged]
     return max(times) / (sum(times) / len(times)) - 1
 
 

@@ -17,7 +17,7 @@ from layerwise.oracle.suggest import Suggestion
 
 
 def as_dict(
-    name: str, oracle: Oracle, asked: Asked, samples: int, found: Suggestion | None, compared: Sequence[Compared]
+    name: str, oracle: Oracle, asked: Asked, samples: int, suggestion: Suggestion | None, compared: Sequence[Compared]
 ) -> dict[str, Any]:
     """Everything, for a program."""
     q = oracle.question
@@ -38,7 +38,7 @@ def as_dict(
         ],
         "limits": {name: asdict(most) for name, most in asked.limits.items()},
         "unreachable": [{"strategy": s, "gpus": count, "why": why} for (s, count), why in asked.reasons.items()],
-        "suggestion": None if found is None else suggestion_json(found, samples),
+        "suggestion": None if suggestion is None else suggestion_json(suggestion, samples),
         "notes": list(asked.notes),
         **({"measured": measured_json(compared)} if compared else {}),
     }
@@ -95,7 +95,7 @@ def _times(a: Answer, factor: float) -> dict[str, float]:
     return phases | totals | {"overlapped_s": a.overlapped_s * factor}
 
 
-def suggestion_json(found: Suggestion, samples: int) -> dict[str, Any]:
+def suggestion_json(s: Suggestion, samples: int) -> dict[str, Any]:
     """The best and the runner-up by name, GPUs and seconds an epoch."""
 
     def short(a: Answer | None) -> dict[str, Any] | None:
@@ -103,7 +103,7 @@ def suggestion_json(found: Suggestion, samples: int) -> dict[str, Any]:
             return None
         return {"strategy": a.projection.strategy, "gpus": a.projection.devices, "epoch_s": a.epoch_s(samples)}
 
-    return {"best": short(found.best), "runner_up": short(found.runner_up), "margin": found.margin, "why": found.why}
+    return {"best": short(s.best), "runner_up": short(s.runner_up), "margin": s.margin, "why": s.why}
 
 
 def measured_json(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from layerwise.cost.basis import basis, told, warnings
+from layerwise.cost.basis import basis, describe, warnings
 from layerwise.oracle.ask import Asked
 from layerwise.oracle.formulas.phases import TITLES
 from layerwise.oracle.question import NAMES, Answer, Oracle
@@ -107,8 +107,8 @@ def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None
 
 def statistics_line(answers: Sequence[Answer]) -> str | None:
     """What batch norm over the whole batch costs, where that is much."""
-    found = [(a.priced.statistics_s, a.projection) for a in answers if a.priced is not None]
-    seconds, most = max(found, key=lambda pair: pair[0] / pair[1].phases.total_s, default=(0.0, None))
+    rows = [(a.priced.statistics_s, a.projection) for a in answers if a.priced is not None]
+    seconds, most = max(rows, key=lambda pair: pair[0] / pair[1].phases.total_s, default=(0.0, None))
     if most is None or seconds < MUCH * most.phases.total_s:
         return None
     share = f"{units(seconds, 's')} of {title(most.strategy)}"
@@ -183,7 +183,7 @@ def measured_table(compared: Sequence[Compared]) -> Group:
     return Group(table, "", f"mean accuracy: {text}; of all runs {overall:.1%}")
 
 
-def suggestion_lines(found: Suggestion, samples: int, budget: Budget) -> Iterator[str]:
+def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> Iterator[str]:
     """What to take, the runner-up, the margin."""
     limits = [
         *([f"at most {budget.gpus} GPUs"] if budget.gpus else []),
@@ -191,24 +191,24 @@ def suggestion_lines(found: Suggestion, samples: int, budget: Budget) -> Iterato
         *([f"an epoch within {duration(budget.seconds)}"] if budget.seconds else []),
     ]
     within = f" with {', '.join(limits)}" if limits else ""
-    if found.best is None:
-        yield f"No suggestion{within}: {found.why}."
+    if suggestion.best is None:
+        yield f"No suggestion{within}: {suggestion.why}."
         return
     measure = "fewest GPU-hours" if budget.seconds else "fastest"
-    p = found.best.projection
+    p = suggestion.best.projection
     yield (
         f"Suggestion ({measure}{within}): {title(p.strategy)} on {_gpus(p.devices)}, "
-        f"{duration(found.best.epoch_s(samples))} an epoch, {units(p.phases.memory_bytes, 'B')} a device."
+        f"{duration(suggestion.best.epoch_s(samples))} an epoch, {units(p.phases.memory_bytes, 'B')} a device."
     )
-    if found.best.fits is None:
+    if suggestion.best.fits is None:
         yield "It may not fit: closed forms count memory as if nothing of it were used again; --gamma says what is."
-    if found.runner_up is None:
+    if suggestion.runner_up is None:
         yield "No other strategy keeps to this."
     else:
-        q = found.runner_up.projection
+        q = suggestion.runner_up.projection
         yield (
-            f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, {duration(found.runner_up.epoch_s(samples))} an "
-            f"epoch: {found.margin:.1%} more {'GPU-hours' if budget.seconds else 'time'}."
+            f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, {duration(suggestion.runner_up.epoch_s(samples))} an "
+            f"epoch: {suggestion.margin:.1%} more {'GPU-hours' if budget.seconds else 'time'}."
         )
 
 
@@ -220,7 +220,7 @@ def show(
     oracle: Oracle,
     asked: Asked,
     samples: int,
-    found: Suggestion | None,
+    suggestion: Suggestion | None,
     budget: Budget,
     compared: Sequence[Compared],
     *,
@@ -229,8 +229,8 @@ def show(
     """Everything, for a terminal."""
     capacity = oracle.question.profile.processor.memory_bytes
     parts: list[RenderableType] = []
-    best = None if found is None else found.best
-    if asked.answers and found is not None:
+    best = None if suggestion is None else suggestion.best
+    if asked.answers and suggestion is not None:
         counts = sorted({gpus for _, gpus in asked.answers})
         unknown = any(a.fits is None for a in asked.answers.values())
         over = "! over a device's memory" + "; ? over it if nothing is used again, γ = 1" * unknown
@@ -240,8 +240,8 @@ def show(
                 epochs_table(asked.answers, samples, best),
                 "",
             ]
-        at = best.projection.devices if best is not None else counts[-1]
-        for gpus in counts if every else [at]:
+        gpus_shown = best.projection.devices if best is not None else counts[-1]
+        for gpus in counts if every else [gpus_shown]:
             rows = [a for (_, count), a in asked.answers.items() if count == gpus]
             parts += [f"an iteration on {_gpus(gpus)}", phases_table(rows, capacity, best)]
             line = statistics_line(rows)
@@ -249,11 +249,11 @@ def show(
             held = findings_table(oracle, rows, every=every)
             parts += [held, ""] if held.row_count else []
         parts += [limits_table(asked.limits), ""]
-        parts += [*suggestion_lines(found, samples, budget)]
+        parts += [*suggestion_lines(suggestion, samples, budget)]
         priced = next((a for a in (best, *asked.answers.values()) if a is not None and a.priced is not None), None)
         if priced is not None and priced.priced is not None:
             model = oracle.model(priced.projection.devices)
-            parts += ["", told(model, basis(model, priced.priced.price)), *warnings(model)]
+            parts += ["", describe(model, basis(model, priced.priced.price)), *warnings(model)]
     if compared:
         parts += ["" if parts else Text(), measured_table(compared)]
     parts += [*asked.notes]

@@ -57,37 +57,37 @@ def as_dict(
     }
 
 
-def price_dict(model: CostModel, found: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
+def price_dict(model: CostModel, candidate: Candidate, baselines: Mapping[str, Candidate], name: str) -> dict[str, Any]:
     """One priced strategy, for a program."""
     return {
         "model": name,
         "gpus": model.devices.count,
         "batch": model.graph.batch,
-        **costs_json(found),
+        **costs_json(candidate),
         "baselines": {n: costs_json(c) for n, c in baselines.items()},
-        **strategy_json(model, found),
-        "layers": {n: layer_json(p) for n, p in found.price.layers.items()},
+        **strategy_json(model, candidate),
+        "layers": {n: layer_json(p) for n, p in candidate.price.layers.items()},
     }
 
 
-def costs_json(found: Candidate) -> dict[str, float | bool]:
+def costs_json(candidate: Candidate) -> dict[str, float | bool]:
     """What a strategy costs. bytes_moved is a step's, summed over devices; memory is one device's."""
     return {
-        "step_time_s": found.price.step_time_s,
-        "timeline_s": found.timeline.total_s,
-        "bytes_moved": found.price.bytes_moved,
-        "memory_bytes": found.price.memory_bytes,
-        "fits": found.fits,
+        "step_time_s": candidate.price.step_time_s,
+        "timeline_s": candidate.timeline.total_s,
+        "bytes_moved": candidate.price.bytes_moved,
+        "memory_bytes": candidate.price.memory_bytes,
+        "fits": candidate.fits,
     }
 
 
-def strategy_json(model: CostModel, found: Candidate) -> dict[str, Any]:
+def strategy_json(model: CostModel, candidate: Candidate) -> dict[str, Any]:
     """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
     strategy, placements = {}, {}
     for layer in model.graph.layers:
         if layer.end:
             continue
-        config = found.strategy[layer.name]
+        config = candidate.strategy[layer.name]
         labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
         strategy[layer.name] = {label: config[label] for label in labels}
         if config.placement == "strided":

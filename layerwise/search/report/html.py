@@ -12,9 +12,9 @@ from layerwise.search.result import Candidate, SearchResult
 
 
 @html.register
-def candidate_html(found: Candidate) -> str:
+def candidate_html(candidate: Candidate) -> str:
     """A strategy: its picture, and a row for neighbouring layers of one configuration."""
-    layers = {name: p for name, p in found.price.layers.items() if p.seconds["compute"] > 0}
+    layers = {name: p for name, p in candidate.price.layers.items() if p.seconds["compute"] > 0}
     strategy = {name: p.config for name, p in layers.items()}
     rows = []
     for title, config, names in runs(strategy):
@@ -23,7 +23,7 @@ def candidate_html(found: Candidate) -> str:
         memory = units(sum(p.memory_bytes for p in group), "B")
         rows.append((title, short(config), str(config.total), *(units(s, "s") for s in seconds), memory))
     headings = ("layers", "configuration", "devices", *COLUMNS, "memory")
-    devices = max(config.total for config in found.strategy.values())
+    devices = max(config.total for config in candidate.strategy.values())
     return svg(strategy, devices) + table(rows, headings, left=2)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerwise.config import Config
-from layerwise.cost.basis import basis, model_error, told, warnings
+from layerwise.cost.basis import basis, describe, model_error, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
@@ -82,9 +82,9 @@ class Row:
     numbers: tuple[str, ...]
 
 
-def strategy_table(model: CostModel, found: Candidate, *, every_layer: bool = False) -> Fitting:
+def strategy_table(model: CostModel, candidate: Candidate, *, every_layer: bool = False) -> Fitting:
     """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
-    rows = list(_rows(model, found, every_layer=every_layer))
+    rows = list(_rows(model, candidate, every_layer=every_layer))
     whole = [r.first if r.first == r.last else f"{r.first} … {r.last}" for r in rows]
     stacked = [broken(r.first) if r.first == r.last else f"{broken(r.first)} …\n{broken(r.last)}" for r in rows]
     kinds, configs, shorts = ([getattr(r, key) for r in rows] for key in ("kinds", "config", "short"))
@@ -122,9 +122,9 @@ def _table(
     return table
 
 
-def _rows(model: CostModel, found: Candidate, *, every_layer: bool) -> Iterator[Row]:
+def _rows(model: CostModel, candidate: Candidate, *, every_layer: bool) -> Iterator[Row]:
     rows = [
-        (layer, found.price.layers[layer.name])
+        (layer, candidate.price.layers[layer.name])
         for layer in model.graph.layers
         if not layer.end or layer.role is Role.SINK
     ]
@@ -198,10 +198,10 @@ def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidat
     return Fitting(*tables)
 
 
-def depth_first_line(found: DepthFirst, result: SearchResult) -> str:
+def depth_first_line(enumerated: DepthFirst, result: SearchResult) -> str:
     """The paper's baseline beside ours."""
-    ended = "finished" if found.finished else f"gave up (best so far {units(found.cost_s, 's')})"
-    times = [units(t, "s") for t in (found.seconds, result.seconds["search"])]
+    ended = "finished" if enumerated.finished else f"gave up (best so far {units(enumerated.cost_s, 's')})"
+    times = [units(t, "s") for t in (enumerated.seconds, result.seconds["search"])]
     return f"depth-first search {ended} after {times[0]}; elimination took {times[1]}"
 
 
@@ -268,7 +268,7 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
-    yield told(model, basis(model, best.price))
+    yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
     if statistics > 0.05:
@@ -289,5 +289,5 @@ def show(model: CostModel, result: SearchResult, seconds: Mapping[str, float], *
         f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
         f"{space['kept']:,} after pruning.",
     ]
-    found = strategy_table(model, result.best, every_layer=every_layer)
-    return Group(found, "", comparison_table(model, result), "", *footer)
+    strategy = strategy_table(model, result.best, every_layer=every_layer)
+    return Group(strategy, "", comparison_table(model, result), "", *footer)
