@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerwise.version import __version__
 from layerwise.api.choose import Planner
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
@@ -38,6 +37,7 @@ from layerwise.measure.links.shapes import find_topology
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.search.find import search
+from layerwise.version import __version__
 
 ENOUGH = 0.95  # of the best plan's t_C measured: then nothing more is measured
 LINKS = 0.3  # of the budget is for links, where these are not known yet

@@ -38,6 +38,7 @@ from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load_network
 from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.version import __version__
 
 Examples = ExampleInputs | Mapping[str, Tensor]
 

@@ -23,14 +23,6 @@ HYBRID = ("df", "ds")
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """The largest number of devices that a strategy can use, and what limits it (a layer, or the batch)."""
-
-    devices: int
-    by: str
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
     """How a strategy uses its devices: `groups` data-parallel groups of `inside` devices.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from layerwise import __version__, checkpoint
+from layerwise import checkpoint
 from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone

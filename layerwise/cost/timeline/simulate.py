@@ -2,7 +2,7 @@
 
 Layers run forward in plan order, then backward in reverse; a transfer waits for the devices that send and holds the
 ones that receive. Gradients are all-reduced in buckets beside the backward pass, each as soon as its last gradient is
-there; what that costs the computation, and computation it, is as measured (cost.stream); a transfer in between takes the
+there; what that costs the computation, and computation it, is as measured (`stream`); a transfer in between takes the
 port from them. The optimizer steps when both are done.
 """
 

@@ -207,8 +207,9 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
     else:
         q = suggestion.runner_up.projection
         yield (
-            f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, {duration(suggestion.runner_up.epoch_s(samples))} an "
-            f"epoch: {suggestion.margin:.1%} more {'GPU-hours' if budget.seconds else 'time'}."
+            f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, "
+            f"{duration(suggestion.runner_up.epoch_s(samples))} an epoch: {suggestion.margin:.1%} more "
+            f"{'GPU-hours' if budget.seconds else 'time'}."
         )
 
 
