@@ -65,10 +65,6 @@ class GradientReducer:
         """Where the training loop looks for it."""
         p.grad = gradient.as_subclass(BoxGradient) if self.cut else gradient
 
-    def groups(self) -> set[Group]:
-        """All groups that gradients are summed over."""
-        return {bucket.group for bucket in self.buckets}
-
 
 class Gradients:
     """One backward pass's gradients, from the first to `finish`."""
