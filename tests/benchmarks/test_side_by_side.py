@@ -10,7 +10,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
-from layerwise.measure.bench import Task, Update
+from layerwise.measure.bench import CellSpec, UpdateSpec
 from layerwise.measure.layers.cells import wanted_cells
 from layerwise.search.baselines import baseline
 
@@ -50,8 +50,8 @@ def test_what_ranks_do_together_ends_a_segment() -> None:
     whole, *sums, last = [parts for parts in segments_of(model, baseline(model, "data")) if parts]
     assert not sums
     cells = wanted_cells(model, {name: [config] for name, config in baseline(model, "data").items()})
-    assert {part[:2] for part in last} == {key for key, cell in cells.items() if isinstance(cell.task, Update)}
-    tasks = [key for key, cell in cells.items() if isinstance(cell.task, Task)]
+    assert {part[:2] for part in last} == {key for key, cell in cells.items() if isinstance(cell.spec, UpdateSpec)}
+    tasks = [key for key, cell in cells.items() if isinstance(cell.spec, CellSpec)]
     assert set(whole) == {(*key, way) for key in tasks for way in (FORWARD, BACKWARD)}
     assert [way for _, _, way in whole] == sorted(way for _, _, way in whole)  # forward, then backward
     assert len([parts for parts in segments_of(model, baseline(model, "model")) if parts]) > 6
