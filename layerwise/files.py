@@ -23,7 +23,7 @@ MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Where to write what shall be at `path`: a file beside it, renamed at the end, removed where that is not reached.
 
-    Links are followed; a pipe or a device is written to as it is. OSError and ValueError become LayerwiseErrors.
+    Symbolic links are followed; a pipe or a device is written to as it is. LayerwiseError where that is impossible.
     """
     try:
         target, temporary = _places(path)

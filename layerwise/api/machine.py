@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from layerwise.api.world import World
-from layerwise.machine import load, names
+from layerwise.machine import load as load_profile
+from layerwise.machine import names
 from layerwise.machine.profile import Profile
 
 # Part of the device's name, as CUDA has it -> built-in profile.
@@ -27,7 +28,7 @@ def given(wanted: Profile | str | os.PathLike[str]) -> Machine:
     """The profile that the user names; LayerwiseError where there is none."""
     if isinstance(wanted, Profile):
         return Machine(wanted, f"profile {wanted.name}, as given")
-    return Machine(load(wanted), f"profile {os.fspath(wanted)}, as given")
+    return Machine(load_profile(wanted), f"profile {os.fspath(wanted)}, as given")
 
 
 def built_in(world: World) -> Machine:
@@ -35,8 +36,8 @@ def built_in(world: World) -> Machine:
     name = next((known for part, known in KNOWN.items() if part in world.device.lower()), None)
     if name is not None:
         assert name in names()
-        return Machine(load(name), f"built-in profile {name}; nothing was measured here")
+        return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
     return Machine(
-        load(NEAREST),
+        load_profile(NEAREST),
         f"built-in profile {NEAREST}, for want of one of {world.device}: give profile= for plans that fit it",
     )

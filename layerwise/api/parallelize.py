@@ -35,7 +35,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.run.guards.hooks import check_modules
-from layerwise.run.load import load_network
+from layerwise.run.load import build_module
 from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.version import __version__
@@ -183,7 +183,7 @@ def parallelize(
     choice = alone(world.comm, lambda: planner.choose(strategy) if wanted is None else planner.given(wanted))
     agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
     options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
-    module = load_network(agreed, imported, world.comm, options)
+    module = build_module(agreed, imported, world.comm, options)
     if isinstance(original, nn.Module):
         module.train(original.training)
         watch(original, module)

@@ -108,27 +108,25 @@ class ProcessComm(MessageComm):
         if not self.collectives or len(group) == 1 or not mine.numel():
             return super().all_gather(out, mine, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(mine)
-        with self._during(what):
-            flat = mine.contiguous().view(-1)
-            self._wait(_all_gather(out.view(-1), flat, group=self._stream(kind)[group], async_op=True), what)
+        self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().reduce_scatter(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(out)
-        with self._during(what):
-            flat = parts.contiguous().view(-1)
-            self._wait(_reduce_scatter(out.view(-1), flat, group=self._stream(kind)[group], async_op=True), what)
+        self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, kind, what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
+        self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
+
+    def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> None:
         with self._during(what):
-            work = dist.all_to_all_single(out, parts.contiguous(), group=self._stream(kind)[group], async_op=True)
-            self._wait(work, what)
+            self._wait(do(out, given, group=self._stream(kind)[group], async_op=True), what)
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """torch.distributed's, started here."""

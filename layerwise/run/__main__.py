@@ -23,7 +23,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
-from layerwise.machine import DEFAULT, load
+from layerwise.machine import DEFAULT
+from layerwise.machine import load as load_profile
 from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
 from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
@@ -235,7 +236,7 @@ def _grid(args: argparse.Namespace) -> Plan:
             f"with torchrun --nproc-per-node {grid.processes} -m layerwise.run {args.plan} --grid {grid}"
         )
     profile = args.profile or (DEFAULT if torch.cuda.is_available() else "cpu")
-    devices = load(profile).device_graph(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
+    devices = load_profile(profile).device_graph(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
     batch = global_batch(None, args.global_batch, world)
     options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
     model = CostModel(fuse(load_model(args.plan, batch)), devices, options)

@@ -75,10 +75,10 @@ def load(
         network = model
     else:
         network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
-    return load_network(plan, network, comm, options, loss=loss, weights=weights)
+    return build_module(plan, network, comm, options, loss=loss, weights=weights)
 
 
-def load_network(
+def build_module(
     plan: Plan,
     network: Network,
     comm: Comm,

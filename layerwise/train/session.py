@@ -14,7 +14,7 @@ from layerwise.comm.together import alone
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
 from layerwise.plan import Plan
-from layerwise.run.load import load_network
+from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, plan_digest
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
@@ -63,7 +63,7 @@ class Session:
     def _trainer(self, comm: Comm) -> Trainer:
         """A module on this network of ranks, at the beginning of its training."""
         gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
-        module = load_network(
+        module = build_module(
             self.plan,
             self._network,
             comm,

@@ -19,7 +19,8 @@ from layerwise.cost.compute.measured import LAYER, step_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.machine import DEFAULT, DeviceGraph, Profile, load, save
+from layerwise.machine import DEFAULT, DeviceGraph, Profile, save
+from layerwise.machine import load as load_profile
 from layerwise.machine.layer_times import Conditions, LayerTimes
 from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import made
@@ -156,7 +157,7 @@ def base_profile(out: str | None, given: str | None, where: Conditions, device: 
     LayerwiseError where the file holds times of another device.
     """
     if out is not None and Path(out).exists():
-        base = load(out)
+        base = load_profile(out)
         other = next((one.conditions.device for one in base.layers if one.conditions.device != where.device), None)
         if other is not None:
             raise LayerwiseError(
@@ -167,7 +168,7 @@ def base_profile(out: str | None, given: str | None, where: Conditions, device: 
     else:
         source = given or ("cpu" if device.type == "cpu" else DEFAULT)
         base = replace(
-            load(source),
+            load_profile(source),
             name=Path(out).stem if out else "measured",
             description=f"Measured by layerwise on {where.device}; peaks and links of profile {source}.",
         )

@@ -11,7 +11,8 @@ import torch
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.machine import LinkLevel, Profile, load
+from layerwise.machine import LinkLevel, Profile
+from layerwise.machine import load as load_profile
 from layerwise.measure.links.measure import Measured, Series
 from layerwise.measure.links.shapes import Topology
 
@@ -20,7 +21,7 @@ SHARED = 1.5  # times as long as one pair: then the pairs of a node share its po
 
 def base_profile(out: str, fallback: str) -> Profile:
     """What the links are added to: the profile in the file, or where there is none yet, the fallback."""
-    return load(out if Path(out).is_file() else fallback)
+    return load_profile(out if Path(out).is_file() else fallback)
 
 
 def conditions(comm: Comm, where: Topology) -> dict[str, object]:

@@ -85,24 +85,12 @@ class State:
         for key, name in self._keys.items():
             if key != name:
                 aliases.setdefault(name, []).append(key)
-        held = dict(self.tree.named_parameters()) | dict(self.tree.named_buffers())
         shapes = self._shapes()
-        for name, tensor in held.items():
-            box = self.boxes[name][self.comm.rank]
+        for name, tensor in (*self.tree.named_parameters(), *self.tree.named_buffers()):
+            box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
             assert box is not None
-            group = self.sharing(name)
-            trainable = isinstance(tensor, nn.Parameter)
-            result.append(
-                Shard(
-                    name,
-                    tuple(aliases.get(name, ())),
-                    shapes[name],
-                    box,
-                    tensor.detach(),
-                    trainable,
-                    group[0] == self.comm.rank,
-                )
-            )
+            first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
+            result.append(Shard(name, also, shapes[name], box, tensor.detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
