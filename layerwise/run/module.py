@@ -74,7 +74,7 @@ class ParallelModule(Refusing):
         held = dict(self._tree.named_parameters())
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
-        first = self._executor(self.graph.batch).schedule
+        first = self.schedule
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
         groups = {name: self._state.sharing(name) for name, p in held.items() if p.requires_grad}
@@ -107,6 +107,11 @@ class ParallelModule(Refusing):
             self._executors[batch] = Executor(schedule)
             self._executors[batch].trace = self._trace
         return self._executors[batch]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What this rank does of the plan, at the plan's batch."""
+        return self._executor(self.graph.batch).schedule
 
     def _rebatched(self, batch: int) -> LayerGraph:
         """The network at this batch. LayerwiseError where it cannot be cut as planned."""
@@ -240,7 +245,7 @@ class ParallelModule(Refusing):
         planned = dict(self.plan.predicted)
         if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
-        return predicted_bytes(planned, self._executor(self.graph.batch).schedule, self._reducer)
+        return predicted_bytes(planned, self.schedule, self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

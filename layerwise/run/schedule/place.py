@@ -34,7 +34,7 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
 
 
-def parameter_boxes(graph: LayerGraph, layers: Mapping[str, Place]) -> dict[str, Each]:
+def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[str, Each]:
     """By the model's name, the box of each parameter and buffer that every rank holds."""
     boxes: dict[str, Each] = {}
     for layer in graph.layers:
@@ -44,5 +44,5 @@ def parameter_boxes(graph: LayerGraph, layers: Mapping[str, Place]) -> dict[str,
                     f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
                     "is called twice: give each use a module of its own"
                 )
-            boxes[name] = layers[layer.name].at(p.late).needs(p.maps).each
+            boxes[name] = by_layer[layer.name].at(p.late).needs(p.maps).each
     return boxes
