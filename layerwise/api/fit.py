@@ -33,7 +33,7 @@ from layerwise.run.module import ParallelModule
 from layerwise.train.data import order
 from layerwise.train.loop import least
 
-BATCH = 32  # samples of all ranks together, where nobody says
+BATCH = 32  # samples of all ranks together, by default
 
 
 @dataclass(frozen=True, slots=True)

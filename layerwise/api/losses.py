@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 
-IGNORED = -100  # of torch's cross_entropy and nll_loss, where nobody says
+IGNORED = -100  # ignore_index of torch's cross_entropy and nll_loss, by default
 
 
 def check(loss: object) -> None:

@@ -191,7 +191,7 @@ def _setting(kind: str, key: str, value: object) -> JSON:
 
 
 def _as_json(value: Tensor | bool | float | None) -> JSON:
-    """Numbers as text, exact: nan and inf are none of JSON's."""
+    """Numbers as text, exact: JSON has no nan and no inf."""
     if isinstance(value, Tensor):
         number = value.item() if value.is_floating_point() else int(value.item())
         return {"dtype": dtype_name(value.dtype), "value": repr(number), "on_cpu": value.device.type == "cpu"}

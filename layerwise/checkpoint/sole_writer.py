@@ -1,6 +1,6 @@
 """One run at a time writes checkpoints into a folder.
 
-It holds a lock on DIR/.writer, which the system frees however the process ends: what a killed run leaves blocks nobody.
+It holds a lock on DIR/.writer, which the system frees however the process ends: a run that was killed blocks no other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _held: set[Path] = set()  # by this process
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Within it nobody else writes into DIR, which is made; afterwards, nothing is left of it that has no checkpoint.
+    """Within it no other process writes into DIR, which is made; afterwards it is removed where it has no checkpoint.
 
     LayerwiseError where another process writes there; OSError where nothing can be written. Never waits. Where the file
     system knows no locks, it is only found out whether files can be written.

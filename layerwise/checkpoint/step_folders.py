@@ -4,8 +4,8 @@
     DIR/.step-00000012.tmp-1f3a/   being written, or left by a crash: the next save removes it
     DIR/.step-00000012.replaced    complete, put aside while another of the same step takes its name
 
-One run at a time writes into DIR (sole_writer.py). None of these may be a link: what that leads to is nobody's to
-rename or remove.
+One run at a time writes into DIR (sole_writer.py). None of these may be a link: what it leads to must not be
+renamed or removed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
-        """Starts to sum a contiguous tensor, in place, over a prepared group. Until it has ended, hands off."""
+        """Starts to sum a contiguous tensor, in place, over a prepared group. It must not be touched until it has ended."""
 
     @abstractmethod
     def all_gather_text(self, text: str) -> list[str]:
@@ -142,7 +142,7 @@ class Comm(ABC):
 
 
 class Done:
-    """The handle of a collective that needed nobody."""
+    """The handle of a collective that has ended already."""
 
     def wait(self) -> None:
         """Nothing to wait for."""

@@ -61,7 +61,7 @@ class Board:
         """Makes this the verdict, unless there is one."""
         if self.verdict is None:
             self._call(lambda: self._hear(self._store.compare_set("verdict", "", json.dumps([text, gone]))), None)
-        if self.verdict is None:  # nobody can be told
+        if self.verdict is None:  # the store is gone: no rank can be told
             self.verdict = text
 
     def linger(self) -> None:

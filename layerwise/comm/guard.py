@@ -34,13 +34,13 @@ class Guard:
         self._has_signal = False
 
     def start(self) -> None:
-        """SIGTERM is taken over where nobody else has."""
+        """SIGTERM is taken over where it has no handler yet."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
-            # The SIGTERM of a process forked from this one (a data loader's worker) is none of ours, however soon.
+            # The SIGTERM of a process forked from this one (a data loader's worker) does not concern this one, however soon.
             os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
         threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
 
@@ -68,7 +68,7 @@ class Guard:
     def _terminated(self) -> None:
         """SIGTERM: most often because another rank has died, and torchrun ends the others."""
         watch = self._watch
-        if not watch.alive:  # nobody else minds
+        if not watch.alive:  # no other rank is to be told
             os._exit(128 + signal.SIGTERM)
         watch.stopped = True  # for the next sign of life
         text = watch.verdict or watch.find("SIGTERM")

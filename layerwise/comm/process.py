@@ -160,7 +160,7 @@ class ProcessComm(MessageComm):
             self.barrier()
             self._watch.stop()
             with suppress(RuntimeError):  # whoever ends badly from here on has done its part
-                dist.barrier(group=self._texts)  # the store may go: nobody looks at it any more
+                dist.barrier(group=self._texts)  # the store may go: no rank looks at it any more
         elif not isinstance(error, CommError):
             name = "" if isinstance(error, LayerwiseError) else f"{type(error).__name__}: "
             text = f"{name}{error}".strip(": ")
@@ -171,7 +171,7 @@ class ProcessComm(MessageComm):
         return self._beside if kind == "sync" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:
-        # NCCL's own watchdog would abort without a word: it shall find the work of ours done.
+        # NCCL's own watchdog would abort without a message: it shall find that this one has acted.
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
         with self._during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):

@@ -1,7 +1,7 @@
 """Watch: a thread of every rank that says that it lives, and finds out which rank is at fault when something fails.
 
 All ranks repeat the verdict of the first one that knows (board.py), and whoever serves the store ends last. So a
-cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends with rank 1 on every rank's lips.
+cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends with every rank naming rank 1.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def conditions(mode: Mode, dtype: str, tf32: str, cudnn_benchmark: bool) -> Cond
 
 
 def cpu_name() -> str:
-    """`AMD EPYC 9R14`, or the architecture where nobody says."""
+    """`AMD EPYC 9R14`, or the architecture where Linux does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -41,7 +41,7 @@ class Data:
     held_out: Samples | None
 
     def fingerprint(self) -> str:
-        """SHA-256 of a few samples: differs where ranks would train on different data without a word."""
+        """SHA-256 of a few samples: differs where ranks would train on different data."""
         digest = hashlib.sha256(f"{self.train.count} {self.held_out and self.held_out.count}".encode())
         inputs, target = self.train.batch(torch.arange(min(4, self.train.count)))
         for tensor in (*inputs, target):

@@ -91,7 +91,7 @@ class Executor:
         return out.detach()
 
     def _drop(self, values: dict[str, Tensor | None], scheduled: ScheduledLayer, number: int) -> None:
-        """Lets go of what nobody uses after this layer."""
+        """Frees what no later layer uses."""
         for name in (scheduled.layer.name, *(edge.source for edge in scheduled.edges)):
             if self.schedule.last_use.get(name, number) == number:
                 values.pop(name, None)

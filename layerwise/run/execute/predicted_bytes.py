@@ -53,7 +53,7 @@ def predicted_bytes(
 def _messages(scheduled: ScheduledLayer, schedule: Schedule) -> Iterator[Message]:
     """Of one layer, forward and back."""
     graph, layer, work = schedule.graph, scheduled.layer, scheduled.work
-    if not (layer.role is Role.SINK and schedule.free):  # outputs are then nobody's prediction
+    if not (layer.role is Role.SINK and schedule.free):  # which the plan does not predict
         for edge in scheduled.edges:
             forward = sum(box.volume for _, box in edge.redistribution.transfer.sends)
             back = sum(box.volume for _, box in edge.redistribution.transfer.receives) if edge.backward else 0
