@@ -97,7 +97,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
-        """Starts to sum a contiguous tensor, in place, over a prepared group. It must not be touched until it has ended."""
+        """Starts to sum a contiguous tensor, in place, over a prepared group. Not to be touched until it has ended."""
 
     @abstractmethod
     def all_gather_text(self, text: str) -> list[str]:

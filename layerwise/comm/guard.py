@@ -40,7 +40,7 @@ class Guard:
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._has_signal = True
-            # The SIGTERM of a process forked from this one (a data loader's worker) does not concern this one, however soon.
+            # The SIGTERM of a process forked from this one, a data loader's worker, does not concern this one.
             os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
         threading.Thread(target=self._run, name="layerwise guard", daemon=True).start()
 
