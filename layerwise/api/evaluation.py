@@ -11,6 +11,7 @@ from torch import Tensor
 from layerwise.api import losses
 from layerwise.api.feed import Feed
 from layerwise.run.module import ParallelModule
+from layerwise.train.loop import filled_batches
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of some samples -> the mean over these
 
@@ -32,20 +33,16 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
     The last batch is filled up to the plan's size with samples that do not count. Accuracy comes by itself where the
     outputs are scores of classes.
     """
-    size, free = module.plan.batch, module.io == "free"
-    real, shares = [], []
-    for first in range(0, held_out.count, size):
-        numbers = torch.arange(first, first + size)[module.share(size)]
-        real.append(numbers < held_out.count)
-        shares.append(torch.where(numbers < held_out.count, numbers, 0).tolist())
+    batches = list(filled_batches(module, held_out.count))
     totals: dict[str, float] = {}
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
-            for counts, (inputs, target) in zip(real, held_out.batches(shares), strict=True):
+            loaded = held_out.batches([numbers.tolist() for numbers, _ in batches])
+            for (_, counts), (inputs, target) in zip(batches, loaded, strict=True):
                 losses.check_targets(loss, target[counts], held_out.name)
-                out = module(*inputs, batch=size)
+                out = module(*inputs, batch=module.plan.batch)
                 kept, wanted = _kept(out, counts), target.to(module.device)[counts]
                 if not int(counts.sum()):
                     continue
@@ -56,7 +53,7 @@ def evaluate(module: ParallelModule, held_out: Feed, loss: Metric, metrics: Mapp
         module.train(training)
     everyone = module.comm.all_gather_object(totals)
     names = dict.fromkeys(name for one in everyone for name in one)
-    ranks = everyone[:1] if free else everyone
+    ranks = everyone[:1] if module.io == "free" else everyone
     return {name: sum(one.get(name, 0.0) for one in ranks) / held_out.count for name in names}
 
 

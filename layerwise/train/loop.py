@@ -200,26 +200,31 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
     task, held = data.task, data.held_out
     if held is None or task.loss is not None:
         return None
-    size, right, positions = module.plan.batch, 0.0, 0
+    right, positions = 0.0, 0
     loss, training = module.loss, module.training
     module.eval()
     try:
-        for first in range(0, held.count, size):
-            numbers = torch.arange(first, first + size)
-            real = numbers < held.count
-            share = module.share(size)
-            given, target = held.batch(torch.where(real, numbers, 0)[share])
-            target[~real[share]] = -1
+        for numbers, counts in filled_batches(module, held.count):
+            given, target = held.batch(numbers)
+            target[~counts] = -1
             inputs, left = task.feed(given, target, module.options.dtype)
             assert left is not None
             with torch.no_grad():
                 right += _right(module, inputs, left)
-            positions += int(real.sum()) * (target.numel() // len(target))
+            positions = held.count * (target.numel() // len(target))
     finally:
         module.loss = loss
         module.train(training)
-    counts: list[float] = module.comm.all_gather_object(right)
-    return (counts[0] if module.io == "free" else sum(counts)) / positions
+    everyone: list[float] = module.comm.all_gather_object(right)
+    return (everyone[0] if module.io == "free" else sum(everyone)) / positions
+
+
+def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
+    size = module.plan.batch
+    for first in range(0, count, size):
+        numbers = torch.arange(first, first + size)[module.share(size)]
+        yield torch.where(numbers < count, numbers, 0), numbers < count
 
 
 def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor) -> int:
