@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class IntervalMap:
     """Output x needs inputs scale*((x*stride + first)//over) .. scale*((x*stride + last)//over + 1) - 1.
 
     Clipped to [0, extent): positions outside are padding, which nobody has to send.
@@ -42,27 +42,27 @@ class Step:
 class AxisMap:
     """The interval of one input dimension that an interval of dimension `source` of the iteration space needs.
 
-    `source` None: the same interval whatever the box, namely what `steps` make of [0, extent). Else `extent` is that
+    `source` None: the same interval whatever the box, namely what `parts` make of [0, extent). Else `extent` is that
     of the source dimension.
     """
 
     extent: int
     source: int | None = None
-    steps: tuple[Step, ...] = ()
+    parts: tuple[IntervalMap, ...] = ()
 
     def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
         """Needed intervals, of the shape of `lo` and `hi`, the intervals of the source dimension."""
         if self.source is None:
             lo, hi = np.zeros_like(lo), np.full_like(hi, self.extent)
-        for step in self.steps:
-            lo, hi = step(lo, hi)
+        for part in self.parts:
+            lo, hi = part(lo, hi)
         return lo, hi
 
     def then(self, inner: AxisMap) -> AxisMap:
         """The composition: `inner` maps the dimension that this map yields to one further up (a view's input)."""
         if inner.source is None:
             return inner
-        return AxisMap(self.extent, self.source, self.steps + inner.steps)
+        return AxisMap(self.extent, self.source, self.parts + inner.parts)
 
 
 def needed(maps: Sequence[AxisMap], lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
@@ -85,7 +85,7 @@ def whole(extent: int) -> AxisMap:
 
 def fixed(extent: int, index: int) -> AxisMap:
     """Only position `index` of a dimension of `extent`, whatever the box."""
-    return AxisMap(1, None, (Step(extent, first=index, last=index),))
+    return AxisMap(1, None, (IntervalMap(extent, first=index, last=index),))
 
 
 def identity(extent: int, source: int) -> AxisMap:
@@ -97,9 +97,9 @@ def window(
     out_extent: int, extent: int, source: int, *, stride: int = 1, first: int = 0, last: int = 0, over: int = 1
 ) -> AxisMap:
     """Position x needs (x*stride + first)//over .. (x*stride + last)//over: convolution, pooling, interpolation."""
-    return AxisMap(out_extent, source, (Step(extent, stride, first, last, over),))
+    return AxisMap(out_extent, source, (IntervalMap(extent, stride, first, last, over),))
 
 
 def scaled(out_extent: int, extent: int, source: int, *, over: int = 1, scale: int = 1) -> AxisMap:
     """Position x needs the `scale` positions of its block x//over: channel groups, reshapes."""
-    return AxisMap(out_extent, source, (Step(extent, over=over, scale=scale),))
+    return AxisMap(out_extent, source, (IntervalMap(extent, over=over, scale=scale),))

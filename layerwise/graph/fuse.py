@@ -148,7 +148,7 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
         and graph[source].out.shape == layer.out.shape
         and not graph[source].op.view
         and graph[source].role is Role.COMPUTE
-        and all(m.source == j and not m.steps for j, m in enumerate(layer.space.needs[i]))
+        and all(m.source == j and not m.parts for j, m in enumerate(layer.space.needs[i]))
     ]
     return max(slots, key=lambda i: order[layer.inputs[i]], default=None)
 

@@ -89,7 +89,7 @@ class Attention(Op):
         scores = (hi - lo)[..., : len(q.shape) - 1].astype(np.float64).prod(-1) * k.shape[-2]
         if self.dropout == 0:
             return Kept()
-        return Kept(extra=scores * (2 * q.item_bytes + 1), there=16 * scores, back=3 * scores * q.item_bytes)
+        return Kept(extra=scores * (2 * q.item_bytes + 1), forward=16 * scores, between=3 * scores * q.item_bytes)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Native, unless the softmax's results are dropped by position."""

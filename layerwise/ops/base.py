@@ -56,19 +56,15 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer of an operator, and the box of it that a cell needs.
-
-    `late`: used after the reduction over k (a bias, a fused batch norm), so its box follows the box that a device
-    owns of the output, not the one it computes partial sums of. Buffers are not `trainable`: nothing to synchronise.
-    `initial`: how PyTorch fills it where nobody gives a value: uniform in [-scale, scale), normal of deviation `scale`,
-    or `scale` everywhere.
-    """
+    """A parameter or buffer of an operator, and the box of it that a cell needs."""
 
     name: str
     shape: tuple[int, ...]
     maps: Maps
-    trainable: bool = True
-    late: bool = False
+    trainable: bool = True  # else a buffer, or frozen: no gradient, nothing to synchronise
+    late: bool = False  # used after the reduction over k (a bias): its box follows what a device owns of the output
+    # How PyTorch fills it where nobody gives a value: uniform in [-scale, scale), normal of deviation `scale`, or
+    # `scale` everywhere.
     initial: Literal["uniform", "normal", "constant"] = "constant"
     scale: float = 0.0
 
@@ -89,33 +85,27 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """An all-reduce inside an operator over the cells that differ only along `over` (batch norm in training).
+    """An all-reduce inside an operator, such as a batch norm in training."""
 
-    `per_key` elements for each index of the `keys` dimensions, divided by `block` (channels a group in group norm).
-    """
-
-    over: tuple[int, ...]
-    keys: tuple[int, ...]
+    over: tuple[int, ...]  # among the cells that differ only along these dimensions
+    keys: tuple[int, ...]  # of `per_key` elements for each index of these
     per_key: int
-    block: int = 1
+    block: int = 1  # divided by this: channels a group, in a group norm
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What a kernel keeps in memory for its backward pass, and what it takes besides for a while.
 
-    inputs, output: whether its backward pass reads them again. through: whether the gradients of its inputs are views
-    of its output's. extra: bytes that it keeps besides, such as a mask; there: bytes that the forward pass takes while
-    it runs. back: of a backward pass in two parts, what the second one reads, such as the gradient of a padded copy.
-    Arrays over boxes, or one number.
+    Bytes are arrays over boxes, or one number.
     """
 
-    inputs: bool = True
-    output: bool = True
-    through: bool = False
-    extra: Counts | float = 0.0
-    there: Counts | float = 0.0
-    back: Counts | float = 0.0
+    inputs: bool = True  # whether the backward pass reads them again
+    output: bool = True  # the same of it
+    through: bool = False  # whether the gradients of the inputs are views of the output's
+    extra: Counts | float = 0.0  # bytes that are kept besides, such as a mask
+    forward: Counts | float = 0.0  # bytes that the forward pass takes while it runs
+    between: Counts | float = 0.0  # of a backward pass in two parts, what the second reads: a padded copy's gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,21 +130,17 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A cell of an operator's iteration space.
+    """A cell of an operator on the device that computes it: what a kernel knows beside its tensors."""
 
-    space: the whole operator's; specs: of its whole inputs; cell: the box of output dimensions and reductions that is
-    computed; needs: the box of each input that the kernel is given. peers: how many devices share the operator's
-    statistics; all_reduce sums a tensor over them (no gradient of its own; the tensor may be overwritten), None where
-    this device has all that it needs. seed: of the random numbers at this step, equal on all devices.
-    """
-
-    space: Space
-    specs: tuple[TensorSpec, ...]
-    cell: Box
-    needs: tuple[Box, ...]
+    space: Space  # of the whole operator
+    specs: tuple[TensorSpec, ...]  # of its whole inputs
+    cell: Box  # of output dimensions and reductions, which is computed
+    needs: tuple[Box, ...]  # of each input, what the kernel is given
     training: bool = True
+    # Sums a tensor over the devices that share the operator's statistics; it has no gradient of its own, and may
+    # overwrite the tensor. None where this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
-    seed: int = 0
+    seed: int = 0  # of the random numbers of this step, equal on all devices
 
     @property
     def out(self) -> Box:

@@ -67,7 +67,7 @@ class Loss(Op):
         """A cross entropy keeps the logarithms of all probabilities, and has their gradients before its own."""
         each = volumes(self.needs(inputs, self.output(*inputs))[0], lo, hi) * inputs[0].item_bytes
         kept = each if self.fn == "cross_entropy" else 0.0
-        return Kept(output=False, extra=kept, there=each, back=each + kept)
+        return Kept(output=False, extra=kept, forward=each, between=each + kept)
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         """How many targets count, where some may be ignored."""

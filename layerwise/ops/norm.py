@@ -277,7 +277,7 @@ class LocalResponseNorm(Op):
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         """Padded squares, what they are divided by and its power, several kernels one after the other."""
         whole = 1.0 * volumes(self.needs(inputs, inputs[0])[0], lo, hi) * inputs[0].item_bytes
-        return Kept(output=False, extra=3 * whole, there=2 * whole, back=3 * whole)
+        return Kept(output=False, extra=3 * whole, forward=2 * whole, between=3 * whole)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch.nn.functional as F

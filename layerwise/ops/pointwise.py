@@ -271,7 +271,7 @@ class Dropout(_Pointwise):
         drawn = (extents[..., :1] if self.samples else extents[..., :2] if self.channels else extents).prod(-1)
         product = extents.prod(-1) * x.item_bytes
         return Kept(
-            inputs=False, output=False, extra=drawn, there=np.maximum(16 * drawn, product), back=product + drawn
+            inputs=False, output=False, extra=drawn, forward=np.maximum(16 * drawn, product), between=product + drawn
         )
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, fixed, identity, whole, window
-from layerwise.geometry.axis import Step
+from layerwise.geometry.axis import IntervalMap
 from layerwise.ops.base import Extents, Kept, Local, Maps, Op
 from layerwise.ops.merge import heads, ones, reshaped, starts
 from layerwise.ops.specs import dim_index, only
@@ -148,7 +148,7 @@ class Slice(View):
         at, taken = self._taken(x)
         maps = [identity(extent, i) for i, extent in enumerate(x.shape)]
         if taken.step < 0:
-            maps[at] = AxisMap(1, None, (Step(x.shape[at], first=taken[-1], last=taken[0]),))
+            maps[at] = AxisMap(1, None, (IntervalMap(x.shape[at], first=taken[-1], last=taken[0]),))
         elif len(taken) < x.shape[at]:
             maps[at] = window(len(taken), x.shape[at], at, stride=taken.step, first=taken.start, last=taken.start)
         return (tuple(maps),)

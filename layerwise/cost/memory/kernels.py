@@ -43,7 +43,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         dims, rank = len(where.dims), len(where.out.shape)
         kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * where.out.item_bytes
-        extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.there, kept.back))
+        extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.forward, kept.between))
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
             partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
