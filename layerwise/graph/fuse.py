@@ -49,16 +49,16 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
 
 def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
     """The views that `f` can move in front of, the nearest first: used by nothing else, nor is what they show."""
-    found: list[Layer] = []
+    views: list[Layer] = []
     if f.op.elementwise:
         view = layers[f.inputs[0]]
         while isinstance(view.op, (Reshape, Permute)) and uses[view.name] == 1:
             source = layers[view.inputs[0]]
             if uses[source.name] > 1 or source.role is not Role.COMPUTE:
                 break
-            found.append(view)
+            views.append(view)
             view = source
-    return found
+    return views
 
 
 def nest_concats(graph: LayerGraph) -> LayerGraph:

@@ -172,11 +172,11 @@ class LayerGraph:
     @cached_property
     def returned(self) -> frozenset[str]:
         """The layers that an output depends on. The others are there for what they remember (see `Op.remembers`)."""
-        found = {self.layers[-1].name}
+        names = {self.layers[-1].name}
         for layer in reversed(self.layers):
-            if layer.name in found:
-                found.update(layer.inputs)
-        return frozenset(found)
+            if layer.name in names:
+                names.update(layer.inputs)
+        return frozenset(names)
 
     @cached_property
     def has_gradient(self) -> dict[str, bool]:

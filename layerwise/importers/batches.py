@@ -25,11 +25,11 @@ def import_for_batches(
 
     Where its constants cannot be told from the number of samples (four windows, four samples), it is traced with more.
     """
-    found = import_module(model, tuple(examples), name=name)
-    graph = found[0]
+    imported = import_module(model, tuple(examples), name=name)
+    graph = imported[0]
     try:
         if check_batches(model, examples, graph, name):
-            return found
+            return imported
         refused = None
     except LayerwiseError as error:
         refused = error
@@ -42,7 +42,7 @@ def import_for_batches(
         pass  # the first says more
     if refused is not None:
         raise refused
-    return found
+    return imported
 
 
 def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object, ...]:
@@ -61,10 +61,10 @@ def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGrap
     """
     try:
         expected = graph.rebatch(2 * graph.batch)
-        found, *_ = import_module(model, repeated(examples, graph.batch, 2), name=name)
+        traced, *_ = import_module(model, repeated(examples, graph.batch, 2), name=name)
     except LayerwiseError:
         return False
-    for layer, other in zip_longest(expected.layers, found.layers):
+    for layer, other in zip_longest(expected.layers, traced.layers):
         if layer is None or other is None or _facts(layer) != _facts(other):
             where = layer or other
             assert where is not None

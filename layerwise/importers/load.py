@@ -166,7 +166,7 @@ def _from_callable(spec: str, module: str, name: str, batch: int, input_shape: t
         try:
             made = build() if not isinstance(build, nn.Module) and callable(build) else build
         except (Exception, SystemExit) as error:
-            raise LayerwiseError(f"model {spec!r}: calling it raised {_told(error)}") from error
+            raise LayerwiseError(f"model {spec!r}: calling it raised {_described(error)}") from error
     network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(network, nn.Module):
         raise LayerwiseError(f"model {spec!r} returned {type(network).__name__}, not an nn.Module (and its inputs)")
@@ -189,7 +189,7 @@ def _imported(spec: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        raise LayerwiseError(f"model {spec!r}: importing {module!r} raised {_told(error)}") from error
+        raise LayerwiseError(f"model {spec!r}: importing {module!r} raised {_described(error)}") from error
 
 
 def _attribute(spec: str, module: ModuleType, name: str) -> object:
@@ -199,7 +199,7 @@ def _attribute(spec: str, module: ModuleType, name: str) -> object:
         raise LayerwiseError(f"model {spec!r}: module {module.__name__!r} has no {name!r}") from None
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """The exception, and the line of the user's code that it comes from."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:

@@ -114,11 +114,11 @@ def axis(call: Call, name: str = "dim") -> int:
     return wrapped(call.integer(name), len(call.tensors[0].shape))
 
 
-def gathered(x: Operand, dim: int, at: Operand) -> Tensor:
+def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
     """x at constant positions of a dimension, as slices that are joined; rows of a table of parameters are embedded."""
-    if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and at.spec.dtype != "bool" and not x.transposed:
-        return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype), (at,), (x,))
-    places = places_of(at, x.shape[dim])
+    if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
+        return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype), (index,), (x,))
+    places = places_of(index, x.shape[dim])
     if places.ndim != 1:
         if places.ndim == 0:
             return Built(Select(dim, int(places)), (x,))
@@ -126,15 +126,15 @@ def gathered(x: Operand, dim: int, at: Operand) -> Tensor:
     return joined(runs(x, x.shape, dim, places), dim)
 
 
-def places_of(at: Operand, extent: int) -> NDArray[np.int64]:
+def places_of(index: Operand, extent: int) -> NDArray[np.int64]:
     """The positions that a constant index means, in a dimension of this extent."""
-    if at.value is None:
+    if index.value is None:
         raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
-    if at.value.dtype != np.bool_:
-        return np.asarray(at.value, np.int64) % extent
-    if at.value.ndim != 1:
-        raise LayerwiseError(f"index: a mask of shape {at.value.shape} is not supported; write it as slices")
-    return np.flatnonzero(at.value)
+    if index.value.dtype != np.bool_:
+        return np.asarray(index.value, np.int64) % extent
+    if index.value.ndim != 1:
+        raise LayerwiseError(f"index: a mask of shape {index.value.shape} is not supported; write it as slices")
+    return np.flatnonzero(index.value)
 
 
 def runs(x: Tensor, shape: Sequence[int], dim: int, places: NDArray[np.int64]) -> list[Tensor]:

@@ -30,8 +30,8 @@ class Along(Op):
         return x
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        at = dim_index(self.dim, out)
-        return (tuple(whole(extent) if i == at else identity(extent, i) for i, extent in enumerate(out.shape)),)
+        dim = dim_index(self.dim, out)
+        return (tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(out.shape)),)
 
     def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
         return frozenset({dim_index(self.dim, out)})
@@ -67,22 +67,22 @@ class Gather(Op):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         x, index = inputs
-        at = dim_index(self.dim, x)
+        dim = dim_index(self.dim, x)
         if len(index.shape) != len(x.shape) or any(
-            a != b for i, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if i != at
+            a != b for i, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if i != dim
         ):
             raise LayerwiseError(
-                f"gather along dimension {at} of {x.describe()}: positions {index.describe()} must have the same "
+                f"gather along dimension {dim} of {x.describe()}: positions {index.describe()} must have the same "
                 "extents elsewhere"
             )
-        others = replace(x, dims=tuple(None if i == at else d for i, d in enumerate(x.dims)))
-        others = replace(others, units=tuple(1 if i == at else u for i, u in enumerate(x.units)))
+        others = replace(x, dims=tuple(None if i == dim else d for i, d in enumerate(x.dims)))
+        others = replace(others, units=tuple(1 if i == dim else u for i, u in enumerate(x.units)))
         return merge_labels(index.shape, (others, index), x.dtype)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         x, index = inputs
-        at = dim_index(self.dim, x)
-        maps = tuple(whole(extent) if i == at else identity(extent, i) for i, extent in enumerate(x.shape))
+        dim = dim_index(self.dim, x)
+        maps = tuple(whole(extent) if i == dim else identity(extent, i) for i, extent in enumerate(x.shape))
         return maps, same(index)
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:

@@ -165,6 +165,7 @@ class Op(ABC):
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
     role: ClassVar[Role] = Role.COMPUTE
     autocast: ClassVar[bool] = False  # autocast computes it in 16 bits, or leaves it in them
+    ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs

@@ -31,35 +31,35 @@ class Concat(Op):
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         if not inputs:
             raise LayerwiseError("a concatenation of nothing")
-        at = dim_index(self.dim, inputs[0])
-        rest = [i for i in range(len(inputs[0].shape)) if i != at]
+        dim = dim_index(self.dim, inputs[0])
+        rest = [i for i in range(len(inputs[0].shape)) if i != dim]
         if any(
             len(x.shape) != len(inputs[0].shape) or any(x.shape[i] != inputs[0].shape[i] for i in rest) for x in inputs
         ):
             shapes = ", ".join(x.describe() for x in inputs)
-            raise LayerwiseError(f"inputs of a concatenation along dimension {at} differ elsewhere: {shapes}")
+            raise LayerwiseError(f"inputs of a concatenation along dimension {dim} differ elsewhere: {shapes}")
         others = merge_labels(
             tuple(inputs[0].shape[i] for i in rest),
             [only(x, rest) for x in inputs],
             promoted(*(x.dtype for x in inputs)),
         )
         dims, units, shape = list(others.dims), list(others.units), list(others.shape)
-        label = next((x.dims[at] for x in inputs if x.dims[at]), None)
+        label = next((x.dims[dim] for x in inputs if x.dims[dim]), None)
         # Every input must be cut at multiples of its own unit, wherever it begins.
-        unit = lcm(*(x.units[at] for x in inputs))
-        if label in dims or any(x.shape[at] % unit for x in inputs):
+        unit = lcm(*(x.units[dim] for x in inputs))
+        if label in dims or any(x.shape[dim] % unit for x in inputs):
             label, unit = None, 1
-        dims.insert(at, label)
-        units.insert(at, unit)
-        shape.insert(at, sum(x.shape[at] for x in inputs))
+        dims.insert(dim, label)
+        units.insert(dim, unit)
+        shape.insert(dim, sum(x.shape[dim] for x in inputs))
         return TensorSpec(tuple(shape), tuple(dims), others.dtype, tuple(units))
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        at = dim_index(self.dim, out)
-        starts = accumulate((x.shape[at] for x in inputs), initial=0)
+        dim = dim_index(self.dim, out)
+        starts = accumulate((x.shape[dim] for x in inputs), initial=0)
         return tuple(
             tuple(
-                window(out.shape[at], extent, at, first=-start, last=-start) if i == at else identity(extent, i)
+                window(out.shape[dim], extent, dim, first=-start, last=-start) if i == dim else identity(extent, i)
                 for i, extent in enumerate(x.shape)
             )
             for x, start in zip(inputs, starts, strict=False)

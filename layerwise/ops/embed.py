@@ -27,6 +27,7 @@ class Embedding(Op):
     kind: ClassVar[str] = "embedding"
     arithmetic: ClassVar[bool] = False
     weights: ClassVar[bool] = True
+    ids: ClassVar[bool] = True
     count: int
     width: int
     dtype: str = "float32"
@@ -63,5 +64,5 @@ class Embedding(Op):
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         here = self.padding is not None and first <= self.padding < first + weight.shape[0]
         padding = self.padding - first if here and self.padding is not None else None
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        looked_up = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
+        return looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)

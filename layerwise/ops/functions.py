@@ -93,5 +93,5 @@ def _named(fn: str) -> Callable[..., Tensor]:
 
     if fn == "floor_divide":  # the same, but with a gradient: zeros
         return partial(torch.div, rounding_mode="floor")
-    found: Callable[..., Tensor] = getattr(torch, fn, None) or getattr(F, fn)
-    return found
+    function: Callable[..., Tensor] = getattr(torch, fn, None) or getattr(F, fn)
+    return function

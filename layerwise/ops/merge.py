@@ -25,10 +25,10 @@ def heads(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[in
 
     Inside: up to the next pair. So all dimensions from one pair to the next are merged and split among themselves.
     """
-    at = {start: i for i, start in enumerate(starts(source)) if source[i] > 1}
+    begins = {start: i for i, start in enumerate(starts(source)) if source[i] > 1}
     to = {start: j for j, start in enumerate(starts(target)) if target[j] > 1}
-    for start, stop in pairwise([*sorted(at.keys() & to.keys()), prod(source)]):
-        i, j, size = at[start], to[start], stop // start
+    for start, stop in pairwise([*sorted(begins.keys() & to.keys()), prod(source)]):
+        i, j, size = begins[start], to[start], stop // start
         yield i, j, size // source[i], size // target[j]
 
 
@@ -66,11 +66,11 @@ def reshaped(x: Tensor, source: tuple[int, ...], given: Box, target: tuple[int, 
     assert x.numel() == prod(runs), boxes
     x = x.reshape(runs)
     whole = list(target)
-    for at, (i, j, inner, out_inner) in enumerate(pairs):
+    for position, (i, j, inner, out_inner) in enumerate(pairs):
         start = wanted.lo[j] * out_inner - given.lo[i] * inner
         whole[j] = wanted.hi[j] - wanted.lo[j]
-        assert 0 <= start <= runs[at] - whole[j] * out_inner, boxes
-        x = x.narrow(at, start, whole[j] * out_inner)
+        assert 0 <= start <= runs[position] - whole[j] * out_inner, boxes
+        x = x.narrow(position, start, whole[j] * out_inner)
     # ... and so is what the outermost dimension of the target takes of it, whose inner dimensions are then cut.
     x = x.reshape(whole)
     outer = {j for _, j, _, _ in pairs}

@@ -17,7 +17,7 @@ from layerwise.geometry import Box, identity, whole
 from layerwise.ops.base import Extents, Kept, Local, Maps, Op, Parameter
 from layerwise.ops.functions import binary, unary
 from layerwise.ops.random import drop
-from layerwise.ops.specs import broadcast, merge_labels, same
+from layerwise.ops.specs import broadcast, merge_labels
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def _real(dtype: str) -> str:
 
 
 class _Pointwise(Op):
-    """Every output element needs the element of the only input at its own index."""
+    """Every output element needs the element of each input at its own index; inputs are broadcast by numpy's rule."""
 
     pointwise: ClassVar[bool] = True
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return (same(inputs[0]),)
+        return tuple(broadcast(x, out) for x in inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Prelu(_Pointwise):
 
 
 @dataclass(frozen=True, slots=True)
-class Binary(Op):
+class Binary(_Pointwise):
     """fn(x, y) of two tensors, or of one and the parameter "operand" of shape `parameter` (swapped: fn(operand, x)).
 
     Not `trainable`: a buffer or a constant. `stored`: the shape of the model's own tensor, where that has other extents
@@ -167,7 +167,6 @@ class Binary(Op):
     """
 
     kind: ClassVar[str] = "binary"
-    pointwise: ClassVar[bool] = True  # where the output has the shape of the first input
     fn: str
     parameter: tuple[int, ...] | None = None
     swapped: bool = False
@@ -185,9 +184,6 @@ class Binary(Op):
         elif self.fn in BINARY_REAL or (self.parameter is not None and self.trainable):
             dtype = _real(dtype)
         return _broadcast(inputs, () if self.parameter is None else (self.parameter,), dtype)
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return tuple(broadcast(x, out) for x in inputs)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         if self.parameter is None:
@@ -218,18 +214,14 @@ class Binary(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Where(Op):
+class Where(_Pointwise):
     """The second input where the first is true, else the third."""
 
     kind: ClassVar[str] = "where"
-    pointwise: ClassVar[bool] = True  # where the output has the shape of the first input
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         condition, x, y = inputs
         return _broadcast((x, y, condition), (), promoted(x.dtype, y.dtype))
-
-    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
-        return tuple(broadcast(x, out) for x in inputs)
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(inputs=False, output=False)

@@ -104,8 +104,8 @@ def _bits(seed: int, box: Box, shape: Sequence[int], device: torch.device | None
     bits = torch.full((1,) * len(shape), _signed(seed), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):  # row-major index in the whole tensor, times γ; int64 wraps
-        at = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
-        bits = bits + at.reshape(-1, *(1,) * (len(shape) - dim - 1))
+        steps = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
+        bits = bits + steps.reshape(-1, *(1,) * (len(shape) - dim - 1))
         stride *= shape[dim]
     shifted = torch.empty_like(bits)  # in place: new memory costs more than the arithmetic
     for by, factor in _MIX:

@@ -244,8 +244,8 @@ def _taps(
         if op.mode in ("nearest", "nearest_exact"):
             shape = [-1 if i == axis else 1 for i in range(len(extents))]
             ramp = torch.arange(extents[axis], dtype=real, device=device).view(1, 1, *shape)
-            found = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0]
-            index = found.movedim(axis, 0).reshape(op.size[axis], -1)[cell[0] : cell[1], 0].long() - need[0]
+            taken = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0]
+            index = taken.movedim(axis, 0).reshape(op.size[axis], -1)[cell[0] : cell[1], 0].long() - need[0]
             return ((tuple(index.tolist()), None),)
         # The other dimension has one position, or that doubled: some kernels copy where no size changes.
         equal = all(extent == size for i, (extent, size) in enumerate(zip(extents, op.size, strict=True)) if i != axis)
@@ -253,5 +253,5 @@ def _taps(
         probe = Interpolate((op.size[axis], 1 if equal else 2), op.mode, op.align_corners, scales)
         units = torch.zeros(need[1] - need[0], extents[axis], dtype=real, device=device)
         units[:, need[0] : need[1]].fill_diagonal_(1)
-        found = probe._native(units[None, :, :, None], probe.size)[0, :, cell[0] : cell[1], 0]
-    return taps_of(found.double().cpu().numpy())
+        taken = probe._native(units[None, :, :, None], probe.size)[0, :, cell[0] : cell[1], 0]
+    return taps_of(taken.double().cpu().numpy())

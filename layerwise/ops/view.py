@@ -77,7 +77,7 @@ class Reshape(View):
                 maps[i] = window(self.shape[j], x.shape[i], j, stride=stride, last=stride - 1, over=over)
         for i, j in ones(x, self.shape).items():
             # So that nothing of it needs nothing (concat). One dimension drives no more than one.
-            if all(m.source != j for at, m in enumerate(maps) if at != i):
+            if all(m.source != j for other, m in enumerate(maps) if other != i):
                 maps[i] = identity(1, j)
         return (tuple(maps),)
 
@@ -136,21 +136,21 @@ class Slice(View):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
-        at, taken = self._taken(x)
-        unit = x.units[at]
-        label = x.dims[at]
+        dim, taken = self._taken(x)
+        unit = x.units[dim]
+        label = x.dims[dim]
         if taken.step < 0 or (unit > 1 and (taken.step > 1 or taken.start % unit or len(taken) % unit)):
             label, unit = None, len(taken)  # reversed, or its cells would end amid the units of the input
-        return _changed(x, at, len(taken), label, unit)
+        return _changed(x, dim, len(taken), label, unit)
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
-        at, taken = self._taken(x)
+        dim, taken = self._taken(x)
         maps = [identity(extent, i) for i, extent in enumerate(x.shape)]
         if taken.step < 0:
-            maps[at] = AxisMap(1, None, (IntervalMap(x.shape[at], first=taken[-1], last=taken[0]),))
-        elif len(taken) < x.shape[at]:
-            maps[at] = window(len(taken), x.shape[at], at, stride=taken.step, first=taken.start, last=taken.start)
+            maps[dim] = AxisMap(1, None, (IntervalMap(x.shape[dim], first=taken[-1], last=taken[0]),))
+        elif len(taken) < x.shape[dim]:
+            maps[dim] = window(len(taken), x.shape[dim], dim, stride=taken.step, first=taken.start, last=taken.start)
         return (tuple(maps),)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -166,8 +166,8 @@ class Slice(View):
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """A part of the samples (a chunk of the batch) stays that part; the rest does not change."""
         (x,), (y,) = inputs, new_inputs
-        at, taken = self._taken(x)
-        old, new = x.shape[at], y.shape[at]
+        dim, taken = self._taken(x)
+        old, new = x.shape[dim], y.shape[dim]
         if old == new or self.step < 0:
             return self
         ends = [divmod(end * new, old) for end in (taken.start, min(taken.stop, old))]
@@ -177,13 +177,13 @@ class Slice(View):
         return replace(self, start=ends[0][0], stop=ends[1][0])
 
     def _taken(self, x: TensorSpec) -> tuple[int, range]:
-        at = dim_index(self.dim, x)
+        dim = dim_index(self.dim, x)
         if self.step == 0:
             raise LayerwiseError("the step of a slice cannot be 0")
-        taken = range(*slice(self.start, self.stop, self.step).indices(x.shape[at]))
+        taken = range(*slice(self.start, self.stop, self.step).indices(x.shape[dim]))
         if not taken:
-            raise LayerwiseError(f"a slice {self.start}:{self.stop} of dimension {at} of {x.describe()} is empty")
-        return at, taken
+            raise LayerwiseError(f"a slice {self.start}:{self.stop} of dimension {dim} of {x.describe()} is empty")
+        return dim, taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +196,25 @@ class Select(View):
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (x,) = inputs
-        at = dim_index(self.dim, x)
-        self._index(x, at)
-        return only(x, [i for i in range(len(x.shape)) if i != at])
+        dim = dim_index(self.dim, x)
+        self._index(x, dim)
+        return only(x, [i for i in range(len(x.shape)) if i != dim])
 
     def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
         (x,) = inputs
-        at = dim_index(self.dim, x)
-        maps = [identity(extent, i - (i > at)) for i, extent in enumerate(x.shape)]
-        maps[at] = fixed(x.shape[at], self._index(x, at))
+        dim = dim_index(self.dim, x)
+        maps = [identity(extent, i - (i > dim)) for i, extent in enumerate(x.shape)]
+        maps[dim] = fixed(x.shape[dim], self._index(x, dim))
         return (tuple(maps),)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         dim = dim_index(self.dim, local.specs[0])
         return inputs[0].select(dim, self._index(local.specs[0], dim) - local.needs[0].lo[dim])
 
-    def _index(self, x: TensorSpec, at: int) -> int:
-        extent = x.shape[at]
+    def _index(self, x: TensorSpec, dim: int) -> int:
+        extent = x.shape[dim]
         if not -extent <= self.index < extent:
-            raise LayerwiseError(f"there is no index {self.index} in dimension {at} of {x.describe()}")
+            raise LayerwiseError(f"there is no index {self.index} in dimension {dim} of {x.describe()}")
         return self.index % extent
 
 
@@ -271,10 +271,10 @@ class Expand(View):
         return replace(self, shape=(new, *self.shape[1:])) if self.samples else self
 
 
-def _changed(x: TensorSpec, at: int, extent: int, label: str | None, unit: int) -> TensorSpec:
+def _changed(x: TensorSpec, dim: int, extent: int, label: str | None, unit: int) -> TensorSpec:
     """The spec with another extent, label and unit of dimension `at`."""
     shape, dims, units = list(x.shape), list(x.dims), list(x.units)
-    shape[at], dims[at], units[at] = extent, label, unit
+    shape[dim], dims[dim], units[dim] = extent, label, unit
     return TensorSpec(tuple(shape), tuple(dims), x.dtype, tuple(units))
 
 

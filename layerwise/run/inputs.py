@@ -31,8 +31,7 @@ class Inputs:
                 beside = (options.element_type(layer.out.dtype, graph), options.autocast)
                 self._types[layer.name] += [dtype for dtype in beside if dtype is not None]
             elif all(
-                use.main.kind == "embedding" and layer.name not in use.inputs[1:]
-                for use in map(graph.__getitem__, uses[layer.name])
+                use.main.ids and layer.name not in use.inputs[1:] for use in map(graph.__getitem__, uses[layer.name])
             ):
                 self._types[layer.name] += [torch.int64, torch.int32]  # as PyTorch takes ids
         self._constants = {

@@ -92,7 +92,7 @@ class OnnxPlacer(Placer):
             declared = space(op, specs).parameters
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {name!r} ({op.kind}): {error}") from None
-        if any(d.trainable for d in declared) and specs and op.kind != "embedding" and not specs[0].differentiable:
+        if any(d.trainable for d in declared) and specs and not op.ids and not specs[0].differentiable:
             raise LayerwiseError(f"layer {name!r} ({op.kind}) has weights but works on {specs[0].dtype}: cast to float")
         if len(declared) != len(parameters):
             raise LayerwiseError(f"layer {name!r} ({op.kind}) takes {len(declared)} parameters, not {len(parameters)}")

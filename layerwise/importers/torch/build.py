@@ -78,16 +78,16 @@ class _Importer:
 
     def stored(self) -> Stored:
         """Parameters and buffers of the model, and constants that the forward pass makes."""
-        found: dict[str, Callable[[], torch.Tensor | None]] = {}
+        stored: dict[str, Callable[[], torch.Tensor | None]] = {}
         for value in self.values.values():
             if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
                 array, dtype = value.value, getattr(torch, value.spec.dtype)
-                found[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
-                found[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
+                stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]
+                stored[f"{value.name}.not"] = lambda array=array: torch.tensor(np.logical_not(array))  # type: ignore[misc]
             elif isinstance(value, Operand) and value.role == "constant":
                 reason = self.constants.unknown.get(value.name.removesuffix(".not"))
-                found |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
-        return found | {s.target: s.read for s in self.program.sources if s.kind != "input"}
+                stored |= dict.fromkeys((value.name, f"{value.name}.not"), Missing(reason)) if reason else {}
+        return stored | {s.target: s.read for s in self.program.sources if s.kind != "input"}
 
     def graph(self) -> LayerGraph:
         for place, node in enumerate(self.program.nodes):
@@ -123,7 +123,7 @@ class _Importer:
         """A call that computes something."""
         by_row = self.works_by_row(node)
         build = row(node.target)
-        given = {ref.name: found for ref in node.operands if (found := self.losses.get(self.memory.current(ref.name)))}
+        given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
         reduction = follows(node, given)
         if given and reduction is None:
             raise LayerwiseError(

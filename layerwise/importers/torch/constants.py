@@ -40,11 +40,11 @@ def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
 
 def constant_names(program: Program) -> set[str]:
     """All constants of a program, by name."""
-    found = {source.value.name for source in program.sources if source.kind == "buffer"}
+    names = {source.value.name for source in program.sources if source.kind == "buffer"}
     for node in program.nodes:
-        if is_constant(node, found.__contains__):
-            found.update(v.name for v in node.outputs if v)
-    return found
+        if is_constant(node, names.__contains__):
+            names.update(v.name for v in node.outputs if v)
+    return names
 
 
 class Constants:

@@ -155,18 +155,18 @@ def _export_failed(title: str, error: Exception) -> str:
 
 def _placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:
     """Example inputs that an fx graph carries itself."""
-    found: list[torch.Tensor] = []
+    examples: list[torch.Tensor] = []
     nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
     for node in nodes:
         if node.op == "placeholder":
             known = node.meta.get("val", node.meta.get("tensor_meta"))
             if known is None or not hasattr(known, "shape"):
                 break
-            found.append(torch.empty(tuple(known.shape), dtype=known.dtype, device="meta"))
+            examples.append(torch.empty(tuple(known.shape), dtype=known.dtype, device="meta"))
     else:
-        if found:
+        if examples:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            return tuple(torch.empty_like(t, device=device) for t in found)
+            return tuple(torch.empty_like(t, device=device) for t in examples)
     raise LayerwiseError(f"model {title!r}: give example inputs, as in from_torch(model, (torch.randn(8, 3, 64, 64),))")
 
 

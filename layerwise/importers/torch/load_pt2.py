@@ -47,10 +47,10 @@ def load_pt2_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Callable[[
     shared = _shared(weights)
 
     def value(name: str) -> torch.Tensor:
-        found = _read(file, lambda archive: archive.value(weights[name]))
-        if found is None:
+        value = _read(file, lambda archive: archive.value(weights[name]))
+        if value is None:
             raise LayerwiseError(f"{file}: the value of {name!r} is damaged or of an element type unknown here")
-        return found
+        return value
 
     kept = {name: partial(value, name) for name, item in weights.items() if not _is_meta(item)}
     return dict(kept), shared
@@ -94,10 +94,10 @@ class _Archive:
 
     def json(self, member: str) -> Json:
         try:
-            found: Json = parse_json(self.bytes(member).decode(), f"member {member!r}")
+            document: Json = parse_json(self.bytes(member).decode(), f"member {member!r}")
         except UnicodeDecodeError:
             raise LayerwiseError(f"member {member!r} is not JSON: it is no text") from None
-        return found
+        return document
 
     def model(self) -> str:
         """The member with the graph."""
@@ -118,9 +118,10 @@ class _Archive:
         entry = mapping(item)
         if entry.get("use_pickle"):
             content = io.BytesIO(self.bytes("data/weights/" + text(entry["path_name"])))
-            found = torch.load(content, weights_only=True, map_location="cpu")
-            sound = isinstance(found, torch.Tensor) and (tuple(found.shape), str(found.dtype)[6:]) == _stored_as(item)
-            return found if sound else None
+            tensor = torch.load(content, weights_only=True, map_location="cpu")
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            return tensor if (tuple(tensor.shape), str(tensor.dtype)[6:]) == _stored_as(item) else None
         return self.tensor("data/weights/", item, most_bytes=None)
 
     def program(self) -> Program:
@@ -157,11 +158,11 @@ class _Archive:
         folder = f"data/{kind}/"
         if f"{folder}{name}.pt" in self.members:
             raise LayerwiseError(f"its {kind} are in one pickle, as torch 2.8 wrote them; save it with 2.11 or later")
-        found = mapping(mapping(self.json(f"{folder}{name}_{kind}_config.json"))["config"])
-        for item in found.values():
+        entries = mapping(mapping(self.json(f"{folder}{name}_{kind}_config.json"))["config"])
+        for item in entries.values():
             if mapping(item).get("use_pickle"):
                 self.plain_data(folder + text(mapping(item)["path_name"]))
-        return found
+        return entries
 
     def vet(self) -> None:
         """Refuses the file if PyTorch, on loading it, would unpickle something that is not plain data."""

@@ -45,14 +45,14 @@ def _replaced(program: Program, target: str, match: Callable[[Node, Made], Match
     """The program with calls of `target` for what matches, where nothing else uses what the nodes in between make."""
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
     uses = Counter(_used(program))
-    found: dict[str, Node] = {}
+    replaced: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
         matched = match(node, made)
         if matched is not None and all(uses[n.name] <= 1 for n in matched[1]):
-            found[node.name] = replace(node, target=target, arguments=matched[0], overload=None)
+            replaced[node.name] = replace(node, target=target, arguments=matched[0], overload=None)
             gone |= {n.name for n in matched[1]}
-    return replace(program, nodes=tuple(found.get(n.name, n) for n in program.nodes if n.name not in gone))
+    return replace(program, nodes=tuple(replaced.get(n.name, n) for n in program.nodes if n.name not in gone))
 
 
 def _floored(node: Node, made: Made) -> Drawn | None:
@@ -124,15 +124,15 @@ def _chain(node: Node, made: Made) -> list[Node] | None:
     if node.target != "aten::div.Tensor":
         return None
     chain: list[Node] = []
-    at: object = node.arguments["other"]
+    value: object = node.arguments["other"]
     for target in ("aten::pow.Tensor_Scalar", "aten::add.Tensor", "aten::mul.Tensor"):
-        below = _maker(at, made)
+        below = _maker(value, made)
         if below is None or below.target != target or not isinstance([*below.arguments.values()][1], (int, float)):
             return None
         chain.append(below)
-        at = below.arguments["self"]
+        value = below.arguments["self"]
     pool: Node | None = None
-    while (below := _maker(at, made)) is not None:
+    while (below := _maker(value, made)) is not None:
         chain.append(below)
         if below.target in ("aten::avg_pool2d", "aten::avg_pool3d") and pool is None:
             pool = below
@@ -140,7 +140,7 @@ def _chain(node: Node, made: Made) -> list[Node] | None:
             break
         elif below.target not in _BETWEEN:
             return None
-        at = below.arguments.get("self")
+        value = below.arguments.get("self")
     x = node.arguments["self"]
     if pool is None or below is None or below.arguments["self"] != x or below.arguments["other"] != x:
         return None

@@ -174,14 +174,14 @@ class _Reader:
         """Inlines a graph that is an argument."""
         arguments = self.argument(node.args)
         assert isinstance(arguments, tuple)
-        at = next((i for i, a in enumerate(arguments) if isinstance(a, fx.GraphModule)), None)
-        if name not in REGIONS or at is None:
+        place = next((i for i, a in enumerate(arguments) if isinstance(a, fx.GraphModule)), None)
+        if name not in REGIONS or place is None:
             raise control_flow(name, module_path(stack_of(node)))
-        body = arguments[at]
+        body = arguments[place]
         inner = _Reader(body, f"{self.prefix}{node.name}.")
         inner.nodes = self.nodes
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-        inner.values.update(zip(inputs, arguments[at + 1 + REGIONS[name] :], strict=True))
+        inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))
         returned = inner.read(body.graph)
         if name == NO_GRADIENT and arguments[0] is False:
             return tuple(detached(self.nodes, value) for value in returned)
@@ -267,8 +267,8 @@ def _named(name: str, val: object) -> list[tuple[str, object]]:
 
 
 def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
-    found = exported.state_dict.get(target, exported.constants.get(target))
-    return found if isinstance(found, torch.Tensor) else None
+    tensor = exported.state_dict.get(target, exported.constants.get(target))
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _dtype(tensor: torch.Tensor) -> str:

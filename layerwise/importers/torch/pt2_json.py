@@ -165,13 +165,13 @@ class _Reader:
     def region(self, kind: str, node: Mapping[str, Json], stack: Stack) -> None:
         """Inlines a graph that is an argument."""
         arguments = [mapping(mapping(i)["arg"]) for i in sequence(node["inputs"])]
-        at = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
-        if kind not in REGIONS or at is None:
+        place = next((i for i, a in enumerate(arguments) if "as_graph" in a), None)
+        if kind not in REGIONS or place is None:
             raise control_flow(kind, module_path(stack))
-        graph = mapping(mapping(arguments[at]["as_graph"])["graph"])
-        inner = _Reader(graph, f"{self.prefix}{text(mapping(arguments[at]['as_graph'])['name'])}.")
+        graph = mapping(mapping(arguments[place]["as_graph"])["graph"])
+        inner = _Reader(graph, f"{self.prefix}{text(mapping(arguments[place]['as_graph'])['name'])}.")
         inner.nodes = self.nodes
-        given = arguments[at + 1 + REGIONS[kind] :]
+        given = arguments[place + 1 + REGIONS[kind] :]
         for formal, actual in zip(sequence(graph["inputs"]), given, strict=True):
             (inside,) = _names(mapping(formal))
             outside = self.argument(actual)
@@ -283,8 +283,8 @@ def _names(result: Mapping[str, Json]) -> list[str | None]:
 
 def _overload(namespace: str, name: str, overload: str) -> torch._ops.OpOverload | None:
     """The operator, if torch knows it in this process."""
-    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return operator if isinstance(operator, torch._ops.OpOverload) else None
 
 
 def _stack(said: str) -> Stack:

@@ -84,7 +84,7 @@ def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[
         return None
     written = node.arguments["self"]
     view = made.get(written.name) if isinstance(written, Ref) else None
-    found: tuple[str, int, int, int] | None = None
+    part: tuple[str, int, int, int] | None = None
     while view is not None and view.target.startswith(("aten::slice.", "aten::select.")):
         base = view.arguments["self"]
         dim = view.arguments["dim"]
@@ -93,22 +93,22 @@ def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[
         shape = shapes[base.name].shape
         dim %= len(shape)
         if view.target.startswith("aten::select."):
-            at = view.arguments["index"]
-            assert isinstance(at, int)
-            start, stop = at % shape[dim], at % shape[dim] + 1
+            index = view.arguments["index"]
+            assert isinstance(index, int)
+            start, stop = index % shape[dim], index % shape[dim] + 1
         else:
             ends = [view.arguments[name] for name in ("start", "end")]
             start, stop, _ = slice(*(e if isinstance(e, int) else None for e in ends)).indices(shape[dim])
             if view.arguments["step"] != 1:
                 return None
         if (start, stop) != (0, shape[dim]):
-            if found is not None:
+            if part is not None:
                 return None
-            found = base.name, dim, start, stop
-        elif found is not None:
-            found = base.name, *found[1:]
+            part = base.name, dim, start, stop
+        elif part is not None:
+            part = base.name, *part[1:]
         view = made.get(base.name)
-    return found
+    return part
 
 
 def _whole(name: str, shown: dict[str, str]) -> str:
@@ -119,12 +119,12 @@ def _whole(name: str, shown: dict[str, str]) -> str:
 
 
 def _showing(base: str, views: dict[str, set[str]]) -> set[str]:
-    found, left = {base}, [base]
+    showing, left = {base}, [base]
     while left:
-        for view in views[left.pop()] - found:
-            found.add(view)
+        for view in views[left.pop()] - showing:
+            showing.add(view)
             left.append(view)
-    return found
+    return showing
 
 
 def _full(node: Node, shape: tuple[int, ...], dtype: str, number: object) -> Node:

@@ -170,11 +170,11 @@ def flat_softmax(log: bool) -> Build:
 
     def build(call: Call) -> Result:
         x = call.tensors[0]
-        at = axis(call, len(x.shape))
-        if all(extent == 1 for extent in x.shape[at + 1 :]):
-            return Built(Softmax(at, log), (x,))
-        flat = reshaped(x, (*x.shape[:at], prod(x.shape[at:])))
-        return reshaped(Built(Softmax(at, log), (flat,)), x.shape)
+        dim = axis(call, len(x.shape))
+        if all(extent == 1 for extent in x.shape[dim + 1 :]):
+            return Built(Softmax(dim, log), (x,))
+        flat = reshaped(x, (*x.shape[:dim], prod(x.shape[dim:])))
+        return reshaped(Built(Softmax(dim, log), (flat,)), x.shape)
 
     return build
 

@@ -61,11 +61,11 @@ def reshape(call: Call) -> Result:
 
 def flatten(call: Call) -> Result:
     x = call.operand("input")
-    at = call.integer("axis")
-    at = at + len(x.shape) if at < 0 else at
-    if not 0 <= at <= len(x.shape):
-        raise LayerwiseError(f"Flatten: there is no axis {at} in {x.spec.describe()}")
-    return reshaped(x, (prod(x.shape[:at]), prod(x.shape[at:])))
+    dim = call.integer("axis")
+    dim = dim + len(x.shape) if dim < 0 else dim
+    if not 0 <= dim <= len(x.shape):
+        raise LayerwiseError(f"Flatten: there is no axis {dim} in {x.spec.describe()}")
+    return reshaped(x, (prod(x.shape[:dim]), prod(x.shape[dim:])))
 
 
 def squeeze(call: Call) -> Result:
@@ -116,12 +116,12 @@ def tile(call: Call) -> Result:
 def concat(call: Call) -> Result:
     parts = operands(call["inputs"])
     rank = len(parts[0].shape)
-    at = axis(call, rank)
+    dim = axis(call, rank)
     running = next((p.spec for p in parts if p.activation and p.spec.index("n") == 0), None)
-    if running is None or at == 0:
-        return joined(parts, at)
+    if running is None or dim == 0:
+        return joined(parts, dim)
     # A stored part (a class token) is the same for every sample, however it is written.
-    return joined([p if p.activation else _each_sample(p, running.shape[0]) for p in parts], at)
+    return joined([p if p.activation else _each_sample(p, running.shape[0]) for p in parts], dim)
 
 
 def _each_sample(part: Operand, batch: int) -> Tensor:
@@ -136,16 +136,16 @@ def _each_sample(part: Operand, batch: int) -> Tensor:
 
 def split(call: Call) -> Result:
     x = call.operand("input")
-    at = axis(call, len(x.shape))
+    dim = axis(call, len(x.shape))
     sizes = integers(call, "split")
     if sizes is None:
         count = call.integer("num_outputs")
-        each = -(-x.shape[at] // count)
-        sizes = tuple(min(each, x.shape[at] - i * each) for i in range(count))
-    if sum(sizes) != x.shape[at] or min(sizes) < 0:
-        raise LayerwiseError(f"Split: parts of {sizes} do not make up axis {at} of {x.spec.describe()}")
+        each = -(-x.shape[dim] // count)
+        sizes = tuple(min(each, x.shape[dim] - i * each) for i in range(count))
+    if sum(sizes) != x.shape[dim] or min(sizes) < 0:
+        raise LayerwiseError(f"Split: parts of {sizes} do not make up axis {dim} of {x.spec.describe()}")
     ends = accumulate(sizes, initial=0)
-    return tuple(sliced(x, x.shape, at, a, b) if a < b else None for a, b in pairwise(ends))
+    return tuple(sliced(x, x.shape, dim, a, b) if a < b else None for a, b in pairwise(ends))
 
 
 def slice_(call: Call) -> Result:
@@ -170,10 +170,10 @@ def slice_(call: Call) -> Result:
 
 def gather(call: Call) -> Result:
     data, ids = call.operand("data"), call.operand("indices")
-    at = axis(call, len(data.shape))
+    dim = axis(call, len(data.shape))
     if not data.activation and (ids.activation or data.role == "parameter"):
-        if at != 0:
-            raise LayerwiseError(f"Gather along axis {at} of stored values is not supported; transpose them")
+        if dim != 0:
+            raise LayerwiseError(f"Gather along axis {dim} of stored values is not supported; transpose them")
         width = prod(data.shape[1:])
         table = recast(data, (data.shape[0], width))
         rows = Built(Embedding(data.shape[0], width, data.spec.dtype), (ids,), (table,))
@@ -181,13 +181,13 @@ def gather(call: Call) -> Result:
     if ids.value is None:
         raise LayerwiseError("Gather of positions that are computed from the input is not supported; write it as Slice")
     places = ids.value.astype(np.int64)
-    if places.size and (places.min() < -data.shape[at] or places.max() >= data.shape[at]):
-        raise LayerwiseError(f"Gather: positions beyond axis {at} of {data.spec.describe()}")
+    if places.size and (places.min() < -data.shape[dim] or places.max() >= data.shape[dim]):
+        raise LayerwiseError(f"Gather: positions beyond axis {dim} of {data.spec.describe()}")
     if places.ndim == 0:
-        return gathered(data, at, ids)
+        return gathered(data, dim, ids)
     spec = TensorSpec((places.size,), (None,), "int64")
-    taken = gathered(data, at, replace(ids, spec=spec, value=places.ravel()))
-    return taken if places.ndim == 1 else reshaped(taken, (*data.shape[:at], *places.shape, *data.shape[at + 1 :]))
+    taken = gathered(data, dim, replace(ids, spec=spec, value=places.ravel()))
+    return taken if places.ndim == 1 else reshaped(taken, (*data.shape[:dim], *places.shape, *data.shape[dim + 1 :]))
 
 
 def depth_to_space(call: Call) -> Result:
@@ -262,8 +262,8 @@ def _interpolation(
         rounding = text(call, "nearest_mode", "floor")
         wanted = [_nearest(*dim, where, rounding) for dim in zip(extents, size, scales, strict=True)]
         for name, ours in (("asymmetric", "nearest"), ("half_pixel", "nearest_exact")):
-            found = [_nearest(*dim, name, _OURS[ours]) for dim in zip(extents, size, scales, strict=True)]
-            if all((a == b).all() for a, b in zip(wanted, found, strict=True)):
+            ours_takes = [_nearest(*dim, name, _OURS[ours]) for dim in zip(extents, size, scales, strict=True)]
+            if all((a == b).all() for a, b in zip(wanted, ours_takes, strict=True)):
                 return Interpolate(size, ours, scales=exact)  # type: ignore[arg-type]
     elif mode == "linear" or (mode == "cubic" and _is_torch_cubic(call)):
         half = where == "half_pixel" or (where == "pytorch_half_pixel" and min(size) > 1)
@@ -287,17 +287,18 @@ _OURS = {"nearest": "floor", "nearest_exact": "round_prefer_ceil"}
 def _nearest(extent: int, size: int, scale: float, where: str, rounding: str) -> NDArray[np.int64]:
     """The input position of every output position, by ONNX's definition."""
     x = np.arange(size)
-    at: Floats = x / scale
+    position: Floats = x / scale
     if where == "half_pixel" or (where == "pytorch_half_pixel" and size > 1):
-        at = (x + 0.5) / scale - 0.5
+        position = (x + 0.5) / scale - 0.5
     elif where == "align_corners":
-        at = x * (extent - 1) / max(size - 1, 1)
+        position = x * (extent - 1) / max(size - 1, 1)
     elif where == "pytorch_half_pixel":
-        at = x * 0.0
+        position = x * 0.0
     elif where != "asymmetric":
         raise LayerwiseError(f"Resize with coordinates {where!r} is not supported")
     shift = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
-    rounded: Floats = np.ceil(at + shift) if rounding in ("ceil", "round_prefer_floor") else np.floor(at + shift)
+    up = rounding in ("ceil", "round_prefer_floor")
+    rounded: Floats = np.ceil(position + shift) if up else np.floor(position + shift)
     return np.asarray(np.clip(rounded, 0, extent - 1), np.int64)
 
 

@@ -24,20 +24,20 @@ def index(call: Call) -> Result:
     x, indices = call.operand("self"), call["indices"]
     assert isinstance(indices, tuple)
     used = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    at = [(dim, i) for dim, i in used if isinstance(i, Operand)]
-    if len(used) == len(at) == 1:
-        return gathered(x, *at[0])
-    if not at or (at[-1][1].activation and at[0][0] != 0):
+    indexed = [(dim, i) for dim, i in used if isinstance(i, Operand)]
+    if len(used) == len(indexed) == 1:
+        return gathered(x, *indexed[0])
+    if not indexed or (indexed[-1][1].activation and indexed[0][0] != 0):
         raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
-    return _one_a_sample(x, *(i for _, i in at)) if at[-1][1].activation else _grid(x, at)
+    return _one_a_sample(x, *(i for _, i in indexed)) if indexed[-1][1].activation else _grid(x, indexed)
 
 
-def _one_a_sample(x: Operand, *at: Operand) -> Result:
+def _one_a_sample(x: Operand, *indices: Operand) -> Result:
     """x[arange(n), positions]: of every sample the element at a position of its own."""
     samples, *rest = x.shape
-    positions = at[-1]
-    every = at[0].value is not None and np.array_equal(at[0].value, np.arange(samples))
-    if len(at) != 2 or not every or positions.shape != (samples,) or positions.spec.dtype == "bool":
+    positions = indices[-1]
+    every = indices[0].value is not None and np.array_equal(indices[0].value, np.arange(samples))
+    if len(indices) != 2 or not every or positions.shape != (samples,) or positions.spec.dtype == "bool":
         raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
     wide = Built(Expand((samples, 1, *rest[1:])), (reshaped(positions, (samples, *(1,) * len(rest))),))
     return Built(Select(1, 0), (Built(Gather(1), (x, wide)),))
@@ -45,12 +45,12 @@ def _one_a_sample(x: Operand, *at: Operand) -> Result:
 
 def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
     """x at every combination of positions: each index varies along a dimension of the result of its own."""
-    rank = max(len(at.shape) for _, at in used)
-    shape = np.broadcast_shapes(*(at.shape for _, at in used))
-    along = [[d + rank - len(at.shape) for d, extent in enumerate(at.shape) if extent > 1] for _, at in used]
+    rank = max(len(index.shape) for _, index in used)
+    shape = np.broadcast_shapes(*(index.shape for _, index in used))
+    along = [[d + rank - len(index.shape) for d, extent in enumerate(index.shape) if extent > 1] for _, index in used]
     dims = [dim for dim, _ in used]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
-    masks = any(at.spec.dtype == "bool" for _, at in used)
+    masks = any(index.spec.dtype == "bool" for _, index in used)
     if (
         masks
         or not adjacent
@@ -60,8 +60,8 @@ def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
         raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
     result: Tensor = x
     extents = list(x.shape)
-    for dim, at in used:
-        places = places_of(at, extents[dim]).ravel()
+    for dim, index in used:
+        places = places_of(index, extents[dim]).ravel()
         result = joined(runs(result, tuple(extents), dim, places), dim)
         extents[dim] = len(places)
     moved = sorted(range(len(used)), key=lambda i: along[i] or [0])  # an extent of 1 stands anywhere

@@ -21,14 +21,14 @@ Pads = tuple[tuple[int, int], ...]
 
 def stored(call: Call, *names: str) -> tuple[Operand, ...]:
     """The parameters and buffers of these names that the call has."""
-    found = [call.operand(name) for name in names if call.get(name) is not None]
-    for p in found:
+    operands = [call.operand(name) for name in names if call.get(name) is not None]
+    for p in operands:
         if p.activation or p.transposed:
             raise LayerwiseError(
                 f"{call.target}: its {_argument(call, p)} is computed in the forward pass; it must be a parameter "
                 "(torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
             )
-    return tuple(found)
+    return tuple(operands)
 
 
 def _argument(call: Call, operand: Operand) -> str:

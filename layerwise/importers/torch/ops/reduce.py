@@ -72,8 +72,8 @@ def logsumexp(call: Call) -> Result:
     dims = reduced(call, x)
 
     def largest(*, keepdim: bool) -> Built:
-        found = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
-        return Built(Unary("detach"), (found,))
+        finite = Built(Unary("clamp", (-LARGE, LARGE)), (Built(Reduce("max", dims, keepdim), (x,)),))
+        return Built(Unary("detach"), (finite,))
 
     away = Built(Binary("sub"), (x, largest(keepdim=True)))
     total = Built(Reduce("sum", dims, keepdim), (Built(Unary("exp"), (away,)),))
