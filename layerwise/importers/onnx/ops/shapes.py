@@ -40,8 +40,7 @@ LONGEST = 1 << 20  # extent after resampling
 
 
 def reshape(call: Call) -> Result:
-    x, target = call.operand("data"), integers(call, "shape")
-    assert target is not None
+    x, target = call.operand("data"), integers(call, "shape") or ()
     shape = list(target)
     if not call.flag("allowzero"):
         if any(extent == 0 and i >= len(x.shape) for i, extent in enumerate(shape)):
@@ -79,8 +78,7 @@ def squeeze(call: Call) -> Result:
 
 
 def unsqueeze(call: Call) -> Result:
-    x, given = call.operand("data"), integers(call, "axes")
-    assert given is not None
+    x, given = call.operand("data"), integers(call, "axes") or ()
     dims = axes(call, len(x.shape) + len(given))
     rest = iter(x.shape)
     assert dims is not None
@@ -93,8 +91,7 @@ def transpose(call: Call) -> Result:
 
 
 def expand(call: Call) -> Result:
-    x, target = call.operand("input"), integers(call, "shape")
-    assert target is not None
+    x, target = call.operand("input"), integers(call, "shape") or ()
     try:
         shape = np.broadcast_shapes(x.shape, target)
     except ValueError:
@@ -103,8 +100,7 @@ def expand(call: Call) -> Result:
 
 
 def tile(call: Call) -> Result:
-    x, repeats = call.operand("input"), integers(call, "repeats")
-    assert repeats is not None
+    x, repeats = call.operand("input"), integers(call, "repeats") or ()
     if min(repeats) < 1:
         raise LayerwiseError(f"Tile by {repeats} leaves nothing")
     if any(s > 1 and r > 1 and d == "n" for s, r, d in zip(x.shape, repeats, x.spec.dims, strict=True)):
@@ -150,9 +146,7 @@ def split(call: Call) -> Result:
 
 def slice_(call: Call) -> Result:
     x = call.operand("data")
-    starts, ends = integers(call, "starts"), integers(call, "ends")
-    assert starts is not None
-    assert ends is not None
+    starts, ends = integers(call, "starts") or (), integers(call, "ends") or ()
     dims = axes(call, len(x.shape)) or tuple(range(len(starts)))
     steps = integers(call, "steps") or (1,) * len(starts)
     if not len(starts) == len(ends) == len(dims) == len(steps) or 0 in steps:
@@ -214,8 +208,7 @@ def _image(x: Operand) -> tuple[int, ...]:
 
 def pad(call: Call) -> Result:
     x = call.tensors[0]
-    flat = integers(call, "pads")
-    assert flat is not None
+    flat = integers(call, "pads") or ()
     dims = axes(call, len(x.shape)) or tuple(range(len(x.shape)))
     if len(flat) != 2 * len(dims):
         raise LayerwiseError(f"Pad: {len(flat)} pads for {len(dims)} axes")
