@@ -30,17 +30,13 @@ class StageGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One operator, with its fused epilogue, at given shapes.
-
-    `inputs` names the layers that feed it; an operator's inputs come first, then parameters that other layers use too
-    (`tied`). `parameters` are the model's names of the operator's parameters, in the operator's order.
-    """
+    """One operator, with its fused epilogue, at given shapes."""
 
     name: str
     op: Op
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # the layers that feed it: the operator's inputs, then parameters that others use, too
     specs: tuple[TensorSpec, ...]  # of the operator's own inputs
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # the model's names of the operator's parameters, in the operator's order
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
     epilogue: tuple[str, ...] = ()  # names of its operators, in order
     frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained

@@ -31,19 +31,15 @@ SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network as layers, and what it comes with.
-
-    stored: how to read its parameters and constants, by their names in the graph; None (or of the meta device) where
-    it has no values. keys: the names of its state dict, each with the name that the graph has for the tensor.
-    structure: how the model returns its outputs; None: as a tuple, a single one as it is. built: the tensors of a
-    module that this process has built by itself, by name.
-    """
+    """A network as layers, and what it comes with."""
 
     graph: LayerGraph
+    # How to read its parameters and constants, by their names in the graph. They read None, or a tensor of the meta
+    # device, where the network has no values.
     stored: Mapping[str, Callable[[], object]]
-    keys: Mapping[str, str]
-    structure: Structure | None = None
-    built: Mapping[str, Tensor] = field(default_factory=dict)
+    keys: Mapping[str, str]  # names of its state dict -> names of the tensors in the graph
+    structure: Structure | None = None  # how the model returns its outputs; None: a tuple, or a single one as it is
+    built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of a module that this process built, by name
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""

@@ -202,15 +202,12 @@ def _windows(extent: int, kernel: int, stride: int, padding: tuple[int, int], di
 
 @dataclass(frozen=True, slots=True)
 class _Adaptive:
-    """The windows of a cell's dimension: `length` positions of each, short ones filled up with their last one.
+    """The windows of a cell's dimension, short ones filled up with their last position."""
 
-    weights: of the mean. alike: the windows are those of adaptive pooling of the given positions.
-    """
-
-    alike: bool
-    length: int
-    index: tuple[int, ...]
-    weights: tuple[float, ...]
+    alike: bool  # whether they are those of adaptive pooling of the given positions
+    length: int  # positions of each
+    index: tuple[int, ...]  # those of all windows
+    weights: tuple[float, ...]  # of the mean
 
     def pool(self, x: Tensor, dim: int, mode: str) -> Tensor:
         import torch
@@ -242,17 +239,13 @@ def _adaptive(cell: Interval, need: Interval, size: int, extent: int) -> _Adapti
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How the windows of a cell's dimension are made: `before`, `after` are the positions of padding it lacks.
+    """How the windows of a cell's dimension are made."""
 
-    floor: torch makes them of `before` positions of padding on both sides. alike: it also divides them as it should,
-    without and with ceil_mode. factor: what a mean over the whole kernel is multiplied by, None for ones.
-    """
-
-    before: int
+    before: int  # positions of padding that the cell lacks
     after: int
-    floor: bool
-    alike: tuple[bool, bool]
-    factor: tuple[float, ...] | None
+    floor: bool  # whether torch makes the windows of `before` positions of padding on both sides
+    alike: tuple[bool, bool]  # whether it also divides them as it should, without and with ceil_mode
+    factor: tuple[float, ...] | None  # what a mean over the whole kernel is multiplied by, None for ones
 
 
 @lru_cache(maxsize=4096)

@@ -34,14 +34,11 @@ CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The graph, and where the values of its parameters and constants are.
-
-    `unsampled`: the first layer that drops the dimension of the samples, which only a batch of 1 allows.
-    """
+    """The graph, and where the values of its parameters and constants are."""
 
     graph: LayerGraph
     held: Mapping[str, Held]
-    unsampled: str
+    unsampled: str  # the first layer that drops the dimension of the samples, which only a batch of 1 allows
 
 
 def build_graph(model: ModelProto, folder: Path, title: str, inputs: Inputs, sizes: Mapping[str, int]) -> Imported:

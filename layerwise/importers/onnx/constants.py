@@ -47,21 +47,16 @@ PARTS = frozenset({"Gather", "Slice", "Split"})  # of learned values, they are l
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that does not depend on the model's inputs' values.
-
-    `weight`: learned values, as far as the file tells: floating point, more than one, neither computed nor infinite.
-    `root`: the initializer that it is a view of. `literal`: does not depend on the inputs' shapes either.
-    `transposed`: this is the transpose of the matrix `name`.
-    """
+    """A tensor that does not depend on the model's inputs' values."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     read: Callable[[], Array] = field(repr=False)
-    root: str = ""
-    weight: bool = False
-    literal: bool = True
-    transposed: bool = False
+    root: str = ""  # the initializer that it is a view of
+    weight: bool = False  # learned, as far as the file tells: floating point, several, neither computed nor infinite
+    literal: bool = True  # does not depend on the inputs' shapes either
+    transposed: bool = False  # this is the transpose of the matrix `name`
     ready: bool = False  # the values are at hand: nothing large is read for them
 
     @cached_property
