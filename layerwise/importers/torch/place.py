@@ -15,6 +15,8 @@ from layerwise.tensor import TensorSpec
 
 
 class TorchPlacer(Placer):
+    """Keeps the shapes that the model's parameters have, and reads them in others."""
+
     def __init__(self, builder: GraphBuilder, uses: Mapping[str, int]) -> None:
         super().__init__(builder)
         self.shapes: dict[str, TensorSpec] = {}  # of the model's own parameters and buffers
