@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis, model_error, told, warnings
+from layerwise.cost.basis import basis, describe, model_error, warnings
 from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
@@ -111,10 +111,10 @@ def test_the_shares_are_of_the_whole() -> None:
     assert min(on.measured, on.fitted) > 0
     assert on.of_step == pytest.approx(sum(p.seconds["compute"] for p in found.layers.values()) / found.step_time_s)
     assert model_error(found) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
-    said = told(model, on)
+    said = describe(model, on)
     assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said
     assert "median error 7.0% on cells held out" in said
-    assert "not measured but an analytic roofline" in told(model_of(), basis(model_of(), price(model_of(), serial)))
+    assert "not measured but an analytic roofline" in describe(model_of(), basis(model_of(), price(model_of(), serial)))
 
 
 def test_the_latest_set_of_the_element_type_is_used() -> None:
