@@ -143,7 +143,7 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
 
 def made(name: str, total_s: float, fits: bool, measured: float = 0.0) -> Candidate:
     """measured: the share of t_C."""
-    layer = LayerPrice(Config(), 1.0, *[0.0] * 8, measured_s=measured)
+    layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0, measured_s=measured)
     return Candidate(name, {}, Price({"fc": layer}, 1.0, 0.0), Timeline(total_s, 0.0, 0.0, 0.0), fits)
 
 
