@@ -37,14 +37,14 @@ def gradients_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collecti
     zero = np.zeros(len(cells.computed.degrees))
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            degrees = cells.at(p.late).degrees
+            degrees = cells.at(p.epilogue).degrees
             keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
-            size, total = by_keys.get((keys, p.late), (zero, zero))
+            size, total = by_keys.get((keys, p.epilogue), (zero, zero))
             size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
-            by_keys[keys, p.late] = size, total
+            by_keys[keys, p.epilogue] = size, total
     graph = setting.devices
-    collectives = [_collective(*sizes, cells.at(late), keys, graph) for (keys, late), sizes in by_keys.items()]
+    collectives = [_collective(*sizes, cells.at(epilogue), keys, graph) for (keys, epilogue), sizes in by_keys.items()]
     return [_replicated(c, graph) for c in collectives] if layer.role is Role.TIED else collectives
 
 

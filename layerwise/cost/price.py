@@ -122,7 +122,7 @@ def _parameter_bytes(model: CostModel, layer: Layer, cells: Layout) -> float:
     total = 0.0
     for _, p, item_bytes in layer.held():
         copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
-        degrees = cells.at(p.late).degrees
+        degrees = cells.at(p.epilogue).degrees
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
     return total
 

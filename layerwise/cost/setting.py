@@ -73,6 +73,6 @@ class Setting:
     def edge(self, name: EdgeName, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Edge:
         """What a transfer follows from."""
         source, target = self.graph[name[0]], self.graph[name[1]]
-        maps, late = input_maps(target, name[2])
-        owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(late)
+        maps, epilogue = input_maps(target, name[2])
+        owners, needers = self.layout(source, sources).owned, self.layout(target, targets).at(epilogue)
         return Edge.of(source.out, owners, maps, target.space.dims, needers)

@@ -73,14 +73,14 @@ class Bench:
         layer, where = spec.layer, spec.layer.space
         self.spec, self.mode = spec, mode
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned)
-        needs = zip(layer.specs, where.needs, where.late_inputs, strict=True)
+        needs = zip(layer.specs, where.needs, where.epilogue_inputs, strict=True)
         inputs = [
             mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
         given: list[Tensor] = []
         for p in where.parameters:
-            shape = needed_box(p.maps, spec.owned if p.late else spec.cell).shape
+            shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
             given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
         inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
         self.inputs = inputs

@@ -62,7 +62,7 @@ class Parameter:
     shape: tuple[int, ...]
     maps: Maps
     trainable: bool = True  # else a buffer, or frozen: no gradient, nothing to synchronise
-    late: bool = False  # used after the reduction over k (a bias): its box follows what a device owns of the output
+    epilogue: bool = False  # used after the reduction over k (a bias): its box follows what a device owns of the output
     # How PyTorch fills it where nobody gives a value: uniform in [-scale, scale), normal of deviation `scale`, or
     # `scale` everywhere.
     initial: Literal["uniform", "normal", "constant"] = "constant"
@@ -116,7 +116,7 @@ class Space:
     dims: tuple[Dim, ...]
     needs: tuple[Maps, ...]
     parameters: tuple[Parameter, ...]
-    late_inputs: tuple[bool, ...]
+    epilogue_inputs: tuple[bool, ...]
 
     @property
     def reductions(self) -> range:
@@ -206,8 +206,8 @@ class Op(ABC):
         """Output dimensions that this operator cannot be split along, though they carry a label."""
         return frozenset()
 
-    def late_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
-        """Inputs that are used after the reduction over k (see Parameter.late)."""
+    def epilogue_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
+        """Inputs that are used after the reduction over k (see Parameter.epilogue)."""
         return (False,) * len(inputs)
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
@@ -245,12 +245,12 @@ class Op(ABC):
         """The kernel: the box `local.out` of the output, from the boxes `local.needs` of the inputs.
 
         `parameters` by the operator's names, each the box that the cell needs. Where a reduction is split they lack
-        the late ones, the result is a partial sum, and `finish` adds what is late once it is complete.
+        those of the epilogue, the result is a partial sum, and `finish` adds those once it is complete.
         """
         raise LayerwiseError(f"layerwise can plan {self.kind} but has no kernel to run it")
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What comes after the reduction (a bias): `total` is a box of the sum, `parameters` the late ones."""
+        """What comes after the reduction (a bias): `total` is a box of the sum, `parameters` those of the epilogue."""
         return total
 
     def rows(self) -> dict[str, object]:
@@ -305,7 +305,7 @@ def space(op: Op, inputs: tuple[TensorSpec, ...]) -> Space:
     needs = op.needs(inputs, out)
     assert len(needs) == len(inputs), f"{op} maps {len(needs)} of {len(inputs)} inputs"
     assert all(len(m) == len(i.shape) for m, i in zip(needs, inputs, strict=True)), f"{op} maps wrong ranks"
-    return Space(out, dims + op.reductions(inputs, out), needs, op.parameters(inputs, out), op.late_inputs(inputs))
+    return Space(out, dims + op.reductions(inputs, out), needs, op.parameters(inputs, out), op.epilogue_inputs(inputs))
 
 
 def volumes(maps: Maps, lo: Extents, hi: Extents) -> Counts:

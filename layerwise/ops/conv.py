@@ -259,7 +259,7 @@ def _parameters(op: Conv | ConvTranspose, shape: tuple[int, ...], maps: Maps) ->
     bound = prod(shape[1:]) ** -0.5
     weight = Parameter("weight", shape, maps, initial="uniform", scale=bound)
     channels = (identity(op.out_channels, 1),)
-    bias = Parameter("bias", (op.out_channels,), channels, late=True, initial="uniform", scale=bound)
+    bias = Parameter("bias", (op.out_channels,), channels, epilogue=True, initial="uniform", scale=bound)
     return (weight, bias) if op.bias else (weight,)
 
 

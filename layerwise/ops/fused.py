@@ -62,13 +62,15 @@ class Fused(Op):
             through_views(maps, spec, chain) for maps, spec, chain in zip(direct, inputs, self.views, strict=True)
         )
 
-    def late_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
+    def epilogue_inputs(self, inputs: Sequence[TensorSpec]) -> tuple[bool, ...]:
         return tuple(stage.epilogue for stage in self.stages(inputs) for _ in stage.views)
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         first, *rest = self.stages(inputs)
-        late = [replace(p, name=f"{i}.{p.name}", late=True) for i, s in enumerate(rest) for p in s.space.parameters]
-        return (*first.space.parameters, *late)
+        epilogue = [
+            replace(p, name=f"{i}.{p.name}", epilogue=True) for i, s in enumerate(rest) for p in s.space.parameters
+        ]
+        return (*first.space.parameters, *epilogue)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:
         first = self.stages(inputs)[0].space

@@ -58,7 +58,7 @@ class Linear(Op):
             shape, maps = shape[::-1], maps[::-1]
         scale = depth**-0.5
         weight = Parameter("weight", shape, maps, initial="uniform", scale=scale)
-        bias = Parameter("bias", (self.out_features,), (columns,), late=True, initial="uniform", scale=scale)
+        bias = Parameter("bias", (self.out_features,), (columns,), epilogue=True, initial="uniform", scale=scale)
         return (weight, bias) if self.bias else (weight,)
 
     def reductions(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Dim, ...]:

@@ -53,7 +53,8 @@ class _ChannelNorm(_Norm):
         names = (*_NAMES[:2],) * self.affine + (*_NAMES[2:],) * self.track
         maps = (identity(out.shape[1], 1),)
         return tuple(
-            Parameter(name, out.shape[1:2], maps, name in _NAMES[:2], late=True, scale=_initial(name)) for name in names
+            Parameter(name, out.shape[1:2], maps, name in _NAMES[:2], epilogue=True, scale=_initial(name))
+            for name in names
         )
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
@@ -304,7 +305,7 @@ def _channelled(op: Op, x: TensorSpec) -> TensorSpec:
 
 def _trailing(name: str, out: TensorSpec, rank: int) -> Parameter:
     shape = out.shape[len(out.shape) - rank :]
-    return Parameter(name, shape, tuple(map(whole, shape)), late=True, scale=_initial(name))
+    return Parameter(name, shape, tuple(map(whole, shape)), epilogue=True, scale=_initial(name))
 
 
 def _initial(name: str) -> float:

@@ -147,7 +147,7 @@ class Prelu(_Pointwise):
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         maps = (whole(1) if self.count == 1 else identity(self.count, 1),)
-        return (Parameter("weight", (self.count,), maps, late=True, scale=0.25),)
+        return (Parameter("weight", (self.count,), maps, epilogue=True, scale=0.25),)
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         return Kept(output=False)
@@ -194,7 +194,7 @@ class Binary(_Pointwise):
             maps = tuple(next(long) if extent > 1 else whole(1) for extent in self.stored)
         return (
             Parameter(
-                "operand", self.parameter if self.stored is None else self.stored, maps, self.trainable, late=True
+                "operand", self.parameter if self.stored is None else self.stored, maps, self.trainable, epilogue=True
             ),
         )
 

@@ -66,9 +66,9 @@ def run_stages(
         named = {name: parameters[i] for name, i in own.parameters.items()}
         local = replace(own.local, training=training, seed=seed(number), all_reduce=all_reduce(number))
         if number == 0 and reduce is not None:
-            late = {p.name for p in local.space.parameters if p.late}
-            total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in late}))
-            result = stage.op.finish(total, {name: v for name, v in named.items() if name in late})
+            epilogue = {p.name for p in local.space.parameters if p.epilogue}
+            total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in epilogue}))
+            result = stage.op.finish(total, {name: v for name, v in named.items() if name in epilogue})
         else:
             result = stage.op.run(local, values, named)
     assert result is not None

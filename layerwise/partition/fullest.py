@@ -25,9 +25,9 @@ class Fullest:
     own_lo: Ints  # (C, R), of what its device owns of the output
     own_hi: Ints
 
-    def bounds(self, late: bool) -> tuple[Ints, Ints]:
+    def bounds(self, epilogue: bool) -> tuple[Ints, Ints]:
         """What the needs of an input or a parameter follow from; see `Layout.at`."""
-        return (self.own_lo, self.own_hi) if late else (self.lo, self.hi)
+        return (self.own_lo, self.own_hi) if epilogue else (self.lo, self.hi)
 
     def cell(self, row: int) -> Box:
         """The cell of one configuration, a box of the iteration space."""

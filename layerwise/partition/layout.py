@@ -43,9 +43,9 @@ class Layout:
     computed: Cells  # of the iteration space
     owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
 
-    def at(self, late: bool) -> Cells:
-        """What the needs of an input or a parameter follow from: what is late comes after the reduction over k."""
-        return self.owned if late else self.computed
+    def at(self, epilogue: bool) -> Cells:
+        """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
+        return self.owned if epilogue else self.computed
 
 
 def layout(configs: Sequence[Config], where: Space, devices: int) -> Layout:

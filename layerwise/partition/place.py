@@ -27,9 +27,9 @@ class Place:
     owned: Boxes
     everywhere: bool = False
 
-    def at(self, late: bool) -> Boxes:
-        """What the needs of an input or a parameter follow from: what is late comes after the reduction over k."""
-        return self.owned if late else self.cells
+    def at(self, epilogue: bool) -> Boxes:
+        """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
+        return self.owned if epilogue else self.cells
 
     def on(self, devices: Ints) -> Place:
         """On these devices, in this order."""
@@ -58,12 +58,12 @@ def fed_config(layer: Layer, devices: int) -> Config:
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
-    """Which box of its input `slot` a layer needs, and whether that follows what it owns (late) or computes."""
+    """Which box of its input `slot` a layer needs, and whether that follows what it owns (epilogue) or computes."""
     where = layer.space
     if slot < len(layer.specs):
-        return where.needs[slot], where.late_inputs[slot]
+        return where.needs[slot], where.epilogue_inputs[slot]
     parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
-    return parameter.maps, parameter.late
+    return parameter.maps, parameter.epilogue
 
 
 def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:

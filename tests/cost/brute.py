@@ -149,23 +149,23 @@ def owners(config: Config, where: Space, devices: int) -> Table:
 # ---- transfers -------------------------------------------------------------------------------------------------------
 
 
-def exchanged(source: Space, u: Config, target: Space, maps: Maps, late: bool, v: Config, devices: int) -> Table:
+def exchanged(source: Space, u: Config, target: Space, maps: Maps, epilogue: bool, v: Config, devices: int) -> Table:
     """Elements that each device (row) needs of what each device (column) owns; its own ones on the diagonal."""
     table = np.zeros((devices, devices), np.int64)
     owner = owners(u, source, devices)
     for device, cell, own in holdings(v, target, devices):
-        box = need(maps, own if late else cell)
+        box = need(maps, own if epilogue else cell)
         table[device] = np.bincount(np.atleast_1d(owner[box.slices()]).ravel(), minlength=devices)
     return table
 
 
-def by_pieces(source: Space, u: Config, target: Space, maps: Maps, late: bool, v: Config, devices: int) -> Table:
+def by_pieces(source: Space, u: Config, target: Space, maps: Maps, epilogue: bool, v: Config, devices: int) -> Table:
     """The same from the boxes, as the runtime will send them."""
     table = np.zeros((devices, devices), np.int64)
     senders, owned = zip(*((device, own) for device, _, own in holdings(u, source, devices)), strict=True)
     held = holdings(v, target, devices)
     piece: Piece
-    for piece in pieces([need(maps, own if late else cell) for _, cell, own in held], owned):
+    for piece in pieces([need(maps, own if epilogue else cell) for _, cell, own in held], owned):
         table[held[piece.dst][0], senders[piece.src]] += piece.box.volume
     return table
 
@@ -194,9 +194,9 @@ def input_of(layer: Layer, slot: int) -> tuple[Maps, bool]:
     """What a layer needs of an input, or of a parameter that comes over an edge, and whether after its reduction."""
     where = layer.space
     if slot < len(layer.specs):
-        return where.needs[slot], where.late_inputs[slot]
+        return where.needs[slot], where.epilogue_inputs[slot]
     p = where.parameters[layer.tied[slot - len(layer.specs)]]
-    return p.maps, p.late
+    return p.maps, p.epilogue
 
 
 def plain(spec: TensorSpec) -> Space:

@@ -140,8 +140,10 @@ def test_the_optimizer_reads_and_writes_its_state() -> None:
     parameters = 4 * (12 * 16 + 12)
     for optimizer, touched in (("sgd", 3), ("momentum", 5), ("adam", 7)):
         found = times(layer, MEMORY, {}, {"n": 8}, {"c": 4}, {"k": 4}, optimizer=optimizer)
-        late = 4 * (12 * 4 + 3)  # of k, a quarter of the weights and, after the scatter, of the biases
-        assert found.update == pytest.approx(1e-9 * touched * np.array([parameters, parameters, parameters / 4, late]))
+        biased = 4 * (12 * 4 + 3)  # of k, a quarter of the weights and, after the scatter, of the biases
+        assert found.update == pytest.approx(
+            1e-9 * touched * np.array([parameters, parameters, parameters / 4, biased])
+        )
 
 
 def test_cells_are_cut_as_coarsely_as_any_follower() -> None:

@@ -61,10 +61,10 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             source, config = model.graph[name], strategy[name]
             if source.role is Role.TIED and config.total == 1:
                 continue
-            maps, late = brute.input_of(layer, slot)
-            table = brute.exchanged(source.space, config, layer.space, maps, late, strategy[layer.name], 6)
+            maps, epilogue = brute.input_of(layer, slot)
+            table = brute.exchanged(source.space, config, layer.space, maps, epilogue, strategy[layer.name], 6)
             at = place(layer, strategy[layer.name], 6, "sample")
-            found = moved(place(source, config, 6, "sample"), maps, at.at(late))
+            found = moved(place(source, config, 6, "sample"), maps, at.at(epilogue))
             kept = np.diag(table)
             assert found.need.tolist() == table.sum(1).tolist()
             assert found.kept.tolist() == kept.tolist()
@@ -159,7 +159,7 @@ def test_every_device_has_room_for_what_it_keeps(
     for layer in network.inner:
         for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
             for _, p, item_bytes in layer.held():
-                size = brute.need(p.maps, own if p.late else cell).volume * item_bytes
+                size = brute.need(p.maps, own if p.epilogue else cell).volume * item_bytes
                 parameters[device] += size * (1 + OPTIMIZERS[optimizer] * p.trainable)
                 gradients[device] += size * p.trainable
             if model.has_gradient[layer.name] and layer.role is not Role.TIED and not layer.main.view:
@@ -180,5 +180,5 @@ def test_an_optimizers_state_comes_on_top(network: LayerGraph, data: st.DataObje
     for layer in network.layers:
         at = place(layer, strategy[layer.name], 6, "sample")
         for _, p, item_bytes in layer.held():
-            state += at.at(p.late).needs(p.maps).volume * item_bytes * p.trainable
+            state += at.at(p.epilogue).needs(p.maps).volume * item_bytes * p.trainable
     assert peak_bytes(momentum, strategy) - peak_bytes(sgd, strategy) == pytest.approx(state)

@@ -66,7 +66,7 @@ def counted_sync(layer: Layer, config: Config, devices: int) -> int:
         if p.trainable:
             copies = np.zeros(p.shape, np.int64)
             for _, cell, own in brute.holdings(config, layer.space, devices):
-                copies[brute.need(p.maps, own if p.late else cell).slices()] += 1
+                copies[brute.need(p.maps, own if p.epilogue else cell).slices()] += 1
             assert copies.min() >= 1
             total += int(2 * (copies - 1).sum()) * layer.out.item_bytes
     return total
@@ -283,15 +283,15 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
         for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
             held = own.volume * layer.out.item_bytes * (layer.role is not Role.TIED)  # it is a parameter itself
             for _, p in layer.own_parameters():
-                box = brute.need(p.maps, own if p.late else cell)
+                box = brute.need(p.maps, own if p.epilogue else cell)
                 held += (2 if p.trainable else 1) * box.volume * layer.out.item_bytes
             for slot, name in enumerate(layer.inputs):
                 source = model.graph[name]
                 if source.role is Role.TIED and strategy[name].total == 1:  # replicated: counted there
                     continue
-                maps, late = brute.input_of(layer, slot)
+                maps, epilogue = brute.input_of(layer, slot)
                 config = strategy[layer.name]
-                row = brute.exchanged(source.space, strategy[name], layer.space, maps, late, config, 6)[device]
+                row = brute.exchanged(source.space, strategy[name], layer.space, maps, epilogue, config, 6)[device]
                 if row.sum() > row[device]:
                     held += int(row.sum()) * source.out.item_bytes
             assert held <= found.layers[layer.name].memory_bytes, f"{layer.name}: device {device}"

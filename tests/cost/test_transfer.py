@@ -146,14 +146,14 @@ def test_any_maps(
     dtype = data.draw(st.sampled_from(["float32", "int64", "bool"]))
     source, result = (_spec(d, dtype) for d in (held, out))
     over = (*out, Dim("k", data.draw(st.integers(1, 6)))) if reduced else out
-    late = reduced and data.draw(st.booleans())
-    maps = data.draw(axis_maps(source.shape, over, len(out) if late or not out else len(over)))
-    target = Space(result, over, (maps,), (), (late,))
+    epilogue = reduced and data.draw(st.booleans())
+    maps = data.draw(axis_maps(source.shape, over, len(out) if epilogue or not out else len(over)))
+    target = Space(result, over, (maps,), (), (epilogue,))
     held_by = brute.plain(source)
     us, vs = (data.draw(brute.configs(where, graph.count)) for where in (held_by, target))
 
     def edge(us: Sequence[Config], vs: Sequence[Config]) -> Edge:
-        owners, needers = layout(us, held_by, graph.count).owned, layout(vs, target, graph.count).at(late)
+        owners, needers = layout(us, held_by, graph.count).owned, layout(vs, target, graph.count).at(epilogue)
         return Edge.of(source, owners, maps, over, needers)
 
     found = traffic(edge(us, vs), graph)
@@ -162,7 +162,7 @@ def test_any_maps(
     few = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
     assert (port_seconds(edge(us, vs), graph, few) <= exact * (1 + 1e-9)).all()
     for i, j in np.ndindex(len(us), len(vs)):
-        table = brute.exchanged(held_by, us[i], target, maps, late, vs[j], graph.count)
+        table = brute.exchanged(held_by, us[i], target, maps, epilogue, vs[j], graph.count)
         device = busiest_device(edge(us[i : i + 1], vs[j : j + 1]), graph)
         loads = brute.ports(table, source.item_bytes, graph)
         doors = [list(graph.port(at)) for at in range(len(loads))]

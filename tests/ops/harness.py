@@ -142,13 +142,13 @@ def check_needs(
 
 
 def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference: Reference) -> None:
-    """Partial results over `degree` parts of k, late parameters left out, add up to the whole."""
+    """Partial results over `degree` parts of k, parameters of the epilogue left out, add up to the whole."""
     where = space(op, tuple(specs))
     (k,) = where.reductions
     dim = where.dims[k]
     inputs = values(specs)
     params = {
-        p.name: torch.zeros_like(t) if p.late else t
+        p.name: torch.zeros_like(t) if p.epilogue else t
         for p, t in zip(where.parameters, parameters(where).values(), strict=True)
     }
     full = reference(*inputs, **params)

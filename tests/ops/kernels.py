@@ -60,7 +60,9 @@ def check_kernel(
     assert tuple(wanted.shape) == where.out.shape, f"{op}: reference {tuple(wanted.shape)}, declared {where.out.shape}"
 
     split = any(cuts[k] > 1 for k in where.reductions)
-    assert not (split and any(where.late_inputs)), "late inputs are the runner's business: check the stages one by one"
+    assert not (split and any(where.epilogue_inputs)), (
+        "inputs of the epilogue are the runner's business: check the stages one by one"
+    )
     cells = [Cell(op, where, tuple(specs), box, given, held, split, training, seed) for box in cells_of(where, cuts)]
     meetings = introduce(op, tuple(specs), cells, cuts)
     together([cell.forward for cell in cells], meetings)
@@ -106,7 +108,7 @@ class Cell:
     box: Box
     whole_inputs: list[Tensor]
     whole_held: dict[str, Tensor]
-    split: bool  # a reduction is: no late parameters
+    split: bool  # a reduction is: no parameters of the epilogue
     training: bool
     seed: int
     all_reduce: Callable[[Tensor], Tensor] | None = None
@@ -117,7 +119,7 @@ class Cell:
         self.out = Box(self.box.lo[:rank], self.box.hi[:rank])
         self.needs = tuple(needed(m, self.box) for m in self.where.needs)
         self.inputs = [leaf(t[box.slices()]) for t, box in zip(self.whole_inputs, self.needs, strict=True)]
-        mine = [p for p in self.where.parameters if not (self.split and p.late)]
+        mine = [p for p in self.where.parameters if not (self.split and p.epilogue)]
         self.holds = {p.name: needed(p.maps, self.box) for p in mine}
         self.held = {p.name: leaf(self.whole_held[p.name][self.holds[p.name].slices()], p.trainable) for p in mine}
 
@@ -134,11 +136,11 @@ class Finish:
     """What follows a reduction, on the box of the sum that a device owns."""
 
     def __init__(self, op: Op, where: Space, box: Box, total: Tensor, held: dict[str, Tensor]) -> None:
-        late = [p for p in where.parameters if p.late]
+        epilogue = [p for p in where.parameters if p.epilogue]
         k = Box((*box.lo, *(0 for _ in where.reductions)), (*box.hi, *(where.dims[i].extent for i in where.reductions)))
         self.box, self.total = box, leaf(total[box.slices()])
-        self.holds = {p.name: needed(p.maps, k) for p in late}
-        self.held = {p.name: leaf(held[p.name][self.holds[p.name].slices()], p.trainable) for p in late}
+        self.holds = {p.name: needed(p.maps, k) for p in epilogue}
+        self.held = {p.name: leaf(held[p.name][self.holds[p.name].slices()], p.trainable) for p in epilogue}
         self.result = op.finish(self.total, self.held)
 
     def backward(self, slope: Tensor, held_grads: dict[str, Tensor]) -> Tensor:

@@ -131,7 +131,7 @@ def test_binary_with_a_parameter_needs(data: st.DataObject, swapped: bool) -> No
 
     check_needs(op, [x], data.draw(cells(where)), reference)
     (parameter,) = where.parameters
-    assert (parameter.name, parameter.trainable, parameter.late) == ("operand", True, True)
+    assert (parameter.name, parameter.trainable, parameter.epilogue) == ("operand", True, True)
     assert not space(Binary("sub", other.shape, trainable=False), (x,)).parameters[0].trainable
 
 

@@ -56,9 +56,9 @@ def test_extents_are_of_what_the_cell_needs(network: LayerGraph, graph: DeviceGr
         for i, row in enumerate(rows):
             cell, owned = found.cell(i), found.owned(i, len(layer.out.shape))
             expected = [*cell.shape, *(owned.shape or (1,))]
-            for maps, late in zip(where.needs, where.late_inputs, strict=True):
-                expected += brute.need(maps, owned if late else cell).shape
-            boxes = [brute.need(p.maps, owned if p.late else cell) for p in where.parameters]
+            for maps, epilogue in zip(where.needs, where.epilogue_inputs, strict=True):
+                expected += brute.need(maps, owned if epilogue else cell).shape
+            boxes = [brute.need(p.maps, owned if p.epilogue else cell) for p in where.parameters]
             expected += [extent for box in boxes for extent in box.shape]
             assert list(row[: len(expected)]) == expected, f"{layer.name} {configs[i]}"
             if layer.op.kind != "tied":

@@ -29,13 +29,13 @@ EDGE = ("first", "second", 0)
 def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Config, devices: int) -> set[str]:
     """How the runtime's ranks that take part move an edge's tensor."""
     source, target = network[edge[0]], network[edge[1]]
-    maps, late = brute.input_of(target, edge[2])
+    maps, epilogue = brute.input_of(target, edge[2])
     owned: list[Box | None] = [None] * devices
     need: list[Box | None] = [None] * devices
     for device, _, own in brute.holdings(u, source.space, devices):
         owned[device] = own
     for device, cell, own in brute.holdings(v, target.space, devices):
-        need[device] = brute.need(maps, own if late else cell)
+        need[device] = brute.need(maps, own if epilogue else cell)
     ranks = [rank for rank in range(devices) if owned[rank] is not None or need[rank] is not None]
     return {transfer(tuple(owned), tuple(need), rank).pattern for rank in ranks}
 

@@ -32,7 +32,7 @@ def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
     for _, p in layer.own_parameters():
         if p.trainable:
             rows = brute.holdings(config, layer.space, devices)
-            found.append({device: brute.need(p.maps, own if p.late else cell) for device, cell, own in rows})
+            found.append({device: brute.need(p.maps, own if p.epilogue else cell) for device, cell, own in rows})
     return found
 
 
@@ -47,9 +47,9 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
         for (_, p), held_by in zip(
             [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
         ):
-            row = replicas(cells.at(p.late), sorted({m.source for m in p.maps if m.source is not None}))[0]
+            row = replicas(cells.at(p.epilogue), sorted({m.source for m in p.maps if m.source is not None}))[0]
             assert {d for d in range(graph.count) if row[d] >= 0} == set(held_by)
-            held_on = place(layer, config, graph.count, "sample").at(p.late).needs(p.maps).each
+            held_on = place(layer, config, graph.count, "sample").at(p.epilogue).needs(p.maps).each
             for d, box in held_by.items():
                 assert sharing(held_on, d) == tuple(np.flatnonzero(row == row[d])) or replicated(layer, config)
                 for e, other in held_by.items():

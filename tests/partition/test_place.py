@@ -33,8 +33,10 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
             cell, own = expected.get(device, (None, None))
             assert (at.cells.each[device], at.owned.each[device]) == (cell, own)
             for p in layer.space.parameters:
-                held = at.at(p.late).needs(p.maps).each[device]
-                assert held == (None if cell is None or own is None else brute.need(p.maps, own if p.late else cell))
+                held = at.at(p.epilogue).needs(p.maps).each[device]
+                assert held == (
+                    None if cell is None or own is None else brute.need(p.maps, own if p.epilogue else cell)
+                )
 
 
 @given(NETWORKS, st.permutations(range(DEVICES)))

@@ -23,12 +23,12 @@ def test_boxes_are_those_of_the_cells(network: LayerGraph, graph: DeviceGraph, d
         configs = data.draw(brute.configs(layer.space, graph.count, most=3))
         cells, dims = layout(configs, layer.space, graph.count), layer.space.dims
         needed = [brute.input_of(layer, slot) for slot in range(len(layer.inputs))]
-        for maps, late in [*needed, *((p.maps, p.late) for _, p in layer.own_parameters())]:
-            degrees = cells.at(late).degrees
+        for maps, epilogue in [*needed, *((p.maps, p.epilogue) for _, p in layer.own_parameters())]:
+            degrees = cells.at(epilogue).degrees
             largest, total = largest_box(maps, dims, degrees), all_boxes(maps, dims, degrees)
             for i, config in enumerate(configs):
                 rows = brute.holdings(config, layer.space, graph.count)
-                volumes = [brute.need(maps, own if late else cell).volume for _, cell, own in rows]
+                volumes = [brute.need(maps, own if epilogue else cell).volume for _, cell, own in rows]
                 assert (largest[i], total[i]) == (max(volumes), sum(volumes)), f"{layer.name} {config}"
         extents = largest_extents(dims, cells.computed.degrees)
         for i, config in enumerate(configs):

@@ -106,7 +106,7 @@ def rooflines(
         trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
         extents = largest_extents(dims, degrees)
         read = sum(largest_box(m, dims, degrees) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        weights = sum(largest_box(p.maps, dims, cells.owned.degrees if p.late else degrees) for p in s.parameters)
+        weights = sum(largest_box(p.maps, dims, cells.owned.degrees if p.epilogue else degrees) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
@@ -131,6 +131,6 @@ def update_roofline(layer: Layer, cells: Layout, processor: Processor, optimizer
     roofline = Roofline(len(cells.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, cells.at(p.late).degrees) * item_bytes
+            size = largest_box(p.maps, layer.space.dims, cells.at(p.epilogue).degrees) * item_bytes
             roofline.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
     return roofline

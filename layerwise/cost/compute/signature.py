@@ -44,9 +44,9 @@ def extents(layer: Layer, cells: Layout, cell: Fullest, *, local_batch_norm: boo
     """Every configuration's shapes: of the cell, what it owns, its inputs and parameters; whether statistics are."""
     columns = [cell.hi - cell.lo, cell.own_hi - cell.own_lo]
     where = layer.space
-    needs = [(maps, late) for maps, late in zip(where.needs, where.late_inputs, strict=True)]
-    for maps, late in [*needs, *((p.maps, p.late) for p in where.parameters)]:
-        columns.append(_lengths(maps, *cell.bounds(late)))
+    needs = [(maps, epilogue) for maps, epilogue in zip(where.needs, where.epilogue_inputs, strict=True)]
+    for maps, epilogue in [*needs, *((p.maps, p.epilogue) for p in where.parameters)]:
+        columns.append(_lengths(maps, *cell.bounds(epilogue)))
     shared = [s[:, None] for s in shared_statistics(layer, cells, local_batch_norm=local_batch_norm)]
     rows: list[list[int]] = np.concatenate([*columns, *shared], axis=1).tolist()
     return [tuple(row) for row in rows]
@@ -54,7 +54,7 @@ def extents(layer: Layer, cells: Layout, cell: Fullest, *, local_batch_norm: boo
 
 def sizes(layer: Layer, cell: Fullest) -> list[tuple[int, ...]]:
     """Every configuration's elements of each parameter that the cell's device updates (not of tied ones)."""
-    rows = [_lengths(p.maps, *cell.bounds(p.late)).prod(1) for _, p in layer.own_parameters() if p.trainable]
+    rows = [_lengths(p.maps, *cell.bounds(p.epilogue)).prod(1) for _, p in layer.own_parameters() if p.trainable]
     return [tuple(row) for row in np.stack(rows, axis=1).tolist()] if rows else [()] * len(cell.lo)
 
 

@@ -78,7 +78,7 @@ class _Step:
             at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
             rows = self.trained[layer.name] = []
             for _, p, item_bytes in layer.held():
-                boxes = at.at(p.late).needs(p.maps)
+                boxes = at.at(p.epilogue).needs(p.maps)
                 size = boxes.volume * item_bytes
                 self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
@@ -101,8 +101,8 @@ class _Step:
         source, at = self.at[layer.inputs[slot]], self.at[layer.name]
         if layer.role is Role.SINK and self.model.options.io == "free":
             return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
-        maps, late = input_maps(layer, slot)
-        return moved(source, maps, at.at(late))
+        maps, epilogue = input_maps(layer, slot)
+        return moved(source, maps, at.at(epilogue))
 
     # ---- forward ----
 

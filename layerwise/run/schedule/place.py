@@ -44,5 +44,5 @@ def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[st
                     f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
                     "is called twice: give each use a module of its own"
                 )
-            boxes[name] = by_layer[layer.name].at(p.late).needs(p.maps).each
+            boxes[name] = by_layer[layer.name].at(p.epilogue).needs(p.maps).each
     return boxes
