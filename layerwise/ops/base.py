@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
@@ -255,9 +255,8 @@ class Op(ABC):
 
     def rows(self) -> dict[str, object]:
         """Attributes for the graph digest and for people: JSON types only."""
-        return {"kind": self.kind} | {
-            f: getattr(self, f) for f in getattr(self, "__dataclass_fields__", {}) if f != "kind"
-        }
+        named = {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
+        return {"kind": self.kind} | ({"pointwise": True} if self.pointwise else {}) | named  # digests had it always
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from layerwise import models
 from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_network
 
 # Parameters, and the output's shape for one sample.
 EXPECTED = {
@@ -224,3 +226,12 @@ def test_finding_a_model_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [("lenet5", "47d0ac84bee06688"), ("mobilenet_v2", "15082098f9d3cafd"), ("unet3d", "8d28a3e927d678d4")],
+)
+def test_digests_stay(name: str, digest: str) -> None:
+    """Plans and measured profiles of version 0.1 name a network and its operators by what they are made of."""
+    assert fuse(load_network(name, 4).graph).digest.startswith(digest)
