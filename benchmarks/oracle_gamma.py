@@ -16,8 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.layers import network
-from benchmarks.memory_prediction import measured
-from layerwise.cost.model import CostOptions
+from benchmarks.live import step_bytes
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
 from layerwise.machine import load
 from layerwise.measure.conditions import device_of
@@ -25,6 +28,7 @@ from layerwise.oracle.formulas.facts import facts_of
 from layerwise.oracle.formulas.memory import reuse_factor
 from layerwise.oracle.formulas.phases import Formulas
 from layerwise.oracle.formulas.project import project
+from layerwise.plan import Plan
 from layerwise.search.report.text import units
 
 FORMS: tuple[Formulas, ...] = ("published", "as-run")
@@ -32,8 +36,13 @@ FORMS: tuple[Formulas, ...] = ("published", "as-run")
 
 def gammas(name: str, batch: int, optimizer: str, device: torch.device) -> tuple[float, float, list[float]]:
     """Bytes that the cost tables predict, and of the peak; gamma of each closed form."""
-    predicted, peak = measured(name, batch, optimizer, device)
-    facts = facts_of(fuse(network(name, batch).graph), load("cpu"), options=CostOptions(io="free", optimizer=optimizer))
+    whole, options = network(name, batch), CostOptions(io="free", optimizer=optimizer)
+    graph = fuse(whole.graph)
+    serial = {layer.name: Config() for layer in graph.inner}
+    predicted = price(CostModel(graph, load("cpu").device_graph(1), options), serial).memory_bytes
+    plan = Plan(name, graph.digest, batch, 1, 1, "free", fused=True, strategy=serial)
+    peak = step_bytes(whole, plan, SoloComm(device), optimizer)
+    facts = facts_of(graph, load("cpu"), options=options)
     counted = [project("serial", facts, 1, batch, form).phases.memory_bytes for form in FORMS]
     return predicted, peak, [reuse_factor(peak, each) for each in counted]
 

@@ -192,7 +192,7 @@ def _owned(module: Saveable) -> Owned:
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
-    """LayerwiseError unless the checkpoint is of this model; `here` has every tensor's shape and element type."""
+    """LayerwiseError unless the checkpoint is of this model; `ours` has every tensor's shape and element type."""
     checkpoint = f"checkpoint {os.fspath(reader.folder)!r}"
     where = f"{checkpoint} is of another model:"
     saved = [name for name in reader.metadata.state_dict_metadata if not name.startswith(PREFIX)]

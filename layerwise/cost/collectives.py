@@ -90,7 +90,7 @@ def _most(values: NDArray[np.int64]) -> int:
 
 
 def _beta(graph: DeviceGraph, number: int, load: Sequence[int]) -> float:
-    """Seconds a byte of one stream at level `at`, where `load` streams share each port that it passes."""
+    """Seconds a byte of one stream at level `number`, where `load` streams share each port that it passes."""
     return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(number))
 
 

@@ -47,7 +47,7 @@ class Price:
 
     layers: dict[str, LayerPrice]
     step_time_s: float
-    memory_bytes: float  # of the fullest device at the fullest instant of a step (cost.memory)
+    memory_bytes: float  # of the fullest device at the fullest instant of a step (`cost.memory.step`)
 
     @property
     def bytes(self) -> dict[str, float]:

@@ -63,7 +63,7 @@ class Setting:
     def directions(self, edge: EdgeName) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
 
-        A tied parameter that is not cut does not travel either (see `edge_cost`).
+        A tied parameter that is not cut does not travel either (see `CostModel.edge_costs`).
         """
         source, target = self.graph[edge[0]], self.graph[edge[1]]
         if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):

@@ -7,7 +7,7 @@ its cache with, and on nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,9 @@ class LayerTerm(Term):
     """Of a layer by itself."""
 
     seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
+    phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
     sent_bytes: Callable[[Setting, Layer, Layout], float] = lambda *_: 0.0  # by all devices, of the first configuration
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
-    phases: Mapping[str, float] = field(default_factory=dict)  # of the oracle's table: the share that each phase has
     overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
 
 

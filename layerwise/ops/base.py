@@ -255,8 +255,12 @@ class Op(ABC):
 
     def rows(self) -> dict[str, object]:
         """Attributes for the graph digest and for people: JSON types only."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
-        return {"kind": self.kind} | ({"pointwise": True} if self.pointwise else {}) | named  # digests had it always
+        rows: dict[str, object] = {"kind": self.kind}
+        if self.pointwise:  # digests have had it from the beginning
+            rows["pointwise"] = True
+        if is_dataclass(self):
+            rows |= {field.name: getattr(self, field.name) for field in fields(self)}
+        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -235,7 +235,8 @@ class ParallelModule(Refusing):
         else:
             index = box.slices() if target.dim() == len(shape) else box.slices()[:1] + box.slices()[2:]
             mine = self.loss(out, target[index]) * (box.volume / total)
-        return sum_of_losses(mine, self.comm)
+        # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
+        return sum_of_losses(mine.to(torch.promote_types(self.dtype, torch.float32)), self.comm)
 
     def predicted_bytes(self) -> dict[Kind, float | None]:
         """What the plan says that all ranks together send in a training step, at this module's element types.

@@ -17,20 +17,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageMemory:
-    """One operator of a layer. Bytes are (N,): made, its result; extra, there, back: see ops.base.Kept.
-
-    slots: the layer's inputs that it reads. tracked: whether its result has a gradient; running: whether that of the
-    stage before has.
-    """
+    """One operator of a layer on all N devices; arrays are (N,), in bytes."""
 
     kept: Kept
-    made: Floats
-    extra: Floats
-    there: Floats
-    back: Floats
-    slots: tuple[int, ...]
-    tracked: bool
-    running: bool
+    made: Floats  # its result
+    extra: Floats  # this, `forward` and `between`: as in Kept, where a device has a part of the layer
+    forward: Floats
+    between: Floats
+    slots: tuple[int, ...]  # the layer's inputs that it reads
+    tracked: bool  # whether its result has a gradient
+    running: bool  # whether the result of the stage before has
     view: bool
 
 
@@ -43,12 +39,14 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         dims, rank = len(where.dims), len(where.out.shape)
         kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * where.out.item_bytes
-        extra, there, back = (np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.forward, kept.between))
+        extra, forward, between = (
+            np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.forward, kept.between)
+        )
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
             partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
-            there, back = there + 3 * partial, back + 2 * partial
+            forward, between = forward + 3 * partial, between + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
-        rows.append(StageMemory(kept, made, extra, there, back, slots, gradients.result, running, stage.op.view))
+        rows.append(StageMemory(kept, made, extra, forward, between, slots, gradients.result, running, stage.op.view))
         running = gradients.result
     return rows

@@ -143,7 +143,7 @@ class _Step:
             else:
                 mine = tracker.new(stage.extra) if stage.tracked else NOBODY
                 out = tracker.new(stage.made)
-            tracker.spike(stage.there if stage.tracked else stage.there + stage.extra)
+            tracker.spike(stage.forward if stage.tracked else stage.forward + stage.extra)
             if stage.tracked:
                 mine += tracker.hold(before) if stage.kept.inputs else NOBODY
                 mine += tracker.hold(out) if stage.kept.output else NOBODY
@@ -209,8 +209,8 @@ class _Step:
             if number == tracked[0]:
                 slots += tuple(range(len(layer.specs), len(layer.inputs)))  # parameters that others use, too
                 parameters = [tracker.new(size) for size, _ in self.trained[layer.name]]
-            between = tracker.new(stage.back)  # where there is any, what it was made of is gone when it is used
-            read, two = running + saved.inside[number], stage.back > 0
+            between = tracker.new(stage.between)  # where there is any, what it was made of is gone when it is used
+            read, two = running + saved.inside[number], stage.between > 0
             tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:

@@ -58,7 +58,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace, strategies: Strategies, make_module: MakeModule) -> int:
     """Measures, writes, prints.
 
-    strategies: what a search thinks best, whose cells go first; load: the runtime, whose overhead is measured.
+    strategies: what a search thinks best, whose cells go first; make_module: the runtime, whose overhead is measured.
     """
     device = device_of(args.device)
     mode = mode_of(device, args.dtype, args.channels_last)
