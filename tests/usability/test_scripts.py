@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.usability.__main__ import WAYS, measured, saved
-from tests.usability.images import HELD_OUT, images, keep
+from tests.usability.images import images, keep
 from tests.usability.launch import launch
 
 RANKS = 2
@@ -36,24 +38,29 @@ class Trained:
     printed: str
 
 
-Results = dict[str, dict[str, Trained]]
+Results = Callable[[str], dict[str, Trained]]
+EACH = [pytest.param(run, marks=pytest.mark.slow) if run == "mnist" else run for run in RUNS]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By run and script."""
+    """Of each run in turn, as tests ask for them: what every script gives."""
     folder = tmp_path_factory.mktemp("usability")
-    for name in HELD_OUT:
-        keep(name, folder)
-    results: Results = {run: {} for run in RUNS}
-    for way in ("one_device", *WAYS):
-        ranks = 1 if way == "one_device" else RANKS
-        parts = RANKS if way in PER_RANK else 1
-        for run, (data, n) in RUNS.items():
+
+    @cache
+    def result(run: str) -> dict[str, Trained]:
+        data, n = RUNS[run]
+        keep(data, folder)
+        ways = {}
+        for way in ("one_device", *WAYS):
+            ranks = 1 if way == "one_device" else RANKS
+            parts = RANKS if way in PER_RANK else 1
             file = folder / f"{way}, {run}.pt"
             text = launch(way, ranks, (data, str(n // parts), str(file)), folder)
-            results[run][way] = Trained(*score(torch.load(file, weights_only=True), data), text)
-    return results
+            ways[way] = Trained(*score(torch.load(file, weights_only=True), data), text)
+        return ways
+
+    return result
 
 
 def score(state: dict[str, Tensor], data: str) -> tuple[float, float]:
@@ -66,13 +73,14 @@ def score(state: dict[str, Tensor], data: str) -> tuple[float, float]:
     return nn.functional.cross_entropy(out, train.tensors[1]).item(), right.double().mean().item()
 
 
-@pytest.mark.parametrize("name", HELD_OUT)
+@pytest.mark.parametrize("name", [run for run in EACH if run != "one batch"])
 def test_all_ways_train_to_the_same_loss(name: str, trained: Results) -> None:
     """DistributedSampler and fit shuffle in an order of their own."""
-    one = trained[name]["one_device"]
+    ways = trained(name)
+    one = ways["one_device"]
     assert one.accuracy > 0.9
     for way in WAYS:
-        other = trained[name][way]
+        other = ways[way]
         apart = 0.02 * one.loss if way in SAME_ORDER else 0.06  # at first the loss is 2.3
         assert other.loss == pytest.approx(one.loss, abs=apart), way
         assert other.accuracy == pytest.approx(one.accuracy, abs=0.03), way
@@ -80,15 +88,16 @@ def test_all_ways_train_to_the_same_loss(name: str, trained: Results) -> None:
 
 def test_all_ways_are_exact(trained: Results) -> None:
     """With all samples in one batch their order does not matter: the losses are equal."""
+    ways = trained("one batch")
     for way in WAYS:
-        assert trained["one batch"][way].loss == pytest.approx(trained["one batch"]["one_device"].loss, rel=1e-5), way
+        assert ways[way].loss == pytest.approx(ways["one_device"].loss, rel=1e-5), way
 
 
-def test_all_ways_print_the_accuracy_of_the_whole_model(trained: Results) -> None:
-    for run, ways in trained.items():
-        for way, one in ways.items():
-            told = f"accuracy {one.accuracy:.4g}," if way == "fit" else f"held out: {one.accuracy:.2%} right"
-            assert told in one.printed, (run, way)
+@pytest.mark.parametrize("run", EACH)
+def test_all_ways_print_the_accuracy_of_the_whole_model(run: str, trained: Results) -> None:
+    for way, one in trained(run).items():
+        said = f"accuracy {one.accuracy:.4g}," if way == "fit" else f"held out: {one.accuracy:.2%} right"
+        assert said in one.printed, way
 
 
 def test_one_call_is_the_least() -> None:
