@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -15,6 +16,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
+from tests.run import small_plans
 from tests.run.plans import random_plan
 
 
@@ -83,3 +85,21 @@ def test_outputs_that_are_one_tensor_twice_come_flat() -> None:
     plan = random_plan(fuse(network.graph), 1, 0, "sample")
     (made,) = run_threads(1, lambda comm: load(plan, network, comm=comm)(torch.zeros(4, 6)))
     assert isinstance(made, Tensor | tuple | dict)
+
+
+def test_a_loss_in_16_bits_where_a_rank_has_no_part_of_the_output() -> None:
+    """Three ranks, two samples: all sum the loss in one element type."""
+    plan, network = small_plans.plan("mlp:8x16x4", 2, 3, io="free"), small_plans.network("mlp:8x16x4", 2)
+    x, y = torch.randn(2, 8), torch.tensor([1, 3])
+
+    def run(comm: Comm, autocast: torch.dtype | None) -> Tensor:
+        module = load(
+            plan, network, comm=comm, loss=lambda out, y: F.cross_entropy(out, y).to(out.dtype), autocast=autocast
+        )
+        loss = module(x, y)
+        loss.backward()
+        return loss.detach()
+
+    (exact, *_), losses = (run_threads(3, lambda comm, t=t: run(comm, t)) for t in (None, torch.bfloat16))
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    assert all(loss == losses[0] and abs(loss - exact) < 0.02 * exact for loss in losses)
