@@ -57,6 +57,7 @@ class Accumulate:
             self._within.__enter__()
         for parameter, gradient in self._kept.items():
             parameter.grad = gradient
+        self.module.begin()  # its end comes before this one's
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

@@ -117,6 +117,7 @@ class LayerGraph:
 
     layers: tuple[Layer, ...]
     name: str = "model"
+    differentiated: frozenset[str] = frozenset()  # inputs whose gradient is wanted, beside those of parameters
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +180,8 @@ class LayerGraph:
         """Whether a gradient flows back to each layer's output."""
         result: dict[str, bool] = {}
         for layer in self.layers:
-            reached = layer.trains or any(result[name] for name in layer.inputs)
+            wanted = layer.trains or layer.name in self.differentiated
+            reached = wanted or any(result[name] for name in layer.inputs)
             result[layer.name] = layer.out.differentiable and reached and layer.name in self.returned
         return result
 

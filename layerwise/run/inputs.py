@@ -80,6 +80,21 @@ class Inputs:
                 "all ranks, and each rank its share"
             )
 
+    def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
+        """The inputs of which gradients are wanted. scales: of the outputs' gradients.
+
+        LayerwiseError where they would not be those of this rank's own loss.
+        """
+        if not torch.is_grad_enabled():
+            return frozenset()
+        names = frozenset(layer.name for layer, x in zip(self._layers, inputs, strict=True) if x.requires_grad)
+        if names and self.comm.size > 1 and (self.plan.io == "free" or any(scale != 1 for scale in scales)):
+            raise LayerwiseError(
+                f"input {min(names)!r} requires a gradient, which is made only where all ranks feed equally many "
+                "samples and the loss is a mean: give it detached, or such a batch"
+            )
+        return names
+
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         given = {
@@ -95,8 +110,6 @@ class Inputs:
         spec = schedule.graph[name].out
         own = schedule.places[name].owned.each[self.comm.rank]
         wanted = spec.shape if own is None else own.shape
-        if x.requires_grad and torch.is_grad_enabled():
-            raise LayerwiseError(f"input {name!r} requires a gradient, which is not made: give it detached")
         if tuple(x.shape) != wanted:
             raise LayerwiseError(f"input {name!r} must have shape {wanted} on this rank, not {tuple(x.shape)}")
         if x.dtype not in self._types[name]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
-from layerwise.run.execute.autograd import Call, factors, sum_of_losses
+from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
@@ -62,10 +64,11 @@ class ParallelModule(Refusing):
         self.steps = 0  # training forwards done: the random numbers of each step follow from it
         self._whole_classes = loss is not None
         self._structure = network.structure
-        self._executors: dict[int, Executor] = {}
+        self._executors: dict[tuple[int, frozenset[str]], Executor] = {}
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         self._synchronise = True
+        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         self._state = State(network, boxes, comm, options)
         self._tree = self._state.tree  # registered: its tensors are this module's
@@ -78,7 +81,11 @@ class ParallelModule(Refusing):
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
         groups = {name: self._state.sharing(name) for name, p in held.items() if p.requires_grad}
-        self._reducer = GradientReducer(held, [name for name in order if name in groups], groups, cut=self.cut)
+        # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
+        self._mean_over = comm.size if self.io == "sample" else 1
+        self._reducer = GradientReducer(
+            held, [name for name in order if name in groups], groups, scale=1 / self._mean_over, cut=self.cut
+        )
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         self._prepare("statistics", first.statistics)
@@ -96,17 +103,18 @@ class ParallelModule(Refusing):
     def _prepare(self, kind: Kind, groups: set[Group]) -> None:
         self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
-    def _executor(self, batch: int) -> Executor:
-        """The one for a global batch of that many samples."""
-        if batch not in self._executors:
-            graph = self._rebatched(batch)
+    def _executor(self, batch: int, differentiated: frozenset[str] = frozenset()) -> Executor:
+        """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
+        key = batch, differentiated
+        if key not in self._executors:
+            graph = replace(self._rebatched(batch), differentiated=differentiated)
             schedule = Schedule(graph, self.plan, self.comm, self.options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)
                 self._prepare("transfers", schedule.groups)
-            self._executors[batch] = Executor(schedule)
-            self._executors[batch].trace = self._trace
-        return self._executors[batch]
+            self._executors[key] = Executor(schedule)
+            self._executors[key].trace = self._trace
+        return self._executors[key]
 
     @property
     def schedule(self) -> Schedule:
@@ -156,18 +164,25 @@ class ParallelModule(Refusing):
             *given, target = inputs
             inputs = tuple(given)
         whole = self._inputs.batch(inputs, batch, target=target is not None)
-        executor = self._executor(whole)
+        share = self.share(whole)
+        part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
+        scales = [factor * self._mean_over for factor in factors(self.graph, part)]
+        differentiated = self._inputs.differentiated(inputs, scales)
+        executor = self._executor(whole, differentiated)
         fed = self._inputs.fed(executor.schedule, inputs)
         seed = combine(self.options.seed, self.steps)
         if self.training:
             self._initial = {}
             self.steps += 1
             self._state.count()
-        run = Pass(self._held(), self.training, seed, self.steps, torch.is_grad_enabled())
-        share = self.share(whole)
-        part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
-        call = Call(executor, run, fed, factors(executor.schedule.graph, part), self._gradients)
-        return self._returned(executor.schedule, list(call.outputs()), target)
+        token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+        run = Pass(self._held(), self.training, seed, self.steps, token)
+        if differentiated:  # whoever asks for an input's gradient goes through all that communicates
+            names = sorted(differentiated)
+            run.token, *tensors = ordered(token, *(fed[name] for name in names))
+            fed |= dict(zip(names, tensors, strict=True))
+        outputs = executor.forward(run, fed)
+        return self._returned(executor.schedule, list(ends(run.token, outputs, scales, self.dtype, self.begin)), target)
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
@@ -185,10 +200,28 @@ class ParallelModule(Refusing):
                 "model parallel again, with requires_grad=True from the beginning"
             )
 
-    def _gradients(self) -> Gradients:
-        """Those of the backward pass that begins now."""
-        self._check_hooks()
-        return Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self._trace)
+    def begin(self) -> None:
+        """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
+        number = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self._pass is None or self._pass[0] != number:
+            self._check_hooks()
+            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self._trace)
+            self._pass = number, gradients
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, gradients))
+
+    def _made(self, name: str, leaf: Tensor) -> None:
+        """Autograd has added up the gradient of what the layers compute with in place of a parameter."""
+        self.begin()
+        assert self._pass is not None
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        with torch.no_grad():
+            self._pass[1].add(name, gradient)
+
+    def _finish(self, gradients: Gradients) -> None:
+        self._pass = None
+        with torch.no_grad():
+            gradients.finish()
 
     def _check_hooks(self) -> None:
         held = self._reducer.parameters
@@ -202,10 +235,24 @@ class ParallelModule(Refusing):
         return self._synchronise and not self._reducer.local
 
     def _held(self) -> Mapping[str, Tensor]:
-        """The tree's parameters and buffers; collected anew where some were replaced, by `to` for example."""
+        """What the layers compute with, by name; collected anew where some were replaced, by `to` for example.
+
+        On several ranks, where a gradient is to be summed before a parameter has it, a leaf in the parameter's place.
+        """
         if self._known is None:
-            self._known = dict(self._tree.named_parameters()) | dict(self._tree.named_buffers())
+            held: dict[str, Tensor] = dict(self._tree.named_parameters())
+            if self.comm.size > 1:
+                held = {name: self._leaf(name, p) for name, p in held.items()}
+            self._known = held | dict(self._tree.named_buffers())
+        if self.comm.size > 1:
+            for name, p in self._reducer.parameters.items():
+                self._known[name].requires_grad_(p.requires_grad)
         return self._known
+
+    def _leaf(self, name: str, p: Tensor) -> Tensor:
+        leaf = p.detach().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(partial(self._made, name))
+        return leaf
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         self._known, self._initial = None, {}

@@ -1,64 +1,111 @@
-"""The network as one function of autograd, so that every rank goes through all of its backward pass; and its loss."""
+"""Communication as functions of autograd, in one order on all ranks.
+
+Autograd knows only what a rank has itself, and would communicate when that suits this rank. All ranks must communicate
+in one order. So an *order token*, a tensor of one element, goes through everything that communicates: a backward pass
+meets it in exactly the reverse order, also on a rank that has no part of a layer, and so does the backward pass of a
+backward pass (a gradient penalty), because each backward function here is made of these functions again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.comm.base import Comm
-from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.loss import Loss
-from layerwise.run.execute.executor import Executor, Pass
-from layerwise.run.execute.reducer import Gradients
+
+Move = Callable[[Tensor | None], Tensor | None]  # of one rank's part of a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the network."""
+def ordered(token: Tensor, *tensors: Tensor, at_backward: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+    """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
 
-    executor: Executor
-    run: Pass
-    fed: Mapping[str, Tensor]
-    factors: Sequence[float]  # what the gradient of each output is multiplied by
-    gradients: Callable[[], Gradients]  # begins a backward pass
-
-    def outputs(self) -> tuple[Tensor, ...]:
-        """This rank's boxes of them; empty tensors where it has none."""
-        anchor = torch.zeros((), device=self.executor.options.device, requires_grad=self.run.differentiate)
-        made: tuple[Tensor, ...] = _Function.apply(anchor, self)  # type: ignore[no-untyped-call]
-        return made
+    at_backward: called when the backward pass comes by.
+    """
+    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, token, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
-class _Function(torch.autograd.Function):
+def moved(token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
+    """The token, and what `there` makes of x. Its adjoint is `back`, whose adjoint is `there`."""
+    result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def ends(
+    token: Tensor,
+    outputs: Sequence[Tensor | None],
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    begin: Callable[[], None],
+) -> tuple[Tensor, ...]:
+    """The outputs, of no elements and of type `dtype` where there are none. Back: gradients are scaled.
+
+    begin: called when a backward pass comes by.
+    """
+    made = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
+    result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *made)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Ordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: Call) -> tuple[Tensor, ...]:
-        outputs = call.executor.forward(call.run, call.fed)
-        ctx.call, ctx.empty = call, [out is None for out in outputs]
-        none = anchor.new_zeros(0, dtype=call.executor.options.dtype)
-        made = tuple(none.clone() if out is None else out.clone() for out in outputs)
+    def forward(ctx: Any, at_backward: Callable[[], None] | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.at_backward = at_backward
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.at_backward is not None:
+            ctx.at_backward()
+        if token is None:
+            token = torch.zeros(())
+        if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
+            return None, *_Ordered.apply(None, token, *gradients)  # type: ignore[no-untyped-call]
+        return None, token, *gradients
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
+        ctx.there, ctx.back, ctx.given = there, back, x is not None
+        ctx.set_materialize_grads(False)
+        return token.view_as(token), there(x)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if token is None:
+            token = torch.zeros(())
+        if torch.is_grad_enabled():
+            token, result = moved(token, gradient, ctx.back, ctx.there)
+        else:
+            result = ctx.back(gradient)
+        return token, result if ctx.given else None, None, None
+
+
+class _Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, scales: Sequence[float], begin: Callable[[], None], *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.scales, ctx.begin = scales, begin
+        ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
+        made = tuple(out.clone() for out in outputs)
         ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
         return made
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        if ctx.call is None:
-            raise LayerwiseError("backward through the same forward pass twice is not supported")
-        call: Call = ctx.call
-        scaled = [
-            None if empty else g if factor == 1 else g * factor
-            for g, empty, factor in zip(gradients, ctx.empty, call.factors, strict=True)
-        ]
-        into = call.gradients()
-        call.executor.backward(call.run, scaled, into)
-        with torch.no_grad():
-            into.finish()
-        ctx.call = None
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        ctx.begin()
+        scaled = (g if scale == 1 else g * scale for g, scale in zip(gradients, ctx.scales, strict=True))
+        # The backward pass of this backward pass comes before that of the forward pass.
+        return token.clone(), None, None, *scaled
 
 
 def factors(graph: LayerGraph, part: float) -> list[float]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.partition.buckets import fill
 from layerwise.run.guards.box_gradient import BoxGradient, plain
+from layerwise.run.guards.hooks import call_hooks
 from layerwise.run.trace import Trace
 
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
@@ -30,13 +31,15 @@ class Bucket:
     names: list[str]
     flat: Tensor | None = None  # their gradients, one after another; made at the first
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
+    left: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
 
 
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    cut: some rank holds not all of some parameter. Gradients are then handed out as such of boxes.
+    scale: what every gradient is multiplied by. cut: some rank holds not all of some parameter. Gradients are then
+    handed out as such of boxes.
     """
 
     def __init__(
@@ -45,9 +48,10 @@ class GradientReducer:
         order: Sequence[str],
         groups: Mapping[str, Group],
         *,
+        scale: float = 1.0,
         cut: bool = False,
     ) -> None:
-        self.parameters, self.cut = parameters, cut
+        self.parameters, self.scale, self.cut = parameters, scale, cut
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -67,14 +71,19 @@ class GradientReducer:
 
 
 class Gradients:
-    """One backward pass's gradients, from the first to `finish`."""
+    """One backward pass's gradients, from the first to `finish`.
+
+    Buckets leave in their order, on every rank, whatever order autograd makes the gradients in.
+    """
 
     def __init__(self, reducer: GradientReducer, comm: Comm, *, synchronise: bool, trace: Trace | None = None) -> None:
         self.reducer, self.comm, self.synchronise, self.trace = reducer, comm, synchronise, trace
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
+        self.made = False  # whether there is a gradient at all
         for bucket in reducer.buckets:
             bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
+            bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
                 if not p.requires_grad and p.grad is not None and view is not None and _same(p.grad, view):
@@ -82,22 +91,32 @@ class Gradients:
                     reducer.hand_out(p, plain(p.grad).clone())
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The gradient of one parameter; its bucket leaves when this was the last one missing."""
+        """The gradient of one parameter; its bucket leaves when nothing is missing from it and from those before."""
         reducer = self.reducer
         bucket, p = reducer.of.get(name), reducer.parameters[name]
-        if not p.requires_grad:  # a tied one, frozen after loading
+        if not p.requires_grad:  # frozen after loading
             return
+        self.made = True
         if bucket is None:
-            self.alone[name] = gradient
+            self.alone[name] = gradient if reducer.scale == 1 else gradient * reducer.scale
             return
         if bucket.flat is None:
             self._allocate(bucket)
         self._place(name, p, gradient, reducer.views[name])
         bucket.missing.discard(name)
-        if not bucket.missing and self.synchronise:
+        if self.synchronise:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Begins the sums of the buckets that are full."""
+        for bucket in self.reducer.buckets:
+            if bucket.missing:
+                return
+            if bucket.left:
+                continue
             assert bucket.flat is not None
-            what = f"gradients of {bucket.names[0]}"
-            trace = self.trace
+            bucket.left = True
+            what, trace = f"gradients of {bucket.names[0]}", self.trace
             begun = None if trace is None else trace.begin(what, "sync")
             bucket.handle = self.comm.all_reduce(bucket.flat, bucket.group, "sync", what)
             if trace is not None and begun is not None:
@@ -106,6 +125,8 @@ class Gradients:
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
         local, held = self.reducer.local, None if p.grad is None else plain(p.grad)
+        if self.reducer.scale != 1:
+            gradient = gradient * self.reducer.scale
         if held is None:
             local.pop(name, None)
             view.copy_(gradient)
@@ -121,10 +142,15 @@ class Gradients:
         else:
             local[name] = held.clone()
             view.copy_(gradient + held)
+        p.grad = None  # what autograd adds here from now on, of a weight penalty, is not of the module
 
     def finish(self) -> None:
-        """Waits for the sums, and gives every parameter its gradient."""
+        """Waits for the sums, and gives every parameter its gradient. Where nothing was made it leaves all as it is."""
         reducer = self.reducer
+        if not self.made:
+            return
+        for name in [name for bucket in reducer.buckets for name in bucket.names if name in bucket.missing]:
+            self.add(name, torch.zeros_like(reducer.parameters[name]))
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
         if running:
             with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
@@ -133,14 +159,14 @@ class Gradients:
                     bucket.handle.wait()
                     bucket.handle = None
         for bucket in reducer.buckets:
-            assert not bucket.missing, f"no gradient for {sorted(bucket.missing)}"
             for name in bucket.names:
                 p = reducer.parameters[name]
                 if not p.requires_grad:
                     continue
                 view = reducer.views[name]
-                if name in self.earlier:
-                    view += self.earlier[name]
+                for more in (self.earlier.get(name), p.grad):
+                    if more is not None:
+                        view += plain(more)
                 reducer.hand_out(p, view)
                 if self.synchronise:
                     reducer.local.pop(name, None)
@@ -149,6 +175,9 @@ class Gradients:
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
             reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
+        if self.synchronise:
+            for p in reducer.parameters.values():
+                call_hooks(p)
 
     def _allocate(self, bucket: Bucket) -> None:
         parameters = [self.reducer.parameters[name] for name in bucket.names]

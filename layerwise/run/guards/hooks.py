@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -30,9 +30,14 @@ class FromOutside:
     def __init__(self, module: Guarded, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
 
-    def __call__(self, _: nn.Parameter) -> None:
+    def __call__(self, p: nn.Parameter) -> None:
         """LayerwiseError, unless the gradient is the same on all ranks, of all of the parameter."""
         module = self._module()
+        if module is not None and hooks_of(p):
+            raise LayerwiseError(
+                f"parameter {self._name!r} has a hook and is used outside the model, by a weight penalty in the loss "
+                "for example: the hook would be called twice. Leave one of them out"
+            )
         if module is not None and module.cut:
             raise LayerwiseError(
                 f"parameter {self._name!r} is used outside the model, by a weight penalty in the loss for "
@@ -47,16 +52,26 @@ class FromOutside:
             )
 
 
+def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
+    """What the loop has registered to be called when the parameter has its gradient."""
+    after = p._post_accumulate_grad_hooks
+    return [] if not after else [hook for hook in after.values() if not isinstance(hook, FromOutside)]
+
+
+def call_hooks(p: nn.Parameter) -> None:
+    """The parameter has its gradient."""
+    if p.requires_grad and p.grad is not None:
+        for hook in hooks_of(p):
+            hook(p)
+
+
 def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_sums: bool) -> None:
     """LayerwiseError where a parameter has a hook of the loop's. partial_sums: a gradient's hook would be given one."""
     for name, p in parameters:
-        after = p._post_accumulate_grad_hooks
-        if (partial_sums and p._backward_hooks) or (
-            after and any(not isinstance(hook, FromOutside) for hook in after.values())
-        ):
+        if partial_sums and p._backward_hooks:
             raise LayerwiseError(
                 f"parameter {name!r} has a hook, which would not be called with its gradient: remove it, and do what "
-                "it is for between loss.backward() and optimizer.step()"
+                "it is for in register_post_accumulate_grad_hook, or between loss.backward() and optimizer.step()"
             )
 
 

@@ -27,13 +27,23 @@ class Redistribution:
     what: str  # for error messages
     kind: Kind = "transfers"  # what its bytes are counted as
 
+    def kept(self, x: Tensor | None, like: Tensor) -> Tensor | None:
+        """The box `need` where nothing travels: it is a part of the box `own`, or holds no element."""
+        t = self.transfer
+        if t.need is None:
+            return None
+        return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
+
     def forward(self, x: Tensor | None, like: Tensor) -> Tensor | None:
-        """From the box `own` to the box `need`; `like` has the element type and device of what is received."""
+        """From the box `own` to the box `need`; `like` has the element type and device of what is received.
+
+        None is a box of zeros.
+        """
         t = self.transfer
         if t.pattern == "local":
-            if t.need is None:
-                return None
-            return like.new_empty(t.need.shape) if t.kept is None else _part(x, t.own, t.kept)
+            return self.kept(x, like)
+        if x is None and t.own is not None:
+            x = like.new_zeros(t.own.shape)
         received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
         self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what)
         if t.need is None:
@@ -46,10 +56,15 @@ class Redistribution:
         return out
 
     def adjoint(self, g: Tensor | None, like: Tensor) -> Tensor | None:
-        """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's."""
+        """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's.
+
+        None is a gradient of zeros.
+        """
         t = self.transfer
         if t.pattern == "local":
             return None if t.own is None else _own_part(t, g, like, own_only=True)
+        if g is None and t.need is not None:
+            g = like.new_zeros(t.need.shape)
         if t.pattern == "gather" and self.comm.collectives:
             assert g is not None
             return self._reduce_scatter(g, like)

@@ -27,6 +27,11 @@ class Work:
     statistics: tuple[Group, ...]  # for each stage the ranks that share its statistics; (): none need to
     reduction: Reduction | None  # of partial sums, where the contraction dimension is split
 
+    @property
+    def communicates(self) -> bool:
+        """Whether its ranks talk to each other while they compute it."""
+        return self.reduction is not None or any(self.statistics)
+
     def run(
         self, comm: Comm, inputs: Sequence[Tensor], parameters: Sequence[Tensor], *, training: bool, seed: int
     ) -> Tensor:
@@ -88,13 +93,25 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        comm, reduction = ctx.comm, ctx.reduction
-        grad = grad.contiguous()
+        return _AllGather.apply(grad, ctx.comm, ctx.reduction, ctx.what), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _AllGather(torch.autograd.Function):
+    """The way back, and its own way back."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, comm: Comm, reduction: Reduction, what: str) -> Tensor:
+        ctx.comm, ctx.reduction, ctx.what = comm, reduction, what
+        mine = mine.contiguous()
         others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
-        received = [(rank, grad.new_empty(box.shape)) for rank, box in others]
-        comm.exchange([(rank, grad) for rank, _ in others], received, "transfers", ctx.what)
-        whole = grad.new_empty(reduction.cell.shape)
-        whole[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = grad
+        received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
+        comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what)
+        whole = mine.new_empty(reduction.cell.shape)
+        whole[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
         for (_, part), (_, box) in zip(received, others, strict=True):
             whole[box.slices(reduction.cell)] = part
-        return whole, None, None, None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(grad, ctx.comm, ctx.reduction, ctx.what), None, None, None
