@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Extents = NDArray[np.int64]  # (..., dimensions of the iteration space): extents of boxes
 Counts = NDArray[np.float64]  # (...): one number a box
+Mask = NDArray[np.bool_]  # (...): one truth value a box
 Maps = tuple[AxisMap, ...]  # one a dimension of a tensor
 T = TypeVar("T")
 
@@ -100,8 +101,8 @@ class Kept:
     Bytes are arrays over boxes, or one number.
     """
 
-    inputs: bool = True  # whether the backward pass reads them again
-    output: bool = True  # the same of it
+    inputs: Mask | bool = True  # whether the backward pass reads them again, not a padded copy for example; over boxes
+    output: bool = True  # whether it reads the output again
     through: bool = False  # whether the gradients of the inputs are views of the output's
     extra: Counts | float = 0.0  # bytes that are kept besides, such as a mask
     forward: Counts | float = 0.0  # bytes that the forward pass takes while it runs

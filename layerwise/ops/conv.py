@@ -89,7 +89,7 @@ class Conv(Op):
             alike = (after <= before) & (before < after + s)
             more = more * np.where(alike, 1.0, (last - first + before + after) / np.maximum(last - first, 1))
         padded_bytes = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
-        return Kept(output=False, extra=padded_bytes, between=padded_bytes)
+        return Kept(inputs=padded_bytes == 0, output=False, extra=padded_bytes, between=padded_bytes)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

@@ -80,7 +80,8 @@ class Pool(Op):
         padded_bytes = np.where(whole | (made == 0), 0.0, read)
         several = 2 * read if self.mode == "lp" else 0.0
         extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
-        return Kept(output=self.mode == "lp", extra=extra, between=padded_bytes + several)
+        between = padded_bytes + several
+        return Kept(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs

@@ -202,7 +202,7 @@ class ParallelModule(Refusing):
 
     def begin(self) -> None:
         """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
-        number = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
             self._check_hooks()
             gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self._trace)
@@ -251,7 +251,7 @@ class ParallelModule(Refusing):
 
     def _leaf(self, name: str, p: Tensor) -> Tensor:
         leaf = p.detach().requires_grad_()
-        leaf.register_post_accumulate_grad_hook(partial(self._made, name))
+        leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:

@@ -90,19 +90,18 @@ def hooked(register: str, at: str = "0.weight") -> Act:
     return act
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused(register: str) -> None:
+def test_hooks_of_gradients_are_refused() -> None:
+    """They would be called before the sum over the ranks."""
     _, network = mlp()
     for degrees in (CUT, {"n": 2}):
-        for text in refused(network, hooked(register), 2, plan_of(network, 2, degrees)):
+        for text in refused(network, hooked("register_hook"), 2, plan_of(network, 2, degrees)):
             assert text.startswith("parameter '0.weight' has a hook, which would not be called with its gradient")
 
 
-def test_hooks_of_parameters_on_one_device() -> None:
-    with pytest.raises(LayerwiseError, match=r"parameter '0\.weight' has a hook"):
-        hooked("register_post_accumulate_grad_hook")(alone())
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_on_one_device(register: str) -> None:
     made, module, seen = alone(), copy.deepcopy(mlp()[0]), list[Tensor]()
-    made.get_parameter("_tree.0.weight").register_hook(seen.append)  # is called, and with all of the gradient
+    getattr(made.get_parameter("_tree.0.weight"), register)(lambda x: seen.append(x if x.grad is None else x.grad))
     step(made)
     loss(module(SAMPLES[0])).backward()
     assert difference(seen[0], module[0].weight.grad) <= 1e-12
@@ -114,11 +113,24 @@ def test_a_hook_that_comes_between_the_passes_is_refused() -> None:
     def act(made: ParallelModule) -> None:
         out = loss(made(SAMPLES[0][made.share()]))
         for p in made.parameters():
-            p.register_post_accumulate_grad_hook(lambda _: None)
+            p.register_hook(lambda g: g)
         out.backward()
 
     for text in refused(network, act):
         assert "has a hook" in text
+
+
+def test_a_hook_and_a_weight_penalty_are_refused() -> None:
+    """The hook would be called twice, with a part of the gradient each time."""
+    _, network = mlp()
+
+    def act(made: ParallelModule) -> None:
+        p = made.get_parameter("_tree.0.weight")
+        p.register_post_accumulate_grad_hook(lambda _: None)
+        (loss(made(SAMPLES[0][made.share()])) + p.square().sum()).backward()
+
+    for text in refused(network, act):
+        assert "the hook would be called twice" in text
 
 
 class Recorder(nn.Module):

@@ -130,19 +130,6 @@ def test_ranks_that_feed_as_many_samples_as_each_other(fed: int) -> None:
         equal(found, gradients(single))
 
 
-def test_an_input_that_requires_a_gradient_is_refused() -> None:
-    _, network = mlp()
-    x = SAMPLES[0].clone().requires_grad_()
-    for text in refused(network, lambda made: made(x[made.share()])):
-        assert "requires a gradient, which is not made: give it detached" in text
-
-    def without(made: ParallelModule) -> Tensor:
-        with torch.no_grad():
-            return made(x[made.share()])
-
-    assert torch.cat(on_ranks(network, without, 2)).shape == (8, 3)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
     """As PyTorch's linear layer refuses it."""

@@ -65,3 +65,10 @@ class AllocationTracker:
             s.holders[mask] -= 1
             assert (s.holders >= 0).all(), "dropped more often than held"
             self.now = self.now - np.where(mask & (s.holders == 0), s.size, 0.0)
+
+    def unshared(self, ref: Ref) -> Mask:
+        """(N,) whether a tensor is alone in holding what it holds."""
+        alone = np.ones(len(self.now), bool)
+        for s, mask in ref:
+            alone &= ~mask | (s.holders == 1)
+        return alone

@@ -1,9 +1,9 @@
 """The memory of a step: what is alive on each device, through the forward pass, the backward pass and the update.
 
-The runtime's executor (layerwise.run) is followed storage by storage. Forward, a layer keeps what it was given, what it
-made, and what the backward passes of its kernels read again (`Op.kept`). Backward, gradients of parameters come while
-activations go. So the peak is that of an instant, and no sum of maxima. What a library takes for itself (a
-convolution's workspace) is not counted, nor what an allocator loses.
+The executor (layerwise.run) and PyTorch's autograd are followed storage by storage. Forward, what the backward passes
+of a layer's kernels read again is kept (`Op.kept`). Backward, gradients of parameters come while activations go. So the
+peak is that of an instant, and no sum of maxima. What a library takes for itself (a convolution's workspace) is not
+counted, nor what an allocator loses.
 """
 
 from __future__ import annotations
@@ -44,35 +44,22 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     return step.tracker.peak
 
 
-@dataclass(slots=True)
-class _Saved:
-    """What the executor has of a layer until its backward pass: given, made; and of each stage what autograd has."""
-
-    leaves: list[Ref]
-    out: Ref
-    inside: list[Ref]
-
-
 @dataclass
 class _Step:
-    """at, edges: every layer's boxes, and what travels to it; values, saved, gradients: what the executor has of it."""
+    """A step that is followed. All by the layer's name."""
 
     model: CostModel
     strategy: Strategy
-    at: dict[str, Place] = field(default_factory=dict)
-    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)
-    values: dict[str, Ref] = field(default_factory=dict)
-    saved: dict[str, _Saved] = field(default_factory=dict)
-    gradients: dict[str, Ref] = field(default_factory=dict)
-    # The names in the executor's loop hold what they had last until they get something new.
-    lately: list[Ref] = field(default_factory=list)
-    inward: list[Ref] = field(default_factory=list)
-    returned: Ref = NOBODY
-    outside: Ref = NOBODY  # gradients of the outputs, which autograd has
+    at: dict[str, Place] = field(default_factory=dict)  # its boxes
+    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels to each of its inputs
+    values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
+    saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
+    gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
 
     def __post_init__(self) -> None:
         devices, options = self.model.devices.count, self.model.options
         self.tracker, self.flows = AllocationTracker(devices), self.model.has_gradient
+        self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
             at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
@@ -132,33 +119,41 @@ class _Step:
         self.tracker.drop(arrived)
         return leaf
 
-    def _compute(self, layer: Layer, leaves: list[Ref]) -> None:
+    def _compute(self, layer: Layer, given: list[Ref]) -> None:
         tracker = self.tracker
-        inside: list[Ref] = []
+        saved: list[Ref] = []
         out = NOBODY
         for number, stage in enumerate(self.stages[layer.name]):
             before, mine = out, NOBODY
             if stage.view and number == 0:
-                out = tracker.hold(leaves[0])
+                out = tracker.hold(given[0])
             else:
                 mine = tracker.new(stage.extra) if stage.tracked else NOBODY
                 out = tracker.new(stage.made)
             tracker.spike(stage.forward if stage.tracked else stage.forward + stage.extra)
             if stage.tracked:
-                mine += tracker.hold(before) if stage.kept.inputs else NOBODY
+                where = np.broadcast_to(stage.kept.inputs, tracker.now.shape)
+                for ref in (before, *(given[slot] for slot in self._slots(layer, number))):
+                    mine += tracker.hold(ref, where)
                 mine += tracker.hold(out) if stage.kept.output else NOBODY
-            inside.append(mine)
+            saved.append(mine)
             tracker.drop(before)
         self.values[layer.name] = out
         if self.flows[layer.name]:
-            self.saved[layer.name] = _Saved(leaves, tracker.hold(out), inside)
+            self.saved[layer.name] = saved
         else:
-            self._drop(leaves)
+            self._drop(saved)
+        self._drop(given)
+
+    def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
+        """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
+        slots = self.stages[layer.name][number].slots
+        return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))
 
     def _loss(self, sink: Layer, received: list[Ref]) -> None:
         """Outputs leave as copies. Of those that are no losses the cross entropy is taken, as `layerwise train` does.
 
-        It has targets and keeps logarithms, whose gradient comes before that of the output; which stays to the end.
+        It has targets and keeps logarithms, whose gradient comes before that of the output.
         """
         tracker, free = self.tracker, self.model.options.io == "free"
         sizes = [self._edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
@@ -173,12 +168,14 @@ class _Step:
                 tracker.new(elements / spec.shape[1] * TARGET_BYTES)
         logs = [tracker.new(size) for size in scored]
         self._drop(copies)
-        for name, size, score, log in zip(sink.inputs, sizes, scored, logs, strict=True):
+        for slot, (name, size, score, log) in enumerate(zip(sink.inputs, sizes, scored, logs, strict=True)):
             first, gradient = tracker.new(score), tracker.new(size * self.flows[name])
             self._drop([first, log])
-            self.outside += gradient
-            scaled = not free and self.model.devices.count > 1  # to the mean over all samples
-            self.inward.append(tracker.new(size * self.flows[name]) if scaled else tracker.hold(gradient))
+            if self.uneven:  # scaled to the mean over all samples
+                scaled = tracker.new(size * self.flows[name])
+                tracker.drop(gradient)
+                gradient = scaled
+            self._return(sink, slot, gradient)
 
     # ---- backward ----
 
@@ -189,37 +186,30 @@ class _Step:
             self._drop([self.gradients.pop(name, NOBODY)])
             for _, alone in self.trained[name]:
                 self.tracker.new(alone)
-        elif layer.role is Role.SINK:
-            self._return(layer)
-        elif self.flows[name]:
-            made = self._differentiate(layer)
-            self._drop(self.inward)
-            self.inward = made
-            self._return(layer)
+        elif layer.role is not Role.SINK and self.flows[name]:
+            for slot, gradient in enumerate(self._differentiate(layer)):
+                self._return(layer, slot, gradient)
 
     def _differentiate(self, layer: Layer) -> list[Ref]:
         tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
-        self._drop(self.lately)
-        self.lately = [*saved.leaves, saved.out]
-        given = self.gradients.pop(layer.name, NOBODY)
-        running, inward, parameters = tracker.hold(given), [NOBODY] * len(layer.inputs), [NOBODY]
+        running, inward = self.gradients.pop(layer.name, NOBODY), [NOBODY] * len(layer.inputs)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
-            stage, before, slots = stages[number], NOBODY, stages[number].slots
+            stage, before, slots, parameters = stages[number], NOBODY, stages[number].slots, [NOBODY]
             if number == tracked[0]:
-                slots += tuple(range(len(layer.specs), len(layer.inputs)))  # parameters that others use, too
+                slots = self._slots(layer, 0) if number == 0 else slots
                 parameters = [tracker.new(size) for size, _ in self.trained[layer.name]]
             between = tracker.new(stage.between)  # where there is any, what it was made of is gone when it is used
-            read, two = running + saved.inside[number], stage.between > 0
+            read, two = running + saved[number], stage.between > 0
             tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:
                     inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
             if stage.running:
                 before = tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made)
-            self._drop([between, part(read, ~two)])
+            self._drop([between, part(read, ~two), *parameters])
             running = before
-        self._drop([running, given, *parameters])
+        tracker.drop(running)
         for _, alone in self.trained[layer.name]:
             tracker.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
         return inward
@@ -230,20 +220,21 @@ class _Step:
             return self.tracker.hold(through)
         return self.tracker.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
 
-    def _return(self, layer: Layer) -> None:
-        """Gradients of a layer's inputs go back to who owns these, and are added to those that came before."""
-        tracker = self.tracker
-        for slot, source in enumerate(layer.inputs):
-            if self.flows[source] and (self.flows[layer.name] or layer.role is Role.SINK):
-                back = self._adjoint(self._edge(layer, slot), source, self.inward[slot])
-                tracker.drop(self.returned)
-                self.returned = back
-                if source in self.gradients:
-                    total = tracker.new(self._own_bytes(source))
-                    tracker.drop(self.gradients[source])
-                    self.gradients[source] = total
-                else:
-                    self.gradients[source] = tracker.hold(back)
+    def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
+        """The gradient of a layer's input goes back to who owns it, and is added to those that came before."""
+        tracker, source = self.tracker, layer.inputs[slot]
+        if not self.flows[source]:
+            return
+        back = self._adjoint(self._edge(layer, slot), source, gradient)
+        tracker.drop(gradient)
+        before = self.gradients.get(source)
+        if before is not None:  # autograd adds in place where nobody else has what it adds to
+            mine = tracker.unshared(before)
+            other = tracker.unshared(back) & ~mine
+            total = tracker.new(np.where(mine | other, 0.0, self._own_bytes(source)))
+            self._drop([part(before, ~mine), part(back, ~other)])
+            back = part(before, mine) + part(back, other) + total
+        self.gradients[source] = back
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
@@ -268,7 +259,6 @@ class _Step:
         For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
         but on a CPU for one after the other: its root and that divided, beside the last one's.
         """
-        self._drop([*self.lately, *self.inward, self.returned, self.outside])
         if self.model.options.optimizer != "adam":
             return
         sizes = [size for rows in self.trained.values() for size, _ in rows]

@@ -72,8 +72,8 @@ class Executor:
                 values[name] = fed.get(name)
             else:
                 values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
-            value = values[name]
-            types[name] = value.dtype if value is not None else scheduled.dtype or torch.int64
+            types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
+            received = []
             self._drop(values, scheduled, i)
         return outputs
 
@@ -150,7 +150,7 @@ class Executor:
             mixed = torch.autocast(self.options.device.type, self.options.autocast)
         try:
             with mixed:
-                out = scheduled.work.run(self.comm, inputs, given, training=run.training, seed=run.seed)
+                out = scheduled.work.run(self.comm, _all(inputs), _all(given), training=run.training, seed=run.seed)
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
             raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
@@ -188,8 +188,8 @@ class Executor:
                 self.trace.end(begun.pop())
 
         tensors = (*inputs, *given)
-        which = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
-        run.token, *marked = ordered(run.token, *(tensors[i] for i in which), at_backward=end)
+        which = {i: x for i, x in enumerate(tensors) if x is not None and x.requires_grad}
+        run.token, *marked = ordered(run.token, *which.values(), at_backward=end)
         for i, x in zip(which, marked, strict=True):
             if i < len(inputs):
                 inputs[i] = x
@@ -220,3 +220,10 @@ def _wait_for_one(run: Pass, inputs: list[Tensor | None], given: list[Tensor | N
             if x is not None and x.requires_grad:
                 run.token, tensors[i] = ordered(run.token, x)
                 return
+
+
+def _all(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """A rank that computes a layer has all that it needs for it."""
+    given = [x for x in tensors if x is not None]
+    assert len(given) == len(tensors)
+    return given

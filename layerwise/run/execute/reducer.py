@@ -125,12 +125,12 @@ class Gradients:
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
         local, held = self.reducer.local, None if p.grad is None else plain(p.grad)
-        if self.reducer.scale != 1:
-            gradient = gradient * self.reducer.scale
         if held is None:
             local.pop(name, None)
-            view.copy_(gradient)
-        elif name in local:
+            torch.mul(gradient, self.reducer.scale, out=view)
+            return
+        gradient = gradient * self.reducer.scale
+        if name in local:
             summed, total = local[name], gradient + held
             if self.synchronise and summed is not None:
                 total -= summed
@@ -149,7 +149,8 @@ class Gradients:
         reducer = self.reducer
         if not self.made:
             return
-        for name in [name for bucket in reducer.buckets for name in bucket.names if name in bucket.missing]:
+        unused = [name for bucket in reducer.buckets for name in bucket.names if name in bucket.missing]
+        for name in unused:
             self.add(name, torch.zeros_like(reducer.parameters[name]))
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
         if running:
@@ -164,6 +165,9 @@ class Gradients:
                 if not p.requires_grad:
                     continue
                 view = reducer.views[name]
+                if name in unused and not view.any():  # PyTorch would make no gradient of it
+                    p.grad = self.earlier.get(name, p.grad)
+                    continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
                         view += plain(more)

@@ -1,0 +1,215 @@
+"""Backward passes that training loops do, beside one of a loss: on ranks as on one device, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.geometry import Box
+from layerwise.importers.load import Network
+from layerwise.run.guards.box_gradient import plain
+from layerwise.run.module import ParallelModule
+from tests.run.plans import difference
+from tests.run.small_modules import SAMPLES, mlp, on_ranks, plan_of, refused, traced
+
+Loop = Callable[[nn.Module, Tensor], list[Tensor]]  # of a module and a rank's samples: numbers of these samples
+CUTS: list[tuple[int, Mapping[str, int]]] = [
+    (2, {"n": 2}), (2, {"c": 2}), (2, {"k": 2}), (2, {}), (3, {"c": 3}), (4, {"n": 2, "c": 2}), (4, {"c": 2, "k": 2}),
+]  # fmt: skip
+
+
+class Images(nn.Module):
+    """Halos, a branch, and smooth enough to be differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.left, self.right = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.head = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.softplus(self.first(x))
+        return self.head(torch.tanh(self.left(x)) + self.right(x)).mean((2, 3))
+
+
+PICTURES = torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@cache
+def smooth() -> tuple[nn.Module, Network]:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 6), nn.Softplus(), nn.Linear(6, 4)).double()
+    return module, traced(module, SAMPLES.flatten(0, 1)[:12])
+
+
+@cache
+def images() -> tuple[nn.Module, Network]:
+    torch.manual_seed(4)
+    module = Images().double()
+    return module, traced(module, PICTURES)
+
+
+def whole(modules: list[tuple[list[tuple[str, tuple[int, ...], Box]], dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """The gradients of all parameters, put together from those of the ranks, who agree where they hold the same."""
+    result: dict[str, Tensor] = {}
+    for held, gradients in modules:
+        for name, shape, box in held:
+            full = result.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            known = full[box.slices()]
+            assert bool((known.isnan() | (difference(known, gradients[name]) <= 1e-12)).all()), name
+            full[box.slices()] = gradients[name]
+    return result
+
+
+def check(
+    given: tuple[nn.Module, Network], samples: Tensor, loop: Loop, ranks: int, degrees: Mapping[str, int]
+) -> None:
+    """The loop's numbers and the parameters' gradients afterwards, on ranks and on one device."""
+    module, network = copy.deepcopy(given[0]), given[1]
+    single = loop(module, samples)
+
+    def rank(made: ParallelModule) -> Any:
+        numbers = loop(made, samples[made.share()])
+        gradients = {name: plain(p.grad).clone() for name, p in made.named_parameters() if p.grad is not None}
+        held = [(shard.name, shard.shape, shard.box) for shard in made.shards() if shard.name in gradients]
+        return (held, gradients), numbers
+
+    told = on_ranks(network, rank, ranks, plan_of(network, ranks, degrees))
+    together = whole([gradients for gradients, _ in told])
+    assert set(together) >= {name for name, p in module.named_parameters() if p.grad is not None}
+    for name, gradient in together.items():
+        expected = module.get_parameter(name).grad  # where PyTorch has none, a rank may have zeros
+        assert difference(gradient, torch.zeros_like(gradient) if expected is None else expected) <= 1e-9, name
+    for i, number in enumerate(single):
+        assert difference(torch.cat([numbers[i] for _, numbers in told]), number) <= 1e-9
+
+
+def loss(out: Tensor) -> Tensor:
+    return out.square().sum(1).mean()
+
+
+def twice(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Two passes through one forward pass; the gradients add up."""
+    out = loss(module(x))
+    out.backward(retain_graph=True)
+    (3 * out).backward()
+    return []
+
+
+def two_losses(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Two forward passes, one backward pass; and one more, of two losses of one output."""
+    (loss(module(x)) + 2 * loss(module(x * 0.5))).backward()
+    out = module(x + 1)
+    out.mean().backward(retain_graph=True)
+    loss(out).backward()
+    return []
+
+
+def of_inputs(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Adversarial samples: gradients of a sum and by `backward`."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(module(x).square().sum(), x)
+    adversarial = (x + 0.1 * g.sign()).detach().requires_grad_()
+    loss(module(adversarial)).backward()
+    assert adversarial.grad is not None
+    return [g]
+
+
+def penalty(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """A gradient penalty, as of a Wasserstein GAN's critic."""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.mean() + 10 * (g.flatten(1).norm(dim=1) - 1).square().mean()).backward()
+    return [g.detach()]
+
+
+def only_penalty(module: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    g.square().flatten(1).sum(1).mean().backward()
+    return []
+
+
+LOOPS = [twice, two_losses, of_inputs, penalty, only_penalty]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("ranks", "degrees"), CUTS)
+def test_passes_of_a_multilayer_perceptron(loop: Loop, ranks: int, degrees: Mapping[str, int]) -> None:
+    check(smooth(), SAMPLES.flatten(0, 1)[:12], loop, ranks, degrees)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("ranks", "degrees"), [(2, {"h": 2}), (4, {"h": 2, "w": 2}), (4, {"n": 2, "w": 2})])
+def test_passes_with_halos(loop: Loop, ranks: int, degrees: Mapping[str, int]) -> None:
+    check(images(), PICTURES, loop, ranks, degrees)
+
+
+def test_a_second_pass_without_retain_graph_is_pytorchs_own_error_on_every_rank() -> None:
+    _, network = smooth()
+
+    def rank(made: ParallelModule) -> str:
+        out = loss(made(SAMPLES.flatten(0, 1)[:12][made.share()]))
+        out.backward()
+        with pytest.raises(RuntimeError, match="second time") as raised:
+            out.backward()
+        return str(raised.value)
+
+    for degrees in ({"c": 2}, {}):
+        assert len(on_ranks(network, rank, 2, plan_of(network, 2, degrees))) == 2
+
+
+@pytest.mark.parametrize("degrees", [{"c": 2}, {"n": 2}])
+def test_gradients_with_respect_to_parameters_are_loud(degrees: Mapping[str, int]) -> None:
+    """They would be this rank's part of them, before the sum over the ranks."""
+    _, network = smooth()
+
+    def rank(made: ParallelModule) -> None:
+        out = loss(made(SAMPLES.flatten(0, 1)[:12][made.share()]))
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(out, list(made.parameters()))
+
+    on_ranks(network, rank, 2, plan_of(network, 2, degrees))
+
+
+def test_gradients_of_inputs_of_unlike_shares_are_refused() -> None:
+    _, network = mlp()
+    x = SAMPLES[0].clone().requires_grad_()
+    for text in refused(network, lambda made: made(x[made.share(7)], batch=7)):
+        assert "requires a gradient, which is made only where all ranks feed equally many samples" in text
+
+
+@pytest.mark.parametrize("degrees", [{"c": 2}, {"n": 2}, {}])
+def test_hooks_are_called_with_the_sum_of_all_ranks(degrees: Mapping[str, int]) -> None:
+    """Such as an optimizer that steps as soon as a parameter has its gradient."""
+    module, network = smooth()
+    samples, single, seen = SAMPLES.flatten(0, 1)[:12], copy.deepcopy(module), set[str]()
+
+    def update(name: str, p: nn.Parameter) -> None:
+        p.data.sub_(plain(p.grad))
+        p.grad = None
+        seen.add(name)
+
+    for p in single.parameters():
+        p.register_post_accumulate_grad_hook(partial(update, ""))
+    for _ in range(2):
+        loss(single(samples)).backward()
+
+    def rank(made: ParallelModule) -> dict[str, Tensor]:
+        for name, p in made.named_parameters():
+            p.register_post_accumulate_grad_hook(partial(update, name))
+        for _ in range(2):
+            loss(made(samples[made.share()])).backward()
+        return made.full_state_dict()
+
+    for found in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
+        for name, value in single.state_dict().items():
+            assert difference(found[name], value) <= 1e-12
+    assert seen == {*single.state_dict(), ""}
