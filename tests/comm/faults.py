@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,6 +24,7 @@ from layerwise.comm.start import join_default_group, leave, start
 from tests.comm.pool import context, environment
 
 Scenario = Callable[[Comm], None]
+PATIENCE_S = 60.0  # with a run
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,14 @@ class Run:
             assert time.monotonic() < until, self.outputs[rank].read_text()
             time.sleep(0.02)
 
-    def ends(self, within_s: float = 60.0) -> dict[int, End]:
-        """Waits for all; kills what does not end."""
+    def ends(self, stopped: Collection[int] = ()) -> dict[int, End]:
+        """Waits for all, but for those that stay stopped; kills what does not end."""
         found: dict[int, End] = {}
-        until = self.began + within_s
+        until = self.began + PATIENCE_S
         while len(found) < len(self.processes):
+            left = self.processes.keys() - found.keys()
             for rank, process in self.processes.items():
-                over = time.monotonic() > until
+                over = time.monotonic() > until or left <= set(stopped)
                 if rank not in found and (process.exitcode is not None or over):
                     code = process.exitcode
                     process.kill()

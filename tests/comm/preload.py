@@ -1,11 +1,19 @@
 """What the ranks import, or make PyTorch import: once, in the server that they are forked from."""
 
+import gc
+
+import pytest  # noqa: F401 (most functions that ranks call stand in test files)
 import torch
 import torch._dynamo
 import torch.nn.parallel
 import torch.optim
 import torch.utils.data
 
+import layerwise.api.fit
+import layerwise.measure.__main__
+import layerwise.run.__main__
+import layerwise.search.__main__
 import tests.comm.pool  # noqa: F401
 
 torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))  # which imports much at its first call
+gc.freeze()  # the ranks' garbage collections pass over all of this

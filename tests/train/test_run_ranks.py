@@ -177,7 +177,7 @@ def test_a_mistake_of_one_rank_is_told_by_all(here: Path) -> None:
         "import os, sys\n"
         "from layerwise.cli import run_main\n"
         "from layerwise.run import __main__ as room\n"
-        "room.PATIENCE_S = 5.0\n"
+        "room.PATIENCE_S = 2.0\n"
         "if os.environ['RANK'] == '1':\n"
         "    sys.argv[1] = 'missing.json'\n"
         "sys.exit(run_main(room.main))\n"
