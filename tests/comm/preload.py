@@ -9,6 +9,10 @@ import torch.nn.parallel
 import torch.optim
 import torch.utils.data
 
+import layerwise.api.fit
+import layerwise.measure.__main__
+import layerwise.run.__main__
+import layerwise.search.__main__
 import tests.comm.pool  # noqa: F401
 
 torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))  # which imports much at its first call
