@@ -9,9 +9,9 @@ import torch.nn.parallel
 import torch.optim
 import torch.utils.data
 
-import layerwise.api.fit  # noqa: F401
-import layerwise.measure.__main__  # noqa: F401
-import layerwise.run.__main__  # noqa: F401
+import layerwise.api.fit
+import layerwise.measure.__main__
+import layerwise.run.__main__
 import layerwise.search.__main__  # noqa: F401
 import tests.comm.pool  # noqa: F401
 
