@@ -58,14 +58,14 @@ class SearchSpace:
 
     def configurations(self, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
         """All legal configurations of a layer with these dimensions; the serial one first."""
-        return _configurations(self, tuple(Dim(d.label, d.room) for d in dims))
+        return _configurations(self, tuple(Dim(d.label, d.max_degree) for d in dims))
 
 
 @lru_cache(maxsize=4096)
-def _configurations(where: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
-    labels = [d.label for d in dims if d.label in where.dims]
-    divisors = [d for d in range(1, where.devices + 1) if where.devices % d == 0]
-    if where.powers_of_two:
+def _configurations(space: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
+    labels = [d.label for d in dims if d.label in space.dims]
+    divisors = [d for d in range(1, space.devices + 1) if space.devices % d == 0]
+    if space.powers_of_two:
         divisors = [d for d in divisors if d & (d - 1) == 0]
     result = []
     for total in divisors:
@@ -73,7 +73,7 @@ def _configurations(where: SearchSpace, dims: tuple[Dim, ...]) -> tuple[Config, 
             config = Config.of({str(label): degree for label, degree in zip(labels, split, strict=True)})
             if config.total == total and is_legal(config, dims):
                 result.append(config)
-                if where.spread and 1 < total < where.devices:
+                if space.spread and 1 < total < space.devices:
                     result.append(Config(config.degrees, "strided"))
     return tuple(result)
 
@@ -97,13 +97,13 @@ def is_legal(config: Config, dims: Sequence[Dim]) -> bool:
 
 def why_illegal(config: Config, dims: Sequence[Dim]) -> str | None:
     """The reason that a layer with these dimensions cannot be split so, or None."""
-    rooms = {d.label: d.room for d in dims if d.label}
+    most = {d.label: d.max_degree for d in dims if d.label}
     for label, degree in config.degrees:
-        if label not in rooms:
-            possible = ", ".join(str(r) for r in rooms) or "none"
+        if label not in most:
+            possible = ", ".join(str(r) for r in most) or "none"
             return f"cannot be split along {label!r} (its dimensions: {possible})"
-        if degree > rooms[label]:
-            return f"{label}={degree} is more than the {rooms[label]} parts it can be cut into"
+        if degree > most[label]:
+            return f"{label}={degree} is more than the {most[label]} parts it can be cut into"
     if config["k"] > 1 and reduce_axis(config, dims) is None:
         return f"k={config['k']} leaves no dimension with room to scatter the sums over"
     return None
@@ -111,10 +111,10 @@ def why_illegal(config: Config, dims: Sequence[Dim]) -> str | None:
 
 def reduce_axis(config: Config, dims: Sequence[Dim]) -> int | None:
     """The output dimension whose cells are cut once more by the reduce-scatter over k; None: no room (illegal)."""
-    at = {d.label: i for i, d in enumerate(dims) if d.label}
+    axes = {d.label: i for i, d in enumerate(dims) if d.label}
     for label in REDUCE_ORDER:
-        if label in at and dims[at[label]].room >= config[label] * config["k"]:
-            return at[label]
+        if label in axes and dims[axes[label]].max_degree >= config[label] * config["k"]:
+            return axes[label]
     return None
 
 

@@ -19,17 +19,14 @@ MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Shares of the sum of t_C, which make 1; of_step: t_C's share of the step time.
+    """What a strategy's t_C rests on."""
 
-    conditions: of the times that were used, None where there are none. held_out_error: of the fit.
-    """
-
-    measured: float
+    measured: float  # shares of t_C, which make 1
     fitted: float
     analytic: float
-    of_step: float
-    conditions: Conditions | None
-    held_out_error: float | None
+    of_step: float  # t_C's share of the step time
+    conditions: Conditions | None  # of the times that were used
+    held_out_error: float | None  # of the fit
 
     def as_dict(self) -> dict[str, object]:
         """For `--json` and a plan's provenance."""
@@ -54,7 +51,7 @@ def basis(model: CostModel, cost: Price) -> Basis:
 def model_error(*costs: Price) -> float:
     """The share of a step's time below which a difference between these plans is no gain: of the least measured one.
 
-    Each second of t_C counts as it was found: measured, else (fitted or analytic) as analytic.
+    A second of t_C that is fitted counts as analytic.
     """
     measured = min(_shares(one)[0] for one in costs)
     return measured * MEASURED_ERROR + (1 - measured) * ANALYTIC_ERROR

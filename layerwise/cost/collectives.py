@@ -25,35 +25,30 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The groups of one collective, all alike (the largest where they are not).
+class GroupShape:
+    """What the groups of one collective look like, all alike (the largest where they are not)."""
 
-    size: members. fan: members at each level, innermost first (in a node, nodes in a rack, ...). rings: streams
-    through one port of each level where each group is a ring; members: devices of such groups behind it.
-    server_s_per_byte: the sum over the other members of the beta of their link to the first, the largest of any group.
-    """
-
-    size: int
-    fan: tuple[int, ...]
-    rings: tuple[int, ...]
-    members: tuple[int, ...]
-    server_s_per_byte: float
+    size: int  # members
+    fan: tuple[int, ...]  # members at each level, innermost first (in a node, nodes in a rack, ...)
+    rings: tuple[int, ...]  # at each level, streams through one port where each group is a ring
+    members: tuple[int, ...]  # at each level, devices of such groups behind one port
+    server_s_per_byte: float  # the sum over the other members of the beta of their link to the first; of any group most
 
 
-def group_of(row: NDArray[np.int64], graph: DeviceGraph) -> Group:
+def group_shape(row: NDArray[np.int64], graph: DeviceGraph) -> GroupShape:
     """Groups of devices with equal `row` (N,); -1 takes no part."""
-    return _group(tuple(row.tolist()), graph)
+    return _group_shape(tuple(row.tolist()), graph)
 
 
 @lru_cache(maxsize=65536)
-def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
+def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     ids = np.array(row, np.int64)
     devices = np.nonzero(ids >= 0)[0]
     ids = ids[devices]
     size = int(np.bincount(ids).max(initial=1))
     if size == 1:
         ones = (1,) * len(graph.levels)
-        return Group(1, ones, ones, ones, 0.0)
+        return GroupShape(1, ones, ones, ones, 0.0)
     fan, spans, rings, members = [], [], [], []
     inner = devices  # what counts as one member at this level: the groups of the level below
     for level in graph.levels:
@@ -66,15 +61,15 @@ def _group(row: tuple[int, ...], graph: DeviceGraph) -> Group:
     for number, level in enumerate(graph.levels):
         port = devices // level.devices_per_port
         passing = [s for m, s in enumerate(spans) if number in graph.ports_passed(m)]
-        there = np.any(passing, axis=0)
-        members.append(_most(port[there]))
+        sending = np.any(passing, axis=0)
+        members.append(_most(port[sending]))
         # Beyond the node a ring passes a port once; inside, each of its hops leaves through its sender's port.
-        rings.append(_most(np.unique(np.stack([port, ids])[:, there], axis=1)[0]) if number else members[0])
+        rings.append(_most(np.unique(np.stack([port, ids])[:, sending], axis=1)[0]) if number else members[0])
     _, first, group = np.unique(ids, return_index=True, return_inverse=True)
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
     servers = devices[first][group]
     server = np.bincount(group, np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])).max()
-    return Group(size, tuple(fan), tuple(rings), tuple(members), float(server))
+    return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server))
 
 
 def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -94,7 +89,7 @@ def _beta(graph: DeviceGraph, number: int, load: Sequence[int]) -> float:
     return max(graph.levels[p].beta_s_per_byte * load[p] for p in graph.ports_passed(number))
 
 
-def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+def all_reduce_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """The fastest of ring, double binary tree (in chunks) and hierarchical (reduce-scatter inwards, all-gather out).
 
     The published time of the tree, for small messages, tends to size·beta. But all members together send at least
@@ -113,7 +108,7 @@ def all_reduce_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     return min(max(tree, least), 2 * _scatter_s(size_bytes, group, graph))
 
 
-def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+def reduce_scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """Of a buffer of `size_bytes` on every member; its adjoint, the all-gather, takes as long."""
     if group.size == 1:
         return 0.0
@@ -121,7 +116,7 @@ def reduce_scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> flo
     return _scatter_s(size_bytes, group, graph) if measured is None else measured
 
 
-def all_gather_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+def all_gather_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """Of a buffer that has `size_bytes` on every member afterwards."""
     if group.size == 1:
         return 0.0
@@ -129,7 +124,7 @@ def all_gather_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     return _scatter_s(size_bytes, group, graph) if measured is None else measured
 
 
-def _scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+def _scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """By the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)
     ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
@@ -138,7 +133,7 @@ def _scatter_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
     return min(ring, _hierarchical_s(size_bytes, group, graph)) if even else ring
 
 
-def _measured_s(operation: Operation, size_bytes: float, group: Group, graph: DeviceGraph) -> float | None:
+def _measured_s(operation: Operation, size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float | None:
     """None: nobody has measured groups of this shape."""
     if graph.links is None or prod(group.fan) != group.size:
         return None
@@ -146,24 +141,24 @@ def _measured_s(operation: Operation, size_bytes: float, group: Group, graph: De
     return None if curve is None else float(curve.seconds(np.array(size_bytes)))
 
 
-def load(group: Group) -> int:
+def load(group: GroupShape) -> int:
     """How many such groups share a port of the outermost level that they span."""
     return next((rings for fan, rings in zip(group.fan[::-1], group.rings[::-1], strict=True) if fan > 1), 1)
 
 
-def overlap(group: Group, graph: DeviceGraph) -> Overlap:
+def overlap(group: GroupShape, graph: DeviceGraph) -> Overlap:
     """At what share of their speed an all-reduce and the computation beside it go on. Not measured: at all of it."""
     measured = None if graph.links is None else graph.links.overlap(group.fan, load(group))
     return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 
-def _slowest(group: Group, graph: DeviceGraph) -> tuple[float, float]:
+def _slowest(group: GroupShape, graph: DeviceGraph) -> tuple[float, float]:
     """Alpha and beta of a step of a ring or tree: it has links of every level where the group has several members."""
     used = [number for number, f in enumerate(group.fan) if f > 1]
     return graph.levels[used[-1]].alpha_s, max(_beta(graph, number, group.rings) for number in used)
 
 
-def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> float:
+def _hierarchical_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float:
     """One way: a ring in the node, then rings of equal shards across nodes, and so on outwards."""
     total, shard = 0.0, size_bytes
     for number, fan in enumerate(group.fan):
@@ -173,18 +168,18 @@ def _hierarchical_s(size_bytes: float, group: Group, graph: DeviceGraph) -> floa
     return total
 
 
-def wire_bytes(total_bytes: float, group: Group) -> float:
+def wire_bytes(total_bytes: float, group: GroupShape) -> float:
     """Bytes that all members of an all-reduce together hand to the network: each 2(r-1)/r of its buffer."""
     return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, whole numbers stay whole
 
 
 @lru_cache(maxsize=4096)
-def groups(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tuple[Group, ...]:
+def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tuple[GroupShape, ...]:
     """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
-    return tuple(group_of(row, graph) for row in replicas(cells, keys))
+    return tuple(group_shape(row, graph) for row in replicas(cells, keys))
 
 
-def sync_s(size_bytes: float, group: Group, graph: DeviceGraph, method: str) -> float:
+def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: str) -> float:
     """Time to synchronise one bucket of gradients.
 
     `parameter-server`: 2(r-1) bytes/b, the first replica being the server and its port serial (Jia et al.).
@@ -195,6 +190,6 @@ def sync_s(size_bytes: float, group: Group, graph: DeviceGraph, method: str) -> 
 
 
 @lru_cache(maxsize=65536)
-def sync_rate(group: Group, graph: DeviceGraph, method: str) -> float:
+def sync_rate(group: GroupShape, graph: DeviceGraph, method: str) -> float:
     """Seconds a byte of gradient, as it adds up over a step: buckets share the latency of their all-reduce."""
-    return sync_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES
+    return bucket_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
+from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import port_seconds, seconds, traffic
 from layerwise.machine import DeviceGraph
@@ -43,6 +43,6 @@ def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:
 def gather_s(edge: Edge, graph: DeviceGraph, directions: int) -> Floats:
     """(C_v,) seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions."""
     rows = zip(edge.largest_bytes.tolist(), needers(edge), strict=True)
-    pairs = [(size, group_of(row, graph)) for size, row in rows]
+    pairs = [(size, group_shape(row, graph)) for size, row in rows]
     back = [reduce_scatter_s(*pair, graph) if directions == 2 else 0.0 for pair in pairs]
     return np.array([all_gather_s(*pair, graph) for pair in pairs]) + back

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.collectives import Group, group_of, groups
+from layerwise.cost.collectives import GroupShape, group_shape, group_shapes
 from layerwise.cost.setting import Setting
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
@@ -26,48 +26,48 @@ class Collective:
 
     size_bytes: Floats  # (C,) of the member with the largest box
     total_bytes: Floats  # (C,) of all devices together
-    groups: tuple[Group, ...]  # (C,) the devices that agree in the dimensions `keys` of their cells
+    group_shapes: tuple[GroupShape, ...]  # (C,) of the devices that agree in the dimensions `keys` of their cells
     cells: Cells
     keys: tuple[int, ...]
 
 
-def gradients_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
     """What is synchronised after the backward pass, one entry for each kind of box."""
     by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
-    zero = np.zeros(len(cells.computed.degrees))
+    zero = np.zeros(len(layout.computed.degrees))
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            degrees = cells.at(p.epilogue).degrees
+            degrees = layout.at(p.epilogue).degrees
             keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
             size, total = by_keys.get((keys, p.epilogue), (zero, zero))
             size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
             by_keys[keys, p.epilogue] = size, total
     graph = setting.devices
-    collectives = [_collective(*sizes, cells.at(epilogue), keys, graph) for (keys, epilogue), sizes in by_keys.items()]
+    collectives = [_collective(*sizes, layout.at(epilogue), keys, graph) for (keys, epilogue), sizes in by_keys.items()]
     return [_replicated(c, graph) for c in collectives] if layer.role is Role.TIED else collectives
 
 
 def _replicated(c: Collective, graph: DeviceGraph) -> Collective:
     """Of a tied parameter: uncut, it is not on one device but on all, and its gradient is summed over them."""
-    uncut, everyone = (c.cells.degrees == 1).all(1), group_of(np.zeros(graph.count, np.int64), graph)
+    uncut, everyone = (c.cells.degrees == 1).all(1), group_shape(np.zeros(graph.count, np.int64), graph)
     total = np.where(uncut, c.size_bytes * graph.count, c.total_bytes)
-    members = tuple(everyone if u else g for u, g in zip(uncut.tolist(), c.groups, strict=True))
-    return replace(c, total_bytes=total, groups=members)
+    members = tuple(everyone if u else g for u, g in zip(uncut.tolist(), c.group_shapes, strict=True))
+    return replace(c, total_bytes=total, group_shapes=members)
 
 
 def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:
-    return Collective(size, total, groups(cells, tuple(keys), graph), cells, tuple(keys))
+    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys))
 
 
-def statistics_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+def statistics_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
     """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
     collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
         out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
         if statistics is None:
             continue
-        here = cells.at(stage.epilogue)
+        here = layout.at(stage.epilogue)
         degrees = here.degrees
         extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
         keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
@@ -79,9 +79,9 @@ def statistics_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collect
     return collectives
 
 
-def reductions_of(setting: Setting, layer: Layer, cells: Layout) -> list[Collective]:
+def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
     """Where k is split: the reduce-scatter of the partial sums."""
-    ks, computed = layer.space.reductions, cells.computed
+    ks, computed = layer.space.reductions, layout.computed
     if not ks or (computed.degrees[:, ks.start :] == 1).all():
         return []
     main = layer.stages[0].space.out

@@ -51,9 +51,9 @@ class CostTables:
 
     def price(self, strategy: Strategy) -> float:
         """step_time_s of a strategy whose configurations are all in the tables."""
-        at = {name: self.configs[name].index(strategy[name]) for name in self.configs}
-        total = sum(float(cost[at[name]]) for name, cost in self.node.items())
-        return total + sum(float(cost[at[u], at[v]]) for (u, v, _), cost in self.transfer.items())
+        choice = {name: self.configs[name].index(strategy[name]) for name in self.configs}
+        total = sum(float(cost[choice[name]]) for name, cost in self.node.items())
+        return total + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in self.transfer.items())
 
 
 class CostModel(Setting):
@@ -70,23 +70,23 @@ class CostModel(Setting):
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
         key = (layer.space, wanted, owned, self.uses[layer.name], configs)
         if key not in self._nodes:
-            cells = self.layout(layer, configs)
-            compute = self._compute_time(layer, cells, wanted)
-            seconds = {term.name: term.seconds(self, layer, cells) for term in LAYER_TERMS}
+            layout = self.layout(layer, configs)
+            compute = self._compute_time(layer, layout, wanted)
+            seconds = {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS}
             self._nodes[key] = NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
         return self._nodes[key]
 
-    def _compute_time(self, layer: Layer, cells: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
+    def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
         measured, options = self.measurements, self.options
         if layer.end:
             if measured is not None and layer.role is Role.SINK:
-                return measured.sink_time(layer, cells)
-            zeros = np.zeros(len(cells.computed.degrees))
+                return measured.sink_time(layer, layout)
+            zeros = np.zeros(len(layout.computed.degrees))
             return ComputeTime(zeros, zeros, zeros, zeros, zeros)
         if measured is not None:
-            return measured.compute_time(layer, cells, wanted, self.uses[layer.name])
-        return compute_time(layer, cells, wanted, self.devices.processor, options.dtype, options.optimizer)
+            return measured.compute_time(layer, layout, wanted, self.uses[layer.name])
+        return compute_time(layer, layout, wanted, self.devices.processor, options.dtype, options.optimizer)
 
     def edge_costs(
         self,
@@ -123,19 +123,19 @@ class CostModel(Setting):
         """The sum of `edge_costs`."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
 
-    def busiest_device(self, edge: EdgeName, source: Config, target: Config) -> int:
+    def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""
-        return busiest_device(self.edge(edge, (source,), (target,)), self.devices)
+        return busiest_device(self.edge(name, (source,), (target,)), self.devices)
 
     def tables(
         self, configs: Configs, progress: Progress | None = None, watched: tuple[int, ...] | None = None
     ) -> CostTables:
         """Tables over the given configurations of every layer; with `watched` devices, transfers are lower bounds."""
         node = {layer.name: self.node_cost(layer, configs[layer.name]).total for layer in self.graph.layers}
-        edges = list(self.graph.edges())
+        names = list(self.graph.edges())
         transfer: dict[EdgeName, Floats] = {}
-        for done, edge in enumerate(edges):
-            transfer[edge] = self.edge_cost(edge, configs[edge[0]], configs[edge[1]], watched)
+        for done, name in enumerate(names, start=1):
+            transfer[name] = self.edge_cost(name, configs[name[0]], configs[name[1]], watched)
             if progress:
-                progress(done + 1, len(edges))
+                progress(done, len(names))
         return CostTables(dict(configs), node, transfer)

@@ -77,7 +77,7 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
 
 def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
     config = strategy[layer.name]
-    cost, cells = model.node_cost(layer, (config,)), model.layout(layer, (config,))
+    cost, layout = model.node_cost(layer, (config,)), model.layout(layer, (config,))
     seconds, sent = dict.fromkeys((term.name for term in TERMS), 0.0), dict.fromkeys(TRAFFIC, 0.0)
     gathered_bytes = 0.0
     for slot, source in enumerate(layer.inputs):
@@ -94,8 +94,8 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
     seconds |= {name: float(array[0]) for name, array in cost.seconds.items()}
     for term in LAYER_TERMS:
         if term.traffic:
-            sent[term.traffic] += term.sent_bytes(model, layer, cells)
-    memory_bytes = gathered_bytes + _held_bytes(model, layer, cells)
+            sent[term.traffic] += term.sent_bytes(model, layer, layout)
+    memory_bytes = gathered_bytes + _held_bytes(model, layer, layout)
     return LayerPrice(
         config, seconds, sent, memory_bytes, float(cost.compute.measured[0]), float(cost.compute.fitted[0])
     )
@@ -117,23 +117,23 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
     }
 
 
-def _parameter_bytes(model: CostModel, layer: Layer, cells: Layout) -> float:
+def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
     """Parameters, gradients and optimizer state."""
     total = 0.0
     for _, p, item_bytes in layer.held():
         copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
-        degrees = cells.at(p.epilogue).degrees
+        degrees = layout.at(p.epilogue).degrees
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
     return total
 
 
-def _held_bytes(model: CostModel, layer: Layer, cells: Layout) -> float:
+def _held_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
     """Parameters, gradients, optimizer state and what every stage makes, whether or not the backward pass needs it."""
-    total = _parameter_bytes(model, layer, cells)
+    total = _parameter_bytes(model, layer, layout)
     if layer.role is Role.TIED:
         return total
     rank = len(layer.out.shape)
     for stage in layer.stages:
-        extents = largest_extents(layer.space.dims[:rank], cells.at(stage.epilogue).degrees)
+        extents = largest_extents(layer.space.dims[:rank], layout.at(stage.epilogue).degrees)
         total += prod(np.ravel(extents).tolist()) * stage.space.out.item_bytes
     return total

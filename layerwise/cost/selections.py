@@ -11,7 +11,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.partition.layout import Cells
 
 Ints = NDArray[np.int64]
-Boxes = tuple[tuple[Ints, Ints], ...]
+Ranges = tuple[tuple[Ints, Ints], ...]
 
 
 class Selections:
@@ -24,7 +24,7 @@ class Selections:
     def __init__(self, cells: Cells, graph: DeviceGraph, watched: Ints) -> None:
         sizes = [1, *(level.devices for level in graph.levels)]
         self.degrees = cells.degrees
-        self.boxes: tuple[Boxes, ...] = tuple(_group_boxes(cells.index, size, watched) for size in sizes)
+        self.boxes: tuple[Ranges, ...] = tuple(_group_boxes(cells.index, size, watched) for size in sizes)
         self._patterns: dict[tuple[int, int, int | None], tuple[Ints, Ints, Ints, Ints]] = {}
 
     def patterns(self, selection: int, box: int, dim: int | None) -> tuple[Ints, Ints, Ints, Ints]:
@@ -36,8 +36,8 @@ class Selections:
         if key not in self._patterns:
             lo, hi = self.boxes[selection][box]
             if dim is None:
-                there: Ints = np.asarray((hi > lo).all(-1), np.int64)
-                rows = np.concatenate([np.ones((len(there), 1), np.int64), np.zeros_like(there), there], axis=1)
+                active: Ints = np.asarray((hi > lo).all(-1), np.int64)
+                rows = np.concatenate([np.ones((len(active), 1), np.int64), np.zeros_like(active), active], axis=1)
             else:
                 rows = np.concatenate([self.degrees[:, dim, None], lo[..., dim], hi[..., dim]], axis=1)
             numbers: dict[bytes, int] = {}
@@ -54,21 +54,21 @@ def selections(cells: Cells, graph: DeviceGraph, watched: tuple[int, ...]) -> Se
     return Selections(cells, graph, np.array(watched, np.int64))
 
 
-def _group_boxes(index: Ints, size: int, watched: Ints) -> Boxes:
+def _group_boxes(index: Ints, size: int, watched: Ints) -> Ranges:
     """The cells of each watched device's group of `size` consecutive devices, as boxes of cell indices."""
     devices = index.shape[1]
     groups, which = np.unique(watched // size, return_inverse=True)
     members = groups[:, None] * size + np.arange(size)  # a last group may be cut short
     cell = index[:, np.minimum(members, devices - 1)]  # (C, groups, size, K)
-    there = (cell[..., :1] >= 0) & (members < devices)[None, ..., None]
-    hi = np.where(there, cell + 1, 0).max(2)
-    lo = np.minimum(np.where(there, cell, np.iinfo(np.int64).max).min(2), hi)  # a group without cells: an empty box
-    nested = np.prod(hi - lo, axis=-1) == there[..., 0].sum(2)
+    active = (cell[..., :1] >= 0) & (members < devices)[None, ..., None]
+    hi = np.where(active, cell + 1, 0).max(2)
+    lo = np.minimum(np.where(active, cell, np.iinfo(np.int64).max).min(2), hi)  # a group without cells: an empty box
+    nested = np.prod(hi - lo, axis=-1) == active[..., 0].sum(2)
     if nested.all():
         return ((lo[:, which], hi[:, which]),)
     boxes = []
     for m in range(size):  # where cells do not nest: each device of the group is a box of its own
-        single = there[:, :, m] & ~nested[..., None]
+        single = active[:, :, m] & ~nested[..., None]
         whole = nested[..., None] & (m == 0)
         first = np.where(single, cell[:, :, m], np.where(whole, lo, 0))
         end = np.where(single, cell[:, :, m] + 1, np.where(whole, hi, 0))

@@ -14,9 +14,9 @@ from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
-from layerwise.partition.place import fed_config, input_maps
+from layerwise.partition.place import data_parallel, input_maps
 
-EdgeName = tuple[str, str, int]  # producer, consumer, input slot
+EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
 Progress = Callable[[int, int], None]  # done, of
@@ -54,21 +54,21 @@ class Setting:
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
-        return fed_config(layer, self.devices.count)
+        return data_parallel(layer, self.devices.count)
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
         return layout(configs, layer.space, self.devices.count)
 
-    def directions(self, edge: EdgeName) -> int:
+    def directions(self, name: EdgeName) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
 
         A tied parameter that is not cut does not travel either (see `CostModel.edge_costs`).
         """
-        source, target = self.graph[edge[0]], self.graph[edge[1]]
+        source, target = self.graph[name[0]], self.graph[name[1]]
         if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):
             return 0
-        return 2 if self.has_gradient[edge[0]] and self.has_gradient[edge[1]] else 1
+        return 2 if self.has_gradient[source.name] and self.has_gradient[target.name] else 1
 
     def edge(self, name: EdgeName, sources: tuple[Config, ...], targets: tuple[Config, ...]) -> Edge:
         """What a transfer follows from."""

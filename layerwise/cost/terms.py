@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.chrome import Category
-from layerwise.cost.collectives import Group, all_reduce_s, reduce_scatter_s, sync_rate, wire_bytes
+from layerwise.cost.collectives import GroupShape, all_reduce_s, reduce_scatter_s, sync_rate, wire_bytes
 from layerwise.cost.edges import transfer_bytes, transfer_s
 from layerwise.cost.layer_collectives import Collective, gradients_of, reduces_back, reductions_of, statistics_of
 from layerwise.cost.setting import Setting
@@ -54,46 +54,48 @@ class EdgeTerm(Term):
     sent_bytes: Callable[[Setting, Edge, int], float] = lambda *_: 0.0  # by all devices, of the first configurations
 
 
-def sync_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """t_S: the all-reduces of the gradients, by the rate of a full bucket."""
-    seconds = np.zeros(len(cells.computed.degrees))
-    for c in gradients_of(setting, layer, cells):
-        seconds += c.size_bytes * [sync_rate(g, setting.devices, setting.options.sync) for g in c.groups]
+    seconds = np.zeros(len(layout.computed.degrees))
+    for c in gradients_of(setting, layer, layout):
+        seconds += c.size_bytes * [sync_rate(g, setting.devices, setting.options.sync) for g in c.group_shapes]
     return seconds
 
 
-def statistics_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+def statistics_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """The all-reduces of batch norm's sums, both directions."""
-    seconds = np.zeros(len(cells.computed.degrees))
-    for c in statistics_of(setting, layer, cells):
+    seconds = np.zeros(len(layout.computed.degrees))
+    for c in statistics_of(setting, layer, layout):
         seconds += _each(all_reduce_s, c, setting.devices)
     return seconds
 
 
-def reduction_s(setting: Setting, layer: Layer, cells: Layout) -> Floats:
+def reduction_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """The reduce-scatter over k, and its adjoint."""
-    seconds = np.zeros(len(cells.computed.degrees))
-    for c in reductions_of(setting, layer, cells):
+    seconds = np.zeros(len(layout.computed.degrees))
+    for c in reductions_of(setting, layer, layout):
         seconds += (1 + reduces_back(setting, layer)) * _each(reduce_scatter_s, c, setting.devices)
     return seconds
 
 
-def reduction_bytes(setting: Setting, layer: Layer, cells: Layout) -> float:
+def reduction_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
     """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
     share = 1 if reduces_back(setting, layer) else 0.5
-    return sum((share * _wire_bytes(c) for c in reductions_of(setting, layer, cells)), 0.0)
+    return sum((share * _wire_bytes(c) for c in reductions_of(setting, layer, layout)), 0.0)
 
 
-def _each(cost: Callable[[float, Group, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
-    return np.array([cost(size, group, graph) for size, group in zip(c.size_bytes.tolist(), c.groups, strict=True)])
+def _each(cost: Callable[[float, GroupShape, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
+    return np.array(
+        [cost(size, group, graph) for size, group in zip(c.size_bytes.tolist(), c.group_shapes, strict=True)]
+    )
 
 
 def _wire_bytes(c: Collective) -> float:
-    return wire_bytes(float(c.total_bytes[0]), c.groups[0])
+    return wire_bytes(float(c.total_bytes[0]), c.group_shapes[0])
 
 
 def _all_wire_bytes(collectives: Callable[[Setting, Layer, Layout], list[Collective]]) -> LayerBytes:
-    return lambda setting, layer, cells: sum(map(_wire_bytes, collectives(setting, layer, cells)), 0.0)
+    return lambda setting, layer, layout: sum(map(_wire_bytes, collectives(setting, layer, layout)), 0.0)
 
 
 LayerBytes = Callable[[Setting, Layer, Layout], float]

@@ -32,17 +32,14 @@ CHUNK = 1 << 17  # elements of the largest temporary array: bounds the memory, a
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the ports of each level carry in one direction, for C_u x C_v pairs of configurations.
+    """What the ports of each level carry in one direction, for C_u x C_v pairs of configurations."""
 
-    bytes, messages: (C_u, C_v, levels), the busiest port's; messages that come from further up count as alpha_there /
-    alpha_here where the port is not measured. total_bytes: (C_u, C_v, levels), all that is sent at each level.
-    received_bytes: (C_u, C_v), the most that one device receives.
-    """
-
-    bytes: Floats
+    bytes: Floats  # (C_u, C_v, levels) through the busiest port
+    # (C_u, C_v, levels) through it. Where the port is not measured, those of an outer level count as the ratio of the
+    # two levels' alpha.
     messages: Floats
-    total_bytes: Floats
-    received_bytes: Floats
+    total_bytes: Floats  # (C_u, C_v, levels) all that is sent
+    received_bytes: Floats  # (C_u, C_v) the most that one device receives
 
 
 def seconds(load: Traffic, graph: DeviceGraph, link_model: str) -> Floats:
@@ -150,7 +147,7 @@ def _port_time(size_bytes: Floats, messages: Floats, number: int, graph: DeviceG
 
 
 def _messages(m: int, number: int, graph: DeviceGraph) -> float:
-    """What a message of level `m` counts as at the ports of level `at`."""
+    """What a message of level `m` counts as at the ports of level `number`."""
     return graph.levels[m].alpha_s / graph.levels[number].alpha_s if _curve(number, graph) is None else 1.0
 
 
@@ -159,7 +156,7 @@ def _curve(number: int, graph: DeviceGraph) -> Curve | None:
 
 
 def _passing(number: int, graph: DeviceGraph) -> list[int]:
-    """Levels whose messages pass the ports of level `at`: a NIC carries those of every level beyond the node."""
+    """Levels whose messages pass the ports of level `number`: a NIC carries those of every level beyond the node."""
     return [m for m in range(len(graph.levels)) if number in graph.ports_passed(m)]
 
 
@@ -203,8 +200,8 @@ def _moved(
             product: Floats | None = None
             for table in tables:
                 values, row, column = table.patterns(s, m, t, k)
-                at = row[rows, None] * values.shape[1] + column[None, :]
-                factor = values.reshape(-1, *values.shape[2:])[at]
+                index = row[rows, None] * values.shape[1] + column[None, :]
+                factor = values.reshape(-1, *values.shape[2:])[index]
                 product = factor if product is None else np.multiply(product, factor, out=product)
             assert product is not None
             for i in spare:
@@ -233,7 +230,7 @@ def _overlap_sums(
     The (a + 1, b + 1, 2) arrays laid end to end, shape (all, 2), and where each begins, by [a, b].
     """
     offset = np.zeros((a_values[-1] + 1, b_values[-1] + 1), np.int64)
-    flat, at = [], 0
+    flat, begin = [], 0
     for b in b_values:
         cuts = boundaries(dim.extent, b, dim.unit)
         lo, hi = axis(cuts[:-1], cuts[1:])
@@ -242,9 +239,9 @@ def _overlap_sums(
             overlap = interval_overlap(own[:-1, None], own[1:, None], lo, hi)
             sums = np.zeros((a + 1, b + 1, 2))
             sums[1:, 1:] = np.stack([overlap, overlap > 0], -1).cumsum(0).cumsum(1)
-            offset[a, b] = at
+            offset[a, b] = begin
             flat.append(sums.reshape(-1, 2))
-            at += len(flat[-1])
+            begin += len(flat[-1])
     return np.concatenate(flat), offset
 
 
@@ -273,9 +270,9 @@ class _Dimension:
         base = self.offset[a[:, None], b[None, :]][..., None]
         width = (b + 1)[None, :, None]
 
-        def at(x: Ints, y: Ints) -> Floats:
+        def sums(x: Ints, y: Ints) -> Floats:
             values: Floats = self.flat[base + x[:, None, :] * width + y[None, :, :]]
             return values
 
-        values: Floats = at(uh, vh) - at(ul, vh) - at(uh, vl) + at(ul, vl)
+        values: Floats = sums(uh, vh) - sums(ul, vh) - sums(uh, vl) + sums(ul, vl)
         return values, row, column

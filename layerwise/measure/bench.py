@@ -70,23 +70,23 @@ class Bench:
     """Tensors of one cell, and its forward and backward pass. Made once, called often."""
 
     def __init__(self, spec: CellSpec, mode: Mode) -> None:
-        layer, where = spec.layer, spec.layer.space
+        layer, space = spec.layer, spec.layer.space
         self.spec, self.mode = spec, mode
         self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned)
-        needs = zip(layer.specs, where.needs, where.epilogue_inputs, strict=True)
+        needs = zip(layer.specs, space.needs, space.epilogue_inputs, strict=True)
         inputs = [
             mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
             for tensor, maps, epilogue in needs
         ]
         given: list[Tensor] = []
-        for p in where.parameters:
+        for p in space.parameters:
             shape = needed_box(p.maps, spec.owned if p.epilogue else spec.cell).shape
             given.append(mode.filled(shape) if p.trainable else torch.ones(shape, device=mode.device, dtype=mode.dtype))
         inputs += [given[i] for i in layer.tied]  # tied parameters come in over an edge
         self.inputs = inputs
         self.parameters = [
             None if i in layer.tied else nn.Parameter(value) if p.trainable else value
-            for i, (p, value) in enumerate(zip(where.parameters, given, strict=True))
+            for i, (p, value) in enumerate(zip(space.parameters, given, strict=True))
         ]
         self.trained = [p for p in self.parameters if isinstance(p, nn.Parameter)]
         self.differentiable = layer.out.differentiable and (bool(self.trained) or any(spec.wanted))

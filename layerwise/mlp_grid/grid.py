@@ -73,8 +73,8 @@ def grid_strategy(grid: ProcessGrid, graph: LayerGraph) -> dict[str, Config]:
 
 
 def _config(grid: ProcessGrid, layer: Layer) -> Config:
-    room = next(d.room for d in layer.space.dims if d.label == "c")
-    parts = max(d for d in range(1, grid.model_parts + 1) if grid.model_parts % d == 0 and d <= room)
+    most = layer.space.max_degree("c")
+    parts = max(d for d in range(1, grid.model_parts + 1) if grid.model_parts % d == 0 and d <= most)
     total = grid.batch_groups * parts
     # Strided, so that what is left of a layer stays with the processes that hold its samples.
     return Config.of({"n": grid.batch_groups, "c": parts}, "strided" if 1 < total < grid.processes else "contiguous")

@@ -50,7 +50,7 @@ class Dim:
     unit: int = 1
 
     @property
-    def room(self) -> int:
+    def max_degree(self) -> int:
         """The largest degree that leaves no cell empty."""
         return self.extent // self.unit if self.label else 1
 
@@ -127,6 +127,10 @@ class Space:
     def index(self, label: str) -> int | None:
         """Which dimension can be split under `label`."""
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
+
+    def max_degree(self, label: str) -> int:
+        """The largest degree of the dimension `label`; 1 where there is none."""
+        return next((d.max_degree for d in self.dims if d.label == label), 1)
 
 
 @dataclass(frozen=True, slots=True)

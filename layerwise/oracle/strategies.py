@@ -66,14 +66,9 @@ def weighted(graph: LayerGraph) -> list[Layer]:
     return [layer for layer, parameters in mains if any(len(p.shape) > 1 and p.trainable for p in parameters)]
 
 
-def room(layer: Layer, label: str) -> int:
-    """The largest degree of a layer along a dimension."""
-    return next((dim.room for dim in layer.space.dims if dim.label == label), 1)
-
-
 def positions(layer: Layer, dims: Sequence[str] = SPATIAL) -> int:
     """W·H·D: into how many devices' shares a layer's output can be cut in space."""
-    return prod(room(layer, label) for label in dims)
+    return prod(layer.space.max_degree(label) for label in dims)
 
 
 def gather_layer(graph: LayerGraph, node: int, wanted: str | None = None) -> str | None:
@@ -133,15 +128,15 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
         if not layers:
             return Limit(1, "no layer has positions to cut")
         least = min(layers, key=lambda layer: positions(layer, wishes.dims))
-        sizes = " × ".join(str(room(least, d)) for d in wishes.dims if room(least, d) > 1) or "1"
+        sizes = " × ".join(str(least.space.max_degree(d)) for d in wishes.dims if least.space.max_degree(d) > 1) or "1"
         return Limit(positions(least, wishes.dims), f"layer {least.name!r} with {sizes} positions")
     label = CUT[name]
     layers = weighted(graph)[1:] if label == "k" else weighted(graph)
     if not layers:
         return Limit(1, "no layer has weights to cut")
-    least = min(layers, key=lambda layer: room(layer, label))
+    least = min(layers, key=lambda layer: layer.space.max_degree(label))
     kind = "input channels" if label == "k" else "output channels"
-    return Limit(room(least, label), f"layer {least.name!r} with {room(least, label)} {kind}")
+    return Limit(least.space.max_degree(label), f"layer {least.name!r} with {least.space.max_degree(label)} {kind}")
 
 
 def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes | None = None) -> list[Shape]:
@@ -193,7 +188,7 @@ def _spatial_shapes(graph: LayerGraph, name: str, devices: int, inside: int, nod
         return [Shape(devices, 1, (), last)]
     assert last is not None  # else the limit is 1
     layers = spatial_layers(graph, last)
-    rooms = {label: min(room(layer, label) for layer in layers) for label in wishes.dims}
+    rooms = {label: min(layer.space.max_degree(label) for layer in layers) for label in wishes.dims}
     rooms = {label: most for label, most in rooms.items() if most > 1}
     grids = [grid for grid in _grids(inside, list(rooms)) if all(degree <= rooms[d] for d, degree in grid)]
     if not grids:
@@ -230,7 +225,7 @@ def strategy(graph: LayerGraph, name: str, shape: Shape) -> dict[str, Config]:
     result: dict[str, Config] = {}
     for layer in graph.inner:
         inside = shape.grid if layer.name in spatial else cut.get(layer.name, ())
-        degrees = dict(inside) | ({"n": shape.groups} if room(layer, "n") > 1 else {})
+        degrees = dict(inside) | ({"n": shape.groups} if layer.space.max_degree("n") > 1 else {})
         config = Config.of(degrees)
         if reason := why_illegal(config, layer.space.dims):
             raise UnreachableError(f"{name} cannot use {shape.devices} devices: layer {layer.name!r} {reason}")
@@ -251,6 +246,6 @@ def _cuts(graph: LayerGraph, label: str, inside: int) -> dict[str, tuple[tuple[s
     for layer in graph.inner:
         if layer.name in heavy:
             result[layer.name] = ((label, inside),)
-        elif any(source in result for source in layer.inputs) and room(layer, "c") >= inside:
+        elif any(source in result for source in layer.inputs) and layer.space.max_degree("c") >= inside:
             result[layer.name] = (("c", inside),)
     return result

@@ -20,12 +20,12 @@ Each = tuple[Box | None, ...]  # by device; None: it has none
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """[lo, hi), (N, D) each, of the devices that are `there`, (N,). cuts: of each dimension, of a grid's cells."""
+    """The box [lo, hi) that each of N devices has of a tensor of D dimensions."""
 
-    lo: Ints
+    lo: Ints  # (N, D)
     hi: Ints
-    there: Mask
-    cuts: tuple[Ints, ...] = ()
+    active: Mask  # (N,) which devices have a box
+    cuts: tuple[Ints, ...] = ()  # of each dimension, the boundaries between the cells of a grid
 
     @staticmethod
     def whole(shape: tuple[int, ...], devices: int) -> Boxes:
@@ -35,50 +35,50 @@ class Boxes:
         return Boxes(np.zeros_like(hi), hi, np.ones(devices, np.bool_), cuts)
 
     @staticmethod
-    def grid(dims: Sequence[Dim], degrees: Ints, index: Ints, there: Mask) -> Boxes:
+    def grid(dims: Sequence[Dim], degrees: Ints, index: Ints, active: Mask) -> Boxes:
         """The cells `index`, (N, D), of the grid that `degrees`, (D,), make of `dims`."""
         cuts = tuple(boundaries(d.extent, int(degree), d.unit) for d, degree in zip(dims, degrees, strict=True))
-        at, none = np.maximum(index, 0), np.zeros((len(there), 0), np.int64)
+        clipped, none = np.maximum(index, 0), np.zeros((len(active), 0), np.int64)
         lo, hi = (
-            np.stack([c[at[:, i] + more] for i, c in enumerate(cuts)], axis=1) if cuts else none for more in (0, 1)
+            np.stack([c[clipped[:, i] + more] for i, c in enumerate(cuts)], axis=1) if cuts else none for more in (0, 1)
         )
-        return Boxes(np.where(there[:, None], lo, 0), np.where(there[:, None], hi, 0), there, cuts)
+        return Boxes(np.where(active[:, None], lo, 0), np.where(active[:, None], hi, 0), active, cuts)
 
     @cached_property
     def each(self) -> Each:
         """One by one, by device."""
         boxes = map(Box, map(tuple, self.lo.tolist()), map(tuple, self.hi.tolist()))
-        return tuple(box if there else None for box, there in zip(boxes, self.there.tolist(), strict=True))
+        return tuple(box if active else None for box, active in zip(boxes, self.active.tolist(), strict=True))
 
     @property
     def volume(self) -> Floats:
         """(N,) elements."""
-        volume: Floats = np.where(self.there, (self.hi - self.lo).astype(np.float64).prod(-1), 0.0)
+        volume: Floats = np.where(self.active, (self.hi - self.lo).astype(np.float64).prod(-1), 0.0)
         return volume
 
     def on(self, devices: Ints) -> Boxes:
         """Of these devices, in this order."""
-        return Boxes(self.lo[devices], self.hi[devices], self.there[devices], self.cuts)
+        return Boxes(self.lo[devices], self.hi[devices], self.active[devices], self.cuts)
 
     def needs(self, maps: Maps) -> Boxes:
         """The boxes of a tensor that `maps` need for these."""
-        return Boxes(*needed(maps, self.lo, self.hi), self.there)
+        return Boxes(*needed(maps, self.lo, self.hi), self.active)
 
     def overlap(self, other: Boxes) -> Floats:
         """(N,) elements of a device's box that are also in its box of the other kind."""
         lengths = interval_overlap(self.lo, self.hi, other.lo, other.hi)
-        overlap: Floats = np.where(self.there & other.there, lengths.astype(np.float64).prod(-1), 0.0)
+        overlap: Floats = np.where(self.active & other.active, lengths.astype(np.float64).prod(-1), 0.0)
         return overlap
 
     def first_of_each(self) -> Mask:
         """(N,) whether no device before it has the same box."""
-        rows = np.concatenate([self.lo, self.hi, self.there[:, None]], axis=1)
+        rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
         first = np.unique(rows, axis=0, return_index=True)[1]
-        return self.there & np.isin(np.arange(len(rows)), first)
+        return self.active & np.isin(np.arange(len(rows)), first)
 
     def shared(self) -> Mask:
         """(N,) whether another device has the same box."""
-        rows = np.concatenate([self.lo, self.hi, self.there[:, None]], axis=1)
+        rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
         _, which, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-        alike: Mask = self.there & (counts[which.reshape(-1)] > 1)
+        alike: Mask = self.active & (counts[which.reshape(-1)] > 1)
         return alike

@@ -38,26 +38,26 @@ class Fullest:
         return _box(self.own_lo[row, :rank], self.own_hi[row, :rank])
 
 
-def fullest(layer: Layer, cells: Layout) -> Fullest:
+def fullest(layer: Layer, layout: Layout) -> Fullest:
     """In every dimension the interval that is longest and needs most of what it drives (the middle of a halo)."""
-    where = layer.space
-    scalar = not where.out.shape  # counted as one dimension by layouts
-    count, dims = len(cells.computed.degrees), where.dims
+    space = layer.space
+    scalar = not space.out.shape  # counted as one dimension by layouts
+    count, dims = len(layout.computed.degrees), space.dims
     bounds = np.zeros((2, count, len(dims)), np.int64)
-    own = np.zeros((2, count, cells.owned.degrees.shape[1]), np.int64)
+    own = np.zeros((2, count, layout.owned.degrees.shape[1]), np.int64)
     if scalar:
         own[1] = 1
     part = np.zeros(count, np.int64)  # of the reduction: which part of the cell it owns once that is scattered
     for i in reversed(range(len(dims))):  # reductions come last, and are needed first
-        column = cells.computed.degrees[:, i + scalar]
+        column = layout.computed.degrees[:, i + scalar]
         for degree in np.unique(column).tolist():
             rows = column == degree
-            index, cuts = _index(where, i, degree)
+            index, cuts = _index(space, i, degree)
             bounds[:, rows, i] = cuts[index : index + 2, None]
-            if i in where.reductions:
+            if i in space.reductions:
                 part[rows] = index
             elif not scalar:
-                finer = cells.owned.degrees[:, i] // degree
+                finer = layout.owned.degrees[:, i] // degree
                 for split, j in {(int(finer[row]), int(part[row])) for row in np.flatnonzero(rows)}:
                     fine = boundaries(dims[i].extent, degree * split, dims[i].unit)
                     first = index * split + (j if split > 1 else 0)
@@ -67,13 +67,13 @@ def fullest(layer: Layer, cells: Layout) -> Fullest:
 
 
 @lru_cache(maxsize=65536)
-def _index(where: Space, dim: int, degree: int) -> tuple[int, Ints]:
+def _index(space: Space, dim: int, degree: int) -> tuple[int, Ints]:
     """Which interval of one dimension is the fullest, and the cuts of that dimension."""
-    d = where.dims[dim]
+    d = space.dims[dim]
     cuts = boundaries(d.extent, degree, d.unit)
     lengths = np.diff(cuts).astype(np.float64)
     need = np.zeros(degree)
-    for maps in (*where.needs, *(p.maps for p in where.parameters)):
+    for maps in (*space.needs, *(p.maps for p in space.parameters)):
         for axis in maps:
             if axis.source == dim:
                 lo, hi = axis(cuts[:-1], cuts[1:])
@@ -81,7 +81,7 @@ def _index(where: Space, dim: int, degree: int) -> tuple[int, Ints]:
     return int(np.lexsort((-need, -lengths))[0]), cuts
 
 
-def shared_statistics(layer: Layer, cells: Layout, *, local_batch_norm: bool) -> list[Ints]:
+def shared_statistics(layer: Layer, layout: Layout, *, local_batch_norm: bool) -> list[Ints]:
     """`groups.statistics` for all configurations at once (tests/partition/test_fullest.py holds them equal).
 
     For each stage with statistics (C,): whether a cell shares them with others (else a plain kernel does).
@@ -91,7 +91,7 @@ def shared_statistics(layer: Layer, cells: Layout, *, local_batch_norm: bool) ->
         statistics = stage.statistics()
         if statistics is None:
             continue
-        among = cells.at(stage.epilogue).degrees[:, list(statistics.over)].prod(1)
+        among = layout.at(stage.epilogue).degrees[:, list(statistics.over)].prod(1)
         local = stage.statistics(local_batch_norm=local_batch_norm) is None
         shared.append(((among > 1) & (not local)).astype(np.int64))
     return shared

@@ -51,7 +51,7 @@ def are_gathers(edge: Edge) -> Mask:
         rows, columns = rows[kept], columns[kept]
     everyone = np.arange(count)
     starts = range(0, len(rows), PAIRS)
-    fits = [fit(rows[at : at + PAIRS, None], columns[at : at + PAIRS, None], everyone).all(1) for at in starts]
+    fits = [fit(rows[i : i + PAIRS, None], columns[i : i + PAIRS, None], everyone).all(1) for i in starts]
     kept = np.concatenate(fits) if fits else np.zeros(0, bool)
     result[:] = False
     result[rows[kept], columns[kept]] = True

@@ -19,10 +19,10 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The reduce-scatter of partial sums over k: all members have sums of `cell`; each (device, box) keeps its box."""
+    """The reduce-scatter of partial sums over k."""
 
-    cell: Box
-    owned: tuple[tuple[int, Box], ...]
+    cell: Box  # of the output, of which all members have sums
+    owned: tuple[tuple[int, Box], ...]  # (device, the box of it that the device keeps)
 
 
 def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
@@ -63,11 +63,11 @@ def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: boo
 
 def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
     """What a device reduces over k, and with whom; None where k is not split."""
-    cell, outputs = place.cells.each[device], len(layer.out.shape)
+    cell, outputs = place.computed.each[device], len(layer.out.shape)
     assert cell is not None
     ks = range(outputs, len(layer.space.dims))
     if all(cell.lo[k] == 0 and cell.hi[k] == layer.space.dims[k].extent for k in ks):
         return None
-    members = sharing(place.cells.each, device, ks)
+    members = sharing(place.computed.each, device, ks)
     owned = tuple((r, box) for r in members if (box := place.owned.each[r]) is not None)
     return Reduction(Box(cell.lo[:outputs], cell.hi[:outputs]), owned)

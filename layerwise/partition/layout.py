@@ -48,10 +48,10 @@ class Layout:
         return self.owned if epilogue else self.computed
 
 
-def layout(configs: Sequence[Config], where: Space, devices: int) -> Layout:
+def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
     """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
-    dims = tuple(Dim(d.label, d.room) for d in where.dims)
-    rank = len(where.out.shape)
+    dims = tuple(Dim(d.label, d.max_degree) for d in space.dims)
+    rank = len(space.out.shape)
     return _layout(tuple(configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
 
 

@@ -15,19 +15,15 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moved:
-    """One edge, (N,) elements each: of the box that a device needs, what it has of that, receives, and sends.
+    """Elements of one edge on each of N devices; arrays are (N,)."""
 
-    local: nothing travels. forth, back: of what it sends forward and of what it sends back, what must be made
-    contiguous first.
-    """
-
-    need: Floats
-    kept: Floats
+    need: Floats  # of the box that it needs
+    kept: Floats  # of these, what it owns itself
     received: Floats
     sent: Floats
-    local: bool
-    forth: Floats
-    back: Floats
+    local: bool  # nothing travels
+    forth: Floats  # of what it sends forward, what must be made contiguous first
+    back: Floats  # of what it sends back, likewise
 
 
 def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
@@ -35,11 +31,11 @@ def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
     own, need = source.owned, target.needs(maps)
     volume = need.volume
     kept = own.overlap(need)
-    local = source.everywhere or bool((~need.there | (volume == kept)).all())
+    local = source.everywhere or bool((~need.active | (volume == kept)).all())
     zero = np.zeros_like(kept)
     if local:
         return Moved(volume, kept, zero, zero, True, zero, zero)
-    sent = np.where(own.there, 1.0, 0.0)
+    sent = np.where(own.active, 1.0, 0.0)
     forth, back = np.zeros(len(kept), np.bool_), np.zeros(len(kept), np.bool_)
     for j, axis in enumerate(maps):
         lo, hi = np.zeros(1, np.int64), np.ones(1, np.int64)
@@ -78,5 +74,5 @@ def outputs(source: Place, spec: TensorSpec, *, alone: bool) -> Moved:
         return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)
     need = of_all_classes(own, spec)
     kept = own.overlap(need)
-    received, sent = need.volume - kept, np.where(need.there, 0.0, own.volume)
+    received, sent = need.volume - kept, np.where(need.active, 0.0, own.volume)
     return Moved(need.volume, kept, received, sent, not received.any(), sent, received)

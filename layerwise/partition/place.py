@@ -17,23 +17,21 @@ from layerwise.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """cells: of the iteration space, which a device computes. owned: of the output, which it holds afterwards.
+    """What every device has of a layer. The two boxes differ where k is split."""
 
-    They differ where k is split. everywhere: every device holds the whole (an uncut tied parameter, a constant, what is
-    fed with io "free"): nothing of it travels forward.
-    """
-
-    cells: Boxes
-    owned: Boxes
+    computed: Boxes  # of the iteration space, which a device computes
+    owned: Boxes  # of the output, which it holds afterwards
+    # Every device holds the whole (an uncut tied parameter, a constant, what is fed with io "free"): nothing of it
+    # travels forward.
     everywhere: bool = False
 
     def at(self, epilogue: bool) -> Boxes:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
-        return self.owned if epilogue else self.cells
+        return self.owned if epilogue else self.computed
 
     def on(self, devices: Ints) -> Place:
         """On these devices, in this order."""
-        return Place(self.cells.on(devices), self.owned.on(devices), self.everywhere)
+        return Place(self.computed.on(devices), self.owned.on(devices), self.everywhere)
 
 
 def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
@@ -51,18 +49,17 @@ def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
     return Boxes.grid(dims, cells.degrees[0, skip:], cells.index[0, :, skip:], cells.active[0])
 
 
-def fed_config(layer: Layer, devices: int) -> Config:
-    """The only configuration of an input or of the sink: samples over all devices that can have one."""
-    dim = next((d for d in layer.space.dims if d.label == "n"), None)
-    return Config.of({"n": min(devices, dim.room)}) if dim else Config()
+def data_parallel(layer: Layer, devices: int) -> Config:
+    """Samples over all devices that can have one: the only configuration of an input and of the sink."""
+    return Config.of({"n": min(devices, layer.space.max_degree("n"))})
 
 
 def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
     """Which box of its input `slot` a layer needs, and whether that follows what it owns (epilogue) or computes."""
-    where = layer.space
+    space = layer.space
     if slot < len(layer.specs):
-        return where.needs[slot], where.epilogue_inputs[slot]
-    parameter = where.parameters[layer.tied[slot - len(layer.specs)]]
+        return space.needs[slot], space.epilogue_inputs[slot]
+    parameter = space.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.epilogue
 
 
@@ -70,6 +67,6 @@ def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
     """What the devices get of the only output where each feeds the whole batch (io free): a box of all classes
     (dimension 1) for each different one, on the first device that has a part of it; the loss is computed there."""
     lo, hi = owned.lo.copy(), owned.hi.copy()
-    lo[:, 1], hi[:, 1] = 0, np.where(owned.there, spec.shape[1], 0)
-    wide = Boxes(lo, hi, owned.there)
+    lo[:, 1], hi[:, 1] = 0, np.where(owned.active, spec.shape[1], 0)
+    wide = Boxes(lo, hi, owned.active)
     return Boxes(lo, hi, wide.first_of_each())

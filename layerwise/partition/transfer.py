@@ -21,18 +21,15 @@ Pattern = Literal["local", "messages", "gather", "all-to-all"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One device's part of moving a tensor from those who own it to those who need it.
+    """One device's part of moving a tensor from those who own it to those who need it."""
 
-    own, need: its boxes of the whole tensor, None where it has no part. kept: what it needs of its own.
-    """
-
-    own: Box | None
-    need: Box | None
-    kept: Box | None
+    own: Box | None  # of the whole tensor; None: it owns nothing
+    need: Box | None  # of the whole tensor; None: it needs nothing
+    kept: Box | None  # what it needs of its own
     sends: Parts
     receives: Parts
     pattern: Pattern
-    group: Group = ()
+    group: Group = ()  # that does the transfer as a collective
 
 
 def transfer(owned: Each, need: Each, device: int, *, everywhere: bool = False) -> Transfer:

@@ -127,7 +127,7 @@ class ParallelModule(Refusing):
             graph = self.graph.rebatch(batch)
             for layer in graph.inner:
                 config = self.plan.strategy[layer.name]
-                room = {d.label: d.room for d in layer.space.dims if d.label}
+                room = {d.label: d.max_degree for d in layer.space.dims if d.label}
                 if any(room.get(label, 0) < degree for label, degree in config.degrees):
                     raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
         except LayerwiseError as error:

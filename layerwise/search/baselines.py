@@ -10,6 +10,7 @@ from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
 from layerwise.ops.linear import Linear
 from layerwise.ops.softmax import Softmax
+from layerwise.partition.place import data_parallel
 
 NAMES = ("data", "model", "owt")
 
@@ -18,34 +19,18 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
     Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only."""
     assert name in NAMES
-    inner = model.graph.inner
     strategy = {}
-    for layer in inner:
-        by_channel = name == "model" or (name == "owt" and _fully_connected(layer))
-        strategy[layer.name] = (
-            _channels(layer, model.devices.count) if by_channel else _samples(layer, model.devices.count)
-        )
+    for layer in model.graph.inner:
+        by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
+        strategy[layer.name] = (_channels if by_channel else data_parallel)(layer, model.devices.count)
     return strategy
-
-
-def _fully_connected(layer: Layer) -> bool:
-    return isinstance(layer.main, Linear)
-
-
-def _samples(layer: Layer, devices: int) -> Config:
-    """A batch smaller than N uses as many devices as it has samples."""
-    return Config.of({"n": min(devices, _room(layer, "n"))})
 
 
 def _channels(layer: Layer, devices: int) -> Config:
     if isinstance(layer.main, Softmax):  # has no channels to split: where its input is, serial
         return Config()
-    fits = [d for d in range(1, devices + 1) if devices % d == 0 and d <= _room(layer, "c")]
+    fits = [d for d in range(1, devices + 1) if devices % d == 0 and d <= layer.space.max_degree("c")]
     return Config.of({"c": max(fits)})
-
-
-def _room(layer: Layer, label: str) -> int:
-    return next((dim.room for dim in layer.space.dims if dim.label == label), 1)
 
 
 @dataclass(frozen=True, slots=True)

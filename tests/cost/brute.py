@@ -68,7 +68,7 @@ def scattered(config: Config, dims: Sequence[Dim]) -> int | None:
     """The dimension over which the sums over k are scattered: the first of c, n, spatial, s that has room."""
     for label in ("c", "n", "d", "h", "w", "l", "s"):
         for i, dim in enumerate(dims):
-            if dim.label == label and dim.room >= config[label] * config["k"]:
+            if dim.label == label and dim.max_degree >= config[label] * config["k"]:
                 return i
     return None
 
@@ -78,7 +78,7 @@ def legal(dims: tuple[Dim, ...], devices: int) -> tuple[Config, ...]:
     """Every configuration on up to `devices` devices, also on numbers that do not divide it; the serial one first."""
     found = []
     named = [d for d in dims if d.label]
-    for degrees in product(*(range(1, min(d.room, devices) + 1) for d in named)):
+    for degrees in product(*(range(1, min(d.max_degree, devices) + 1) for d in named)):
         if prod(degrees) > devices:
             continue
         config = Config.of({str(d.label): degree for d, degree in zip(named, degrees, strict=True)})

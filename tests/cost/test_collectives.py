@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.cost.collectives import (
     BUCKET_BYTES,
-    Group,
+    GroupShape,
     all_reduce_s,
-    group_of,
+    bucket_s,
+    group_shape,
     reduce_scatter_s,
-    sync_s,
 )
 from layerwise.cost.layer_collectives import gradients_of, reductions_of, statistics_of
 from layerwise.cost.model import CostModel, CostOptions
@@ -63,16 +63,16 @@ def test_groups_by_hand(
     members: tuple[int, ...],
     server: int,
 ) -> None:
-    found = group_of(np.array(row), graph)
+    found = group_shape(np.array(row), graph)
     assert (found.size, found.fan, found.rings, found.members) == (size, fan, rings, members)
     assert found.server_s_per_byte == pytest.approx(server * 1e-9)
 
 
-def uniform(size: int, alpha: float, beta: float) -> tuple[DeviceGraph, Group]:
+def uniform(size: int, alpha: float, beta: float) -> tuple[DeviceGraph, GroupShape]:
     graph = brute.machine((size,))
     level = graph.levels[0]
     assert (level.alpha_s, level.beta_s_per_byte) == (alpha, beta)
-    return graph, group_of(np.zeros(size, np.int64), graph)
+    return graph, group_shape(np.zeros(size, np.int64), graph)
 
 
 @pytest.mark.parametrize("r", [2, 3, 4, 8, 16])
@@ -88,7 +88,7 @@ def test_all_reduce_is_the_faster_of_ring_and_tree(r: int, size_bytes: float) ->
     expected = min(ring, max(tree, 2 * (r - 1) / r * size_bytes * beta))
     assert all_reduce_s(size_bytes, group, graph) == pytest.approx(expected, rel=1e-4)
     assert reduce_scatter_s(size_bytes, group, graph) == pytest.approx(ring / 2)
-    assert sync_s(size_bytes, group, graph, "parameter-server") == pytest.approx(2 * (r - 1) * size_bytes * beta)
+    assert bucket_s(size_bytes, group, graph, "parameter-server") == pytest.approx(2 * (r - 1) * size_bytes * beta)
 
 
 def test_tree_is_for_small_messages_and_ring_for_large_ones() -> None:
@@ -99,7 +99,7 @@ def test_tree_is_for_small_messages_and_ring_for_large_ones() -> None:
 
 def test_a_hierarchical_all_reduce_by_hand() -> None:
     """Reduce-scatter in nodes of 4, all-reduce of quarters by two devices a NIC, all-gather."""
-    group = group_of(np.zeros(8, np.int64), NODES)
+    group = group_shape(np.zeros(8, np.int64), NODES)
     inner, outer = NODES.levels
     m = 64e6
     one_way = 3 * (inner.alpha_s + m / 4 * inner.beta_s_per_byte)
@@ -112,7 +112,7 @@ def test_a_hierarchical_all_reduce_by_hand() -> None:
 def test_between_racks_a_slow_nic_counts_as_well_as_the_uplink() -> None:
     """Four pairs across two racks: both of a node's GPUs share its NIC, which is slower than the rack's uplink."""
     graph = brute.machine((2, 4, 8), ports=(1, 2, 4), slowness=(1, 20, 1))
-    group = group_of(np.arange(8) % 4, graph)
+    group = group_shape(np.arange(8) % 4, graph)
     nic, uplink = (level.beta_s_per_byte for level in graph.levels[1:])
     assert 2 * nic > 4 * uplink
     m = 1e9
@@ -135,10 +135,10 @@ def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: Devi
             *statistics_of(model, layer, cells),
         ]:
             row = replicas(c.cells, c.keys)[0]
-            time = all_reduce_s(m, c.groups[0], graph)
+            time = all_reduce_s(m, c.group_shapes[0], graph)
             least = _least_s(m, row, graph)
             assert time >= least * (1 - 1e-9), f"{row}: {time} < {least}"
-            assert 2 * reduce_scatter_s(m, c.groups[0], graph) >= time
+            assert 2 * reduce_scatter_s(m, c.group_shapes[0], graph) >= time
 
 
 def _least_s(m: float, row: np.ndarray, graph: DeviceGraph) -> float:
@@ -188,7 +188,7 @@ def test_statistics_are_reduced_once_each_way_and_over_all_that_is_split_but_cha
     configs = tuple(Config.of(d) for d in ({"n": 8}, {"n": 2, "c": 2, "l": 2}, {"c": 8}, {"n": 2, "k": 2}))
     model = CostModel(network, graph)
     found = model.node_cost(network["conv"], configs).seconds["statistics"]
-    groups = [group_of(np.array(row), graph) for row in ([0] * 8, [0, 0, 1, 1] * 2, [0, 1, 0, 1, -1, -1, -1, -1])]
+    groups = [group_shape(np.array(row), graph) for row in ([0] * 8, [0, 0, 1, 1] * 2, [0, 1, 0, 1, -1, -1, -1, -1])]
     expected = [2 * all_reduce_s(4 * 2 * c, g, graph) for c, g in zip((8, 4, 4), groups, strict=True)]
     assert found == pytest.approx([expected[0], expected[1], 0.0, expected[2]])
     local = CostModel(network, graph, CostOptions(local_batch_norm=True))
@@ -200,5 +200,5 @@ def test_partial_sums_are_scattered_and_their_gradient_gathered() -> None:
     model = CostModel(network, graph)
     configs = Config.of({"n": 2, "k": 3}), Config.of({"n": 2, "c": 3})
     found = model.node_cost(network["conv"], configs).seconds["reduction"]
-    group = group_of(np.array([0, 0, 0, 1, 1, 1, -1, -1]), graph)
+    group = group_shape(np.array([0, 0, 0, 1, 1, 1, -1, -1]), graph)
     assert found == pytest.approx([2 * reduce_scatter_s(4 * 4 * 8 * 4, group, graph), 0.0])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import group_of, sync_rate, sync_s
+from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
 from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
@@ -79,8 +79,8 @@ def test_a_step_is_no_shorter_than_any_device_computes(
             busy[device] += float(cost.compute.total[0])
         most += float(cost.compute.total[0] + cost.seconds["statistics"][0] + cost.seconds["reduction"][0])
         if layer in inner:
-            sizes = [(float(c.size_bytes[0]), c.groups[0]) for c in gradients_of(model, layer, cells)]
-            most += sum(sync_s(size, group, graph, "all-reduce") for size, group in sizes)
+            sizes = [(float(c.size_bytes[0]), c.group_shapes[0]) for c in gradients_of(model, layer, cells)]
+            most += sum(bucket_s(size, group, graph, "all-reduce") for size, group in sizes)
     most += sum(p.seconds["transfer"] for p in price(model, strategy).layers.values())
     found = timeline(model, strategy)
     assert busy.max() <= found.total_s * (1 + 1e-9)
@@ -96,14 +96,14 @@ def test_data_parallelism_is_no_slower_than_its_additive_price(
     network = linear(graph.count * 4, *widths)
     model = CostModel(network, slower(graph, slow / 100))
     strategy = {layer.name: Config.of({"n": graph.count}) for layer in network.inner}
-    group = group_of(np.zeros(graph.count, np.int64), graph)
+    group = group_shape(np.zeros(graph.count, np.int64), graph)
     sizes = [0.0]
     for width, depth in zip(reversed(widths[1:]), reversed(widths[:-1]), strict=True):
         if sizes[-1] >= (FIRST_BUCKET_BYTES if len(sizes) == 1 else BUCKET_BYTES):
             sizes.append(0.0)
         sizes[-1] += 4 * width * depth
     rate = sync_rate(group, graph, "all-reduce")
-    extra = sum(max(0.0, sync_s(size, group, graph, "all-reduce") - size * rate) for size in sizes)
+    extra = sum(max(0.0, bucket_s(size, group, graph, "all-reduce") - size * rate) for size in sizes)
     found, additive = timeline(model, strategy), price(model, strategy).step_time_s
     assert found.total_s <= (additive + extra) * (1 + 1e-9)
 
@@ -115,9 +115,9 @@ def test_two_layers_of_data_parallelism_by_hand(slow: float) -> None:
     model = CostModel(network, slower(brute.machine((2, 4)), slow))
     config = Config.of({"n": 4})
     first, second = (model.node_cost(network[f"linear{i}"], (config,)).compute for i in range(2))
-    group = group_of(np.zeros(4, np.int64), model.devices)
+    group = group_shape(np.zeros(4, np.int64), model.devices)
     sizes = 4 * 3000 * 4000, 4 * 4000 * 3500
-    sync = [sync_s(size, group, model.devices, "all-reduce") for size in sizes]
+    sync = [bucket_s(size, group, model.devices, "all-reduce") for size in sizes]
     forward = first.forward[0] + second.forward[0]
     sent = forward + second.backward[0] + sync[1]
     computed = forward + second.backward[0] + first.backward[0]
@@ -133,8 +133,8 @@ def test_small_gradients_share_a_bucket() -> None:
     network = linear(64, 30, 40, 35)
     model = CostModel(network, brute.machine((4,)))
     strategy = {f"linear{i}": Config.of({"n": 4}) for i in range(2)}
-    group = group_of(np.zeros(4, np.int64), model.devices)
-    together = sync_s(4 * (30 * 40 + 40 * 35), group, model.devices, "all-reduce")
+    group = group_shape(np.zeros(4, np.int64), model.devices)
+    together = bucket_s(4 * (30 * 40 + 40 * 35), group, model.devices, "all-reduce")
     assert timeline(model, strategy).exposed_sync_s == pytest.approx(together)
 
 
@@ -148,8 +148,8 @@ def test_layers_that_are_split_otherwise_by_hand() -> None:
     forward, backward = [c.forward[0] for c in costs], [c.backward[0] for c in costs]
     edges = [("linear0", "linear1", 0), ("linear1", "linear2", 0)]
     over = [float(model.edge_cost(e, (strategy[e[0]],), (strategy[e[1]],))[0, 0]) / 2 for e in edges]
-    group = group_of(np.zeros(2, np.int64), model.devices)
-    large, small = (sync_s(4 * size, group, model.devices, "all-reduce") for size in (40 * 200_000, 30 * 3000))
+    group = group_shape(np.zeros(2, np.int64), model.devices)
+    large, small = (bucket_s(4 * size, group, model.devices, "all-reduce") for size in (40 * 200_000, 30 * 3000))
     started = sum(forward) + sum(over) + backward[2] + over[1]  # of the large gradient
     computed = started + backward[1] + over[0] + backward[0]
     sent = started + large + over[0]
@@ -183,8 +183,8 @@ def test_devices_that_take_no_part_do_not_wait() -> None:
     ends = {}
     for placement in ("contiguous", "strided"):
         config = Config((("n", 2),), placement)
-        group = group_of(np.array([0, 0, -1, -1] if placement == "contiguous" else [0, -1, 0, -1]), model.devices)
-        sync = sync_s(4 * (300 * 400 + 400 * 350), group, model.devices, "all-reduce")
+        group = group_shape(np.array([0, 0, -1, -1] if placement == "contiguous" else [0, -1, 0, -1]), model.devices)
+        sync = bucket_s(4 * (300 * 400 + 400 * 350), group, model.devices, "all-reduce")
         computed = sum(float(model.node_cost(network[f"linear{i}"], (config,)).compute.total[0]) for i in range(2))
         # The sink's samples are on all four devices; with --io free nobody sends them there.
         found = timeline(model, {"linear0": config, "linear1": config})

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import all_reduce_s, group_of, overlap, reduce_scatter_s
+from layerwise.cost.collectives import all_reduce_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import seconds, telling_devices, traffic
@@ -78,9 +78,9 @@ def test_collectives_of_a_measured_shape_and_of_others() -> None:
     graph = brute.machine((4, 8), (1, 4))
     curve = Curve("all_reduce", (1, 2), 2, ((1.0, 1.0), (101.0, 2.0)))
     measured = replace(graph, links=Links((curve, replace(curve, operation="reduce_scatter", load=4))))
-    two = group_of(np.array([0, 1, -1, -1, 0, 1, -1, -1]), graph)
-    four = group_of(np.array([0, 1, 2, 3, 0, 1, 2, 3]), graph)
-    all_of_them = group_of(np.zeros(8, np.int64), graph)
+    two = group_shape(np.array([0, 1, -1, -1, 0, 1, -1, -1]), graph)
+    four = group_shape(np.array([0, 1, 2, 3, 0, 1, 2, 3]), graph)
+    all_of_them = group_shape(np.zeros(8, np.int64), graph)
     assert all_reduce_s(51.0, two, measured) == pytest.approx(1.5)
     assert all_reduce_s(0.0, two, measured) == 0.0
     assert all_reduce_s(51.0, four, measured) == all_reduce_s(51.0, four, graph)  # four at once are more than two
@@ -104,7 +104,7 @@ def test_the_step_has_the_overlap_that_was_measured() -> None:
     model = CostModel(network, replace(graph, links=Links((curve,))))
     both = [model.node_cost(network[name], (config,)).compute for name in strategy]
     computed = sum(float(c.total[0]) for c in both)
-    group = group_of(np.zeros(4, np.int64), graph)
+    group = group_shape(np.zeros(4, np.int64), graph)
     sums = [all_reduce_s(4.0 * a * b, group, model.devices) for a, b in ((4000, 3500), (3000, 4000))]
     assert overlap(group, graph) == Overlap((4,), 1, 1.0, 1.0)
     assert found(1.0, 1.0) == pytest.approx(timeline(model, strategy).total_s)

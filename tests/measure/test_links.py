@@ -71,7 +71,7 @@ def test_the_profile_has_what_was_measured_and_search_uses_it(tmp_path: Path) ->
     collective = gradients_of(model, layer, model.layout(layer, (Config.of({"n": 4}),)))[0]
     curve = again.links.curve("all_reduce", (2, 2), 1)
     assert curve is not None
-    found = all_reduce_s(5000.0, collective.groups[0], graph)
+    found = all_reduce_s(5000.0, collective.group_shapes[0], graph)
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(curve.knots) if pair[1][0] > 5000)
     assert found == pytest.approx(y0 + (5000 - x0) / (x1 - x0) * (y1 - y0))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.cost.collectives import group_of, load
+from layerwise.cost.collectives import group_shape, load
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph, Level
 from layerwise.machine.curves import trimmed
@@ -34,7 +34,7 @@ def test_shapes_are_those_that_the_cost_model_asks_for(where: Topology) -> None:
         for number, group in enumerate(shape.groups):
             assert list(group) == sorted(group)
             row[list(group)] = number
-        found = group_of(row, graph(where))
+        found = group_shape(row, graph(where))
         assert trimmed(found.fan) == shape.fan
         assert load(found) == shape.load
 

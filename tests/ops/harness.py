@@ -43,10 +43,10 @@ def cells(draw: st.DrawFn, where: Space, *, reductions: bool = False) -> Box:
     """A random cell of the iteration space, cut only where it may be cut; reductions whole unless asked."""
     lo, hi = [], []
     for i, dim in enumerate(where.dims):
-        start, stop = 0, dim.room
+        start, stop = 0, dim.max_degree
         if dim.label and (reductions or i not in where.reductions):
-            start = draw(st.integers(0, dim.room - 1))
-            stop = draw(st.integers(start + 1, dim.room))
+            start = draw(st.integers(0, dim.max_degree - 1))
+            stop = draw(st.integers(start + 1, dim.max_degree))
         lo.append(start * dim.unit if dim.label else 0)
         hi.append(stop * dim.unit if dim.label else dim.extent)
     return Box(tuple(lo), tuple(hi))
@@ -153,7 +153,7 @@ def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference:
     }
     full = reference(*inputs, **params)
     total = torch.zeros_like(full)
-    cuts = [dim.unit * (dim.room * i // degree) for i in range(degree + 1)]
+    cuts = [dim.unit * (dim.max_degree * i // degree) for i in range(degree + 1)]
     for a, b in pairwise(cuts):
         cell = Box((*(0,) * k, a), (*(d.extent for d in where.dims[:k]), b))
         total += reference(

@@ -29,7 +29,7 @@ def degrees(draw: st.DrawFn, where: Space, *, most: int = 12) -> tuple[int, ...]
     """How often each dimension of an iteration space is cut, reductions too; at most `most` cells."""
     result = [1] * len(where.dims)
     for i in draw(st.permutations(range(len(where.dims)))):
-        result[i] = draw(st.integers(1, min(where.dims[i].room, most)))
+        result[i] = draw(st.integers(1, min(where.dims[i].max_degree, most)))
         most //= result[i]
     return tuple(result)
 
@@ -222,7 +222,7 @@ def owned(where: Space, cuts: Sequence[int]) -> list[Box]:
     again = [1] * rank
     for label in REDUCE_ORDER:
         at = next((i for i, d in enumerate(where.dims[:rank]) if d.label == label), None)
-        if at is not None and where.dims[at].room >= cuts[at] * cuts[rank]:
+        if at is not None and where.dims[at].max_degree >= cuts[at] * cuts[rank]:
             again[at] = cuts[rank]
             break
     edges = [

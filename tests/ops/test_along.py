@@ -21,7 +21,7 @@ def test_cumsum(data: st.DataObject) -> None:
     dim = data.draw(st.integers(-len(x.shape), len(x.shape) - 1))
     op = Cumsum(dim)
     where = space(op, (x,))
-    assert where.dims[dim].room == 1
+    assert where.dims[dim].max_degree == 1
     check_needs(op, [x], data.draw(cells(where)), lambda t: t.cumsum(dim), tight=False)
     check_kernel(op, [x], data.draw(degrees(where)), lambda t: t.cumsum(dim))
 

@@ -98,7 +98,7 @@ def test_heads_through_views(data: st.DataObject) -> None:
     )  # fmt: skip
     op = Fused(Attention(causal=True), ((Reshape((n, s, heads * group, e)), order), repeated, repeated))
     where = space(op, (q, kv, kv))
-    assert [d.room for d in where.dims] == [n, heads, s, 1]
+    assert [d.max_degree for d in where.dims] == [n, heads, s, 1]
 
     def reference(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         split = [t.unflatten(-1, (-1, e)).transpose(1, 2) for t in (a, b, c)]

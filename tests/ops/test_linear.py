@@ -45,7 +45,7 @@ def test_flatten_then_linear(data: st.DataObject) -> None:
     op = Fused(Linear(3), ((Reshape((n, c * h * w)),),))
     where = space(op, (x,))
     depth = where.dims[-1]
-    assert (depth.label, depth.unit, depth.room) == ("k", h * w, c)
+    assert (depth.label, depth.unit, depth.max_degree) == ("k", h * w, c)
     (maps,) = where.needs
     for part in range(c):
         lo, hi = (m[0] for m in maps[1](np.array([part * h * w]), np.array([(part + 1) * h * w])))
@@ -55,7 +55,7 @@ def test_flatten_then_linear(data: st.DataObject) -> None:
         return F.linear(t.flatten(1), weight, bias)
 
     check_needs(op, [x], data.draw(cells(where)), reference)
-    check_reduction(op, [x], data.draw(st.integers(1, depth.room)), reference)
+    check_reduction(op, [x], data.draw(st.integers(1, depth.max_degree)), reference)
 
 
 def test_linear_labels_its_columns_where_the_label_is_free() -> None:
@@ -63,7 +63,7 @@ def test_linear_labels_its_columns_where_the_label_is_free() -> None:
     assert Linear(7).output(TensorSpec((2, 3, 4), ("n", "c", "w"))).dims == ("n", "c", None)
     merged = TensorSpec((6, 4), ("n", "c"), units=(3, 2))
     assert Linear(7).output(merged).units == (3, 1)
-    assert space(Linear(7), (merged,)).dims[-1].room == 2
+    assert space(Linear(7), (merged,)).dims[-1].max_degree == 2
 
 
 def test_linear_flops() -> None:
@@ -96,7 +96,7 @@ def test_matmul_needs(data: st.DataObject) -> None:
     a, b = data.draw(products())
     where = space(MatMul(), (a, b))
     check_needs(MatMul(), [a, b], data.draw(cells(where)), torch.matmul)
-    check_reduction(MatMul(), [a, b], data.draw(st.integers(1, where.dims[-1].room)), torch.matmul)
+    check_reduction(MatMul(), [a, b], data.draw(st.integers(1, where.dims[-1].max_degree)), torch.matmul)
 
 
 @given(st.data())

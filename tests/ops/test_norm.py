@@ -55,7 +55,7 @@ def test_group_and_instance_norm_need(data: st.DataObject) -> None:
     affine, eps = data.draw(st.booleans()), 1e-3
     op: Op = GroupNorm(x.shape[1] // block, affine, eps) if block > 1 else InstanceNorm(affine, eps)
     where = space(op, (x,))
-    assert where.dims[1].room == x.shape[1] // block
+    assert where.dims[1].max_degree == x.shape[1] // block
     cell = data.draw(cells(where))
     grouped = values([x])[0].reshape(x.shape[0], x.shape[1] // block, -1)
     mean, var = (t.repeat_interleave(block, 1).reshape(*x.shape[:2], *(1,) * (len(x.shape) - 2))
@@ -70,7 +70,7 @@ def test_group_and_instance_norm_need(data: st.DataObject) -> None:
 
 def split(data: st.DataObject, op: Op, x: TensorSpec) -> Grid:
     dims = space(op, (x,)).dims
-    degrees = tuple(data.draw(st.integers(1, min(d.room, 3))) for d in dims)
+    degrees = tuple(data.draw(st.integers(1, min(d.max_degree, 3))) for d in dims)
     return Grid(x.shape, degrees, tuple(d.unit for d in dims))
 
 

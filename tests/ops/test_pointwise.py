@@ -186,7 +186,7 @@ def test_labels_of_broadcast_operands() -> None:
     # A view binds the sequence of one operand: the label stays, the cut does not.
     bound = TensorSpec((3, 4, 5), ("n", None, "c"), units=(1, 4, 1))
     where = space(Binary("add"), (bound, TensorSpec((3, 4, 5), ("n", "s", "c"))))
-    assert [(d.label, d.room) for d in where.dims] == [("n", 3), ("s", 1), ("c", 5)]
+    assert [(d.label, d.max_degree) for d in where.dims] == [("n", 3), ("s", 1), ("c", 5)]
 
 
 @given(st.data())

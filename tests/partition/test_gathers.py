@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
-from layerwise.cost.collectives import all_gather_s, group_of, reduce_scatter_s
+from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box
@@ -94,7 +94,7 @@ NEEDED = 8 * 16 * 5 * 5 * 4  # bytes of a whole batch
 )
 def test_priced_as_a_collective(config: Config, row: list[int], size: float) -> None:
     graph = load("v100").device_graph(8)
-    group = group_of(np.array(row), graph)
+    group = group_shape(np.array(row), graph)
     expected = all_gather_s(size, group, graph) + reduce_scatter_s(size, group, graph)
     assert costs(graph, config, config) == pytest.approx(expected)
 

@@ -12,7 +12,7 @@ from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.pointwise import Unary
 from layerwise.partition.boxes import Boxes
-from layerwise.partition.place import fed_config, of_all_classes, place
+from layerwise.partition.place import data_parallel, of_all_classes, place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -31,7 +31,7 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
         expected = {device: (cell, own) for device, cell, own in brute.holdings(config, layer.space, DEVICES)}
         for device in range(DEVICES):
             cell, own = expected.get(device, (None, None))
-            assert (at.cells.each[device], at.owned.each[device]) == (cell, own)
+            assert (at.computed.each[device], at.owned.each[device]) == (cell, own)
             for p in layer.space.parameters:
                 held = at.at(p.epilogue).needs(p.maps).each[device]
                 assert held == (
@@ -44,8 +44,8 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
 def test_devices_in_another_order(network: LayerGraph, order: list[int]) -> None:
     """As a plan numbers its ranks."""
     layer = network.inner[-1]
-    at = place(layer, fed_config(layer, DEVICES), DEVICES, "sample")
-    assert at.on(np.array(order)).cells.each == tuple(at.cells.each[device] for device in order)
+    at = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample")
+    assert at.on(np.array(order)).computed.each == tuple(at.computed.each[device] for device in order)
 
 
 def test_what_is_fed() -> None:
@@ -54,9 +54,9 @@ def test_what_is_fed() -> None:
     b.input("x", TensorSpec((4, 3), ("n", "c")))
     layer = b.finish([networks.add(b, "first", Unary("relu"), ["x"])]).layers[0]
     assert layer.end
-    assert fed_config(layer, DEVICES) == Config.of({"n": 4})
-    assert place(layer, fed_config(layer, DEVICES), DEVICES, "free").everywhere
-    rows = place(layer, fed_config(layer, DEVICES), DEVICES, "sample").owned.each
+    assert data_parallel(layer, DEVICES) == Config.of({"n": 4})
+    assert place(layer, data_parallel(layer, DEVICES), DEVICES, "free").everywhere
+    rows = place(layer, data_parallel(layer, DEVICES), DEVICES, "sample").owned.each
     assert rows == (*(Box((i, 0), (i + 1, 3)) for i in range(4)), None, None)
 
 

@@ -54,21 +54,21 @@ class Measurements:
         """Made when it is first needed."""
         return fitted(self.times.cells)
 
-    def compute_time(self, layer: Layer, cells: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
+    def compute_time(self, layer: Layer, layout: Layout, wanted: Sequence[bool], uses: int) -> ComputeTime:
         """t_C of every configuration of a layer. uses: how many gradients of its output are added up."""
-        cell, count = fullest(layer, cells), len(cells.computed.degrees)
-        roofline = update_roofline(layer, cells, self.processor, self.optimizer)
+        cell, count = fullest(layer, layout), len(layout.computed.degrees)
+        roofline = update_roofline(layer, layout, self.processor, self.optimizer)
         (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cell), (roofline,))
         if layer.role is Role.TIED:
             return _time(np.zeros((count, 3)), np.zeros((count, 3)), update)
         name = signature(layer, wanted, uses)
-        rows = extents(layer, cells, cell, local_batch_norm=self.local_batch_norm)
-        forward, backward = self._looked_up(name, rows, rooflines(layer, cells, wanted, self.processor, self.dtype))
+        rows = extents(layer, layout, cell, local_batch_norm=self.local_batch_norm)
+        forward, backward = self._looked_up(name, rows, rooflines(layer, layout, wanted, self.processor, self.dtype))
         return _time(forward, backward, update)
 
-    def sink_time(self, layer: Layer, cells: Layout) -> ComputeTime:
+    def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
-        rows = extents(layer, cells, fullest(layer, cells), local_batch_norm=False)
+        rows = extents(layer, layout, fullest(layer, layout), local_batch_norm=False)
         cells_known = self.times.cells.get(loss_name(layer), {})
         losses = [cells_known.get(row, NONE) for row in rows]
         step = self.times.cells.get(step_name(self.optimizer), {}).get((), NONE)

@@ -28,13 +28,13 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of t
 
 @dataclass(frozen=True, slots=True)
 class ComputeTime:
-    """Seconds of each configuration, arrays of shape (C,). measured, fitted: how many of them rest on what."""
+    """Seconds of each configuration, arrays of shape (C,)."""
 
     forward: Floats
     backward: Floats
     update: Floats
-    measured: Floats
-    fitted: Floats
+    measured: Floats  # of their sum, what rests on measured times
+    fitted: Floats  # and on the fit to them
 
     @property
     def total(self) -> Floats:
@@ -81,32 +81,32 @@ def gemm_s(gemm: Gemm, processor: Processor, peak: float) -> Floats:
 
 
 def compute_time(
-    layer: Layer, cells: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
+    layer: Layer, layout: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str, optimizer: str
 ) -> ComputeTime:
     """Analytic time of all configurations of a layer.
 
     needs_gradient: whether the gradient of each of the layer's inputs is wanted.
     """
-    forward, backward = rooflines(layer, cells, needs_gradient, processor, dtype)
-    update = update_roofline(layer, cells, processor, optimizer)
-    zeros = np.zeros(len(cells.computed.degrees))
+    forward, backward = rooflines(layer, layout, needs_gradient, processor, dtype)
+    update = update_roofline(layer, layout, processor, optimizer)
+    zeros = np.zeros(len(layout.computed.degrees))
     return ComputeTime(forward.seconds, backward.seconds, update.memory_s, zeros, zeros)
 
 
 def rooflines(
-    layer: Layer, cells: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str
+    layer: Layer, layout: Layout, needs_gradient: Sequence[bool], processor: Processor, dtype: str
 ) -> tuple[Roofline, Roofline]:
     """Forward and backward: a layer's stages one after the other, as an eager framework runs them."""
     peak = processor.peak(dtype)
-    forward, backward = (Roofline(len(cells.computed.degrees), processor) for _ in range(2))
+    forward, backward = (Roofline(len(layout.computed.degrees), processor) for _ in range(2))
     for stage, gradients in zip(layer.stages, layer.gradients(needs_gradient), strict=True):
-        s, inputs, degrees = stage.space, stage.specs, cells.at(stage.epilogue).degrees
+        s, inputs, degrees = stage.space, stage.specs, layout.at(stage.epilogue).degrees
         dims = layer.space.dims[: len(s.dims)]  # not the stage's: an epilogue may be cut more coarsely than its leader
         fed = needs_gradient[stage.inputs]  # of the inputs but the running result
         trains = any(p.trainable for p in layer.space.parameters[stage.parameters])
         extents = largest_extents(dims, degrees)
         read = sum(largest_box(m, dims, degrees) * i.item_bytes for m, i in zip(s.needs, inputs, strict=True))
-        weights = sum(largest_box(p.maps, dims, cells.owned.degrees if p.epilogue else degrees) for p in s.parameters)
+        weights = sum(largest_box(p.maps, dims, layout.owned.degrees if p.epilogue else degrees) for p in s.parameters)
         written = np.prod(extents[:, : len(s.out.shape)], axis=1, dtype=np.float64) * s.out.item_bytes
         moved = read + weights * s.out.item_bytes + written
         gemms = stage.op.gemms(inputs, extents)
@@ -126,11 +126,11 @@ def rooflines(
     return forward, backward
 
 
-def update_roofline(layer: Layer, cells: Layout, processor: Processor, optimizer: str) -> Roofline:
+def update_roofline(layer: Layer, layout: Layout, processor: Processor, optimizer: str) -> Roofline:
     """The optimizer reads parameter, gradient and state and writes parameter and state. Its launches count nothing."""
-    roofline = Roofline(len(cells.computed.degrees), processor)
+    roofline = Roofline(len(layout.computed.degrees), processor)
     for _, p, item_bytes in layer.held():
         if p.trainable:
-            size = largest_box(p.maps, layer.space.dims, cells.at(p.epilogue).degrees) * item_bytes
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees) * item_bytes
             roofline.add(np.zeros(len(size)), size * (3 + 2 * OPTIMIZERS[optimizer]))
     return roofline

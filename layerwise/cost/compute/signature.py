@@ -40,14 +40,14 @@ def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:
     return json.dumps({k: v for k, v in named.items() if usual.get(k) != v}, default=str, separators=(",", ":"))
 
 
-def extents(layer: Layer, cells: Layout, cell: Fullest, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
+def extents(layer: Layer, layout: Layout, cell: Fullest, *, local_batch_norm: bool) -> list[tuple[int, ...]]:
     """Every configuration's shapes: of the cell, what it owns, its inputs and parameters; whether statistics are."""
     columns = [cell.hi - cell.lo, cell.own_hi - cell.own_lo]
-    where = layer.space
-    needs = [(maps, epilogue) for maps, epilogue in zip(where.needs, where.epilogue_inputs, strict=True)]
-    for maps, epilogue in [*needs, *((p.maps, p.epilogue) for p in where.parameters)]:
+    space = layer.space
+    needs = [(maps, epilogue) for maps, epilogue in zip(space.needs, space.epilogue_inputs, strict=True)]
+    for maps, epilogue in [*needs, *((p.maps, p.epilogue) for p in space.parameters)]:
         columns.append(_lengths(maps, *cell.bounds(epilogue)))
-    shared = [s[:, None] for s in shared_statistics(layer, cells, local_batch_norm=local_batch_norm)]
+    shared = [s[:, None] for s in shared_statistics(layer, layout, local_batch_norm=local_batch_norm)]
     rows: list[list[int]] = np.concatenate([*columns, *shared], axis=1).tolist()
     return [tuple(row) for row in rows]
 

@@ -18,10 +18,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """size: (N,) bytes; holders: (N,) how many hold it."""
+    """Memory that tensors share."""
 
-    size: Floats
-    holders: Ints
+    size: Floats  # (N,) bytes
+    holders: Ints  # (N,) how many hold it
 
 
 Ref = tuple[tuple[Storage, Mask], ...]  # what a tensor holds, and on which devices
@@ -34,19 +34,19 @@ def part(ref: Ref, where: Mask) -> Ref:
 
 
 class AllocationTracker:
-    """now, peak: (N,) bytes that are alive, and the most that were."""
+    """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,))."""
 
     def __init__(self, devices: int) -> None:
         self.now, self.peak = np.zeros(devices), np.zeros(devices)
 
     def new(self, size: Floats) -> Ref:
         """A storage with one holder, on the devices where it is not empty."""
-        there = size > 0
-        if not there.any():
+        held = size > 0
+        if not held.any():
             return NOBODY
         self.now = self.now + size
         self.peak = np.maximum(self.peak, self.now)
-        return ((Storage(size, there.astype(np.int64)), there),)
+        return ((Storage(size, held.astype(np.int64)), held),)
 
     def spike(self, size: Floats | float) -> None:
         """Something that is gone at once."""

@@ -35,16 +35,16 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
     rows: list[StageMemory] = []
     running = False
     for stage, gradients in zip(layer.stages, layer.gradients(flows), strict=True):
-        where, boxes = stage.space, place.at(stage.epilogue)
-        dims, rank = len(where.dims), len(where.out.shape)
+        space, boxes = stage.space, place.at(stage.epilogue)
+        dims, rank = len(space.dims), len(space.out.shape)
         kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
-        made = place.owned.volume * where.out.item_bytes
+        made = place.owned.volume * space.out.item_bytes
         extra, forward, between = (
-            np.where(boxes.there, size, 0.0) for size in (kept.extra, kept.forward, kept.between)
+            np.where(boxes.active, size, 0.0) for size in (kept.extra, kept.forward, kept.between)
         )
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
-            partial = np.where(boxes.there, extents.prod(1), 0.0) * where.out.item_bytes
+            partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
             forward, between = forward + 3 * partial, between + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
         rows.append(StageMemory(kept, made, extra, forward, between, slots, gradients.result, running, stage.op.view))

@@ -50,7 +50,7 @@ class _Step:
 
     model: CostModel
     strategy: Strategy
-    at: dict[str, Place] = field(default_factory=dict)  # its boxes
+    places: dict[str, Place] = field(default_factory=dict)  # its boxes
     edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels to each of its inputs
     values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
@@ -62,10 +62,10 @@ class _Step:
         self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
-            at = self.at[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
+            target = self.places[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
             rows = self.trained[layer.name] = []
             for _, p, item_bytes in layer.held():
-                boxes = at.at(p.epilogue).needs(p.maps)
+                boxes = target.at(p.epilogue).needs(p.maps)
                 size = boxes.volume * item_bytes
                 self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
@@ -76,7 +76,7 @@ class _Step:
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
         flows = self.model.graph.flows_back(layer)
-        return stages_of(layer, self.at[layer.name], flows, self.strategy[layer.name]["k"] > 1)
+        return stages_of(layer, self.places[layer.name], flows, self.strategy[layer.name]["k"] > 1)
 
     def _edge(self, layer: Layer, slot: int) -> Moved:
         key = (layer.name, slot)
@@ -85,11 +85,11 @@ class _Step:
         return self.edges[key]
 
     def _moved(self, layer: Layer, slot: int) -> Moved:
-        source, at = self.at[layer.inputs[slot]], self.at[layer.name]
+        source, target = self.places[layer.inputs[slot]], self.places[layer.name]
         if layer.role is Role.SINK and self.model.options.io == "free":
             return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
         maps, epilogue = input_maps(layer, slot)
-        return moved(source, maps, at.at(epilogue))
+        return moved(source, maps, target.at(epilogue))
 
     # ---- forward ----
 
@@ -99,7 +99,7 @@ class _Step:
         if layer.role is Role.TIED:  # the parameter itself
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
-            fed = tracker.new(self.at[layer.name].owned.volume * layer.out.item_bytes)
+            fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
             received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
@@ -249,7 +249,7 @@ class _Step:
         return total
 
     def _own_bytes(self, name: str) -> Floats:
-        return self.at[name].owned.volume * self.model.graph[name].out.item_bytes
+        return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     # ---- update ----
 

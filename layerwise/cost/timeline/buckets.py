@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.collectives import Group
+from layerwise.cost.collectives import GroupShape
 from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.graph.layer import Layer
@@ -20,14 +20,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Gradients that are all-reduced at once, among devices with the same number in `row` (N,); -1: has no part.
+    """Gradients that are all-reduced at once."""
 
-    name: of the layer whose gradients were first in it.
-    """
-
-    name: str
-    row: Ints
-    group: Group
+    name: str  # of the layer whose gradients were first in it
+    row: Ints  # (N,) devices with the same number take part in one all-reduce; -1: in none
+    group: GroupShape
     bytes: float
 
 
@@ -47,16 +44,15 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     return leaving
 
 
-def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, Group, float]]:
+def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float]]:
     """Who shares a layer's gradients, and their bytes; what nobody shares does not travel."""
     config = strategy[layer.name]
     gradients = []
-    for c in reversed(
-        gradients_of(model, layer, model.layout(layer, (config,)))
-    ):  # the last parameter first: a bias, then its weight
-        if c.groups[0].size > 1:
+    collectives = gradients_of(model, layer, model.layout(layer, (config,)))
+    for c in reversed(collectives):  # the last parameter first: a bias, then its weight
+        if c.group_shapes[0].size > 1:
             row = replicas(c.cells, c.keys)[0]
             if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
-            gradients.append((row, c.groups[0], float(c.size_bytes[0])))
+            gradients.append((row, c.group_shapes[0], float(c.size_bytes[0])))
     return gradients

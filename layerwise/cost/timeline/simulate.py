@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost.collectives import overlap, sync_s
+from layerwise.cost.collectives import bucket_s, overlap
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
@@ -52,12 +52,12 @@ class Span:
 
 @dataclass
 class _Step:
-    """The state of the simulation. clock: (N,) until when each device is busy."""
+    """The state of the simulation."""
 
     model: CostModel
     strategy: Strategy
     record: Record | None
-    clock: Floats = field(init=False)
+    clock: Floats = field(init=False)  # (N,) until when each device is busy
     stream: Stream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +84,12 @@ class _Step:
     def receive(self, layer: Layer, *, forward: bool) -> None:
         """Transfers of all inputs of a layer, one after the other as the runtime does them."""
         for slot, source in enumerate(layer.inputs):
-            edge: EdgeName = (source, layer.name, slot)
-            times = self.model.directions(edge)
+            edge_name: EdgeName = (source, layer.name, slot)
+            times = self.model.directions(edge_name)
             if times < (1 if forward else 2):
                 continue
             ends = ((self.strategy[source],), (self.strategy[layer.name],))
-            time = float(self.model.edge_cost(edge, *ends)[0, 0]) / times
+            time = float(self.model.edge_cost(edge_name, *ends)[0, 0]) / times
             if time:
                 involved = self.active(self.model.graph[source]) | self.active(layer)
                 name = f"{source} -> {layer.name}{'' if forward else ' (backward)'}"
@@ -104,10 +104,10 @@ class _Step:
         self._note(name, category, layer, start, devices)
 
     def send(self, bucket: Bucket) -> None:
-        """All-reduces a bucket as soon as all its members have got there."""
+        """All-reduces a bucket as soon as all its members have come to it."""
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
-        seconds = sync_s(bucket.bytes, group, model.devices, model.options.sync)
+        seconds = bucket_s(bucket.bytes, group, model.devices, model.options.sync)
         self.stream.add(Sum(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
 
     def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
@@ -116,7 +116,7 @@ class _Step:
 
 
 def timeline(model: CostModel, strategy: Strategy, record: Record | None = None) -> Timeline:
-    """Simulates one training step of a strategy; `record` is told of all that happens in it."""
+    """Simulates one training step of a strategy; `record` is called with every span of it."""
     strategy = complete(model, strategy)
     step = _Step(model, strategy, record)
     layers = model.graph.layers

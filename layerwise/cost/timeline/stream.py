@@ -13,19 +13,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(eq=False)
 class Sum:
-    """An all-reduce: devices of equal `row` (N,) take part in one (-1: in none), which alone takes `seconds`.
-
-    compute, sync: the share of its own speed at which each goes on while both do. All arrays are (N,): `ready`, from
-    when on the sum may run; `left`, the seconds that it still needs, alone; when it `started` and `ended`.
-    """
+    """An all-reduce; arrays are (N,)."""
 
     name: str
-    row: Ints
-    seconds: float
-    compute: float
-    sync: float
-    ready: Floats = field(init=False)
-    left: Floats = field(init=False)
+    row: Ints  # devices with the same number take part in one; -1: in none
+    seconds: float  # that it takes alone
+    compute: float  # the share of its speed at which computation goes on beside it
+    sync: float  # and the share of its own
+    ready: Floats = field(init=False)  # from when on it may run
+    left: Floats = field(init=False)  # seconds that it still needs, alone
     started: Floats = field(init=False)
     ended: Floats = field(init=False)
 

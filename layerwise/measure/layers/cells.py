@@ -62,14 +62,14 @@ def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> li
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
     if layer.role is Role.TIED:
         return []
-    layouts = model.layout(layer, configs)
-    cells, local = fullest(layer, layouts), model.options.local_batch_norm
+    layout = model.layout(layer, configs)
+    cells, local = fullest(layer, layout), model.options.local_batch_norm
     flows = model.graph.flows_back(layer)
     uses = model.uses[layer.name]
-    name, rows = signature(layer, flows, uses), extents(layer, layouts, cells, local_batch_norm=local)
-    both = rooflines(layer, layouts, flows, model.devices.processor, model.options.dtype)
+    name, rows = signature(layer, flows, uses), extents(layer, layout, cells, local_batch_norm=local)
+    both = rooflines(layer, layout, flows, model.devices.processor, model.options.dtype)
     predicted = model.node_cost(layer, tuple(configs)).compute
-    statistics = iter(shared_statistics(layer, layouts, local_batch_norm=local))
+    statistics = iter(shared_statistics(layer, layout, local_batch_norm=local))
     columns = [
         np.zeros(len(rows), np.int64) if stage.statistics() is None else next(statistics) for stage in layer.stages
     ]
@@ -96,12 +96,12 @@ def _bytes(layer: Layer, row: Extents, stages: int) -> float:
 
 
 def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
-    layouts = model.layout(layer, configs)
+    layout = model.layout(layer, configs)
     optimizer = model.options.optimizer
-    work = update_roofline(layer, layouts, model.devices.processor, optimizer)
+    work = update_roofline(layer, layout, model.devices.processor, optimizer)
     predicted = model.node_cost(layer, tuple(configs)).compute.update
     wanted: dict[Extents, Wanted] = {}
-    for i, row in enumerate(sizes(layer, fullest(layer, layouts))):
+    for i, row in enumerate(sizes(layer, fullest(layer, layout))):
         if row and row not in wanted:
             held = float(sum(row)) * layer.out.item_bytes * (3 + OPTIMIZERS[optimizer])
             time = Work(*work.work[i].tolist())
@@ -119,8 +119,8 @@ def _updates(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[
 
 
 def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
-    layouts = model.layout(sink, (model.end_config(sink),))
-    (row,) = extents(sink, layouts, fullest(sink, layouts), local_batch_norm=False)
+    layout = model.layout(sink, (model.end_config(sink),))
+    (row,) = extents(sink, layout, fullest(sink, layout), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
     spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)))

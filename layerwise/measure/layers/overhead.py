@@ -119,9 +119,9 @@ class _Runtime:
     def alone(self, graph: LayerGraph, name: str) -> Reading:
         """A layer by itself: the seconds of its forward, and of its backward pass."""
         layer = graph[name]
-        cells = fullest(layer, layout((Config(),), layer.space, 1))
+        cell = fullest(layer, layout((Config(),), layer.space, 1))
         wanted = graph.flows_back(layer)
-        bench = Bench(CellSpec(layer, cells.cell(0), cells.owned(0, 2), wanted, (False,), 1), self.mode)
+        bench = Bench(CellSpec(layer, cell.cell(0), cell.owned(0, 2), wanted, (False,), 1), self.mode)
         recent = (*bench.recent, None) if graph.layers[-1].specs[0].volume > BATCH * WIDTH else (None,) * 3
         before = [partial(leave_only, tensors, self.mode.device) for tensors in recent]
         reading = self.stopwatch([bench.forward, bench.backward, bench.forget], before)

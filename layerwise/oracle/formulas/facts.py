@@ -179,7 +179,7 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
     trainable = [(p.name, prod(p.shape)) for _, p in layer.own_parameters() if p.trainable]
     biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
     weighted = isinstance(main, Conv | ConvTranspose | Linear)
-    rooms = {d.label: d.room for d in layer.space.dims if d.label}
+    rooms = {d.label: d.max_degree for d in layer.space.dims if d.label}
     x, out = specs[0] if specs else None, layer.out
     channel = (None if x is None else x.index("c"), out.index("c"))
     return LayerFacts(

@@ -21,7 +21,7 @@ from layerwise.chrome import Category
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import moved, ordered
-from layerwise.run.schedule.layers import Edge, Schedule, ScheduledLayer
+from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.trace import Trace
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -84,7 +84,7 @@ class Executor:
                 values.pop(name, None)
 
     def _redistribute(
-        self, run: Pass, edge: Edge, values: Mapping[str, Tensor | None], types: Mapping[str, torch.dtype], user: Role
+        self, run: Pass, edge: ScheduledEdge, values: Mapping[str, Tensor | None], types: Mapping[str, torch.dtype], user: Role
     ) -> Tensor | None:
         """What this rank needs of a layer's output for another one."""
         x, dtype, way = values[edge.source], types[edge.source], edge.redistribution

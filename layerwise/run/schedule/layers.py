@@ -21,7 +21,7 @@ from layerwise.run.schedule.work import Work, work
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ScheduledEdge:
     """One input of a layer."""
 
     source: str  # the layer that makes it
@@ -44,7 +44,7 @@ class ScheduledLayer:
     """A layer on this rank."""
 
     layer: Layer
-    edges: tuple[Edge, ...]
+    edges: tuple[ScheduledEdge, ...]
     work: Work | None  # None: this rank has no part of it
     parameters: tuple[str | None, ...]  # the model's names; None for a tied one, which is an edge
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
@@ -89,7 +89,7 @@ class Schedule:
             layer.name in self.graph.returned,
         )
 
-    def _edge(self, layer: Layer, slot: int) -> Edge:
+    def _edge(self, layer: Layer, slot: int) -> ScheduledEdge:
         source = layer.inputs[slot]
         place, sink = self.places[source], layer.role is Role.SINK
         if sink:
@@ -102,7 +102,7 @@ class Schedule:
             self.groups |= groups_of(place.owned.each, need)
         kind: Kind = "io" if sink and self.free else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
-        return Edge(source, redistribution, self.graph.flows_back(layer)[slot])
+        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot])
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""
@@ -110,7 +110,7 @@ class Schedule:
         if self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
         else:
-            need = self.places[sink.name].cells.needs(sink.space.needs[slot]).each
+            need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
         self.sinks.append(need)
         return need
 

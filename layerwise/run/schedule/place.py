@@ -11,7 +11,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.graph.layer import LayerGraph
 from layerwise.partition.boxes import Each
-from layerwise.partition.place import Place, fed_config, place
+from layerwise.partition.place import Place, data_parallel, place
 from layerwise.plan import Plan
 
 
@@ -19,7 +19,7 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
     """The place of every layer of the plan's graph by rank, at whatever batch the graph has."""
     ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
-        config = fed_config(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
+        config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
         result[layer.name] = place(layer, config, plan.gpus, plan.io).on(ranks)
     return result
 

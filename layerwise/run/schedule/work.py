@@ -50,7 +50,7 @@ class Work:
 
 def work(layer: Layer, number: int, place: Place, rank: int, *, local_batch_norm: bool) -> Work | None:
     """A rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
-    cell, owned = place.cells.each[rank], place.owned.each[rank]
+    cell, owned = place.computed.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
         return None
     stages = local_stages(layer.stages, layer.specs, cell, owned)
