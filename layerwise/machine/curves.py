@@ -20,28 +20,27 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one operation by its bytes: straight lines between `knots`, the last one going on.
-
-    fan: members of a group at each level, from the inside out, without the ones at the end: (2,) two in a node, (1, 4)
-    one in each of four nodes. load: how many such groups share a port of the outermost of these levels at once.
+    """Seconds of one operation by its bytes: straight lines between knots, the last one going on.
 
     Bytes are what a collective's buffer has on each member, and for `message` (one way) and `exchange` (both ways) what
-    a port carries each way, of all its groups together. `message_s`: each further message through the port.
+    a port carries each way, of all its groups together.
     """
 
     operation: Operation
+    # Members of a group at each level, from the inside out, without the ones at the end: (2,) two in a node, (1, 4) one
+    # in each of four nodes.
     fan: tuple[int, ...]
-    load: int
-    knots: tuple[tuple[float, float], ...]
-    message_s: float = 0.0
+    load: int  # how many such groups share a port of the outermost of these levels at once
+    knots: tuple[tuple[float, float], ...]  # bytes, seconds
+    message_s: float = 0.0  # of each further message through the port
 
     def seconds(self, size_bytes: Floats) -> Floats:
         """The same shape; nothing travels where there are no bytes. Never falls as bytes grow."""
-        at, seconds = np.array(self.knots).T
+        sizes, seconds = np.array(self.knots).T
         (x0, y0), (x1, y1) = self.knots[-2:]
         beyond = np.maximum(size_bytes - x1, 0.0) * ((y1 - y0) / (x1 - x0))
-        found: Floats = np.where(size_bytes > 0, np.interp(size_bytes, at, seconds) + beyond, 0.0)
-        return found
+        result: Floats = np.where(size_bytes > 0, np.interp(size_bytes, sizes, seconds) + beyond, 0.0)
+        return result
 
     def ports_seconds(self, size_bytes: Floats, messages: Floats) -> Floats:
         """The time of ports that carry so many bytes in so many messages; the first `load` of these are at once."""
@@ -72,23 +71,23 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """All that `layerwise.measure links` found. conditions: what it rests on (software, date, ranks), for people."""
+    """What `layerwise measure links` measures."""
 
     curves: tuple[Curve, ...]
     overlaps: tuple[Overlap, ...] = ()
-    conditions: Mapping[str, object] = field(default_factory=dict, hash=False)
+    conditions: Mapping[str, object] = field(default_factory=dict, hash=False)  # software, date, ranks: for people
 
     def curve(self, operation: Operation, fan: Sequence[int], load: int) -> Curve | None:
         """Of that shape, under that load or the next higher one that was measured; None: neither was."""
         fan = trimmed(fan)
-        found = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
-        return min(found, key=lambda c: c.load, default=None)
+        curves = [c for c in self.curves if c.operation == operation and c.fan == fan and c.load >= load]
+        return min(curves, key=lambda c: c.load, default=None)
 
     def port(self, level: int, operation: Operation = "exchange") -> Curve | None:
         """What the ports of a level carry, all that share one at work."""
         fan = (*(1,) * level, 2)
-        found = [c for c in self.curves if c.operation == operation and c.fan == fan]
-        return max(found, key=lambda c: c.load, default=None)
+        curves = [c for c in self.curves if c.operation == operation and c.fan == fan]
+        return max(curves, key=lambda c: c.load, default=None)
 
     def overlap(self, fan: Sequence[int], load: int) -> Overlap | None:
         """Of that shape, or of the largest one that spans as many levels."""
@@ -119,38 +118,38 @@ def trimmed(fan: Sequence[int]) -> tuple[int, ...]:
 
 def parse_links(section: Field) -> Links:
     """The section of a profile's file. LayerwiseError with its path where it is unsound."""
-    at = section.members(("version", "conditions", "curves", "overlaps"))
-    if at["version"].value != VERSION or isinstance(at["version"].value, bool):
-        raise at["version"].error(f"this layerwise reads version {VERSION} only: measure the links again")
-    conditions = at["conditions"].value
+    row = section.members(("version", "conditions", "curves", "overlaps"))
+    if row["version"].value != VERSION or isinstance(row["version"].value, bool):
+        raise row["version"].error(f"this layerwise reads version {VERSION} only: measure the links again")
+    conditions = row["conditions"].value
     if not isinstance(conditions, dict):
-        raise at["conditions"].error(f"expected an object, found {kind(conditions)}")
-    overlaps = at["overlaps"].value
+        raise row["conditions"].error(f"expected an object, found {kind(conditions)}")
+    overlaps = row["overlaps"].value
     if not isinstance(overlaps, list):
-        raise at["overlaps"].error(f"expected a list, found {kind(overlaps)}")
+        raise row["overlaps"].error(f"expected a list, found {kind(overlaps)}")
     return Links(
-        tuple(_curve(item) for item in at["curves"].items()),
-        tuple(_overlap(item) for item in at["overlaps"].items()) if overlaps else (),
+        tuple(_curve(item) for item in row["curves"].items()),
+        tuple(_overlap(item) for item in row["overlaps"].items()) if overlaps else (),
         conditions,
     )
 
 
 def _curve(item: Field) -> Curve:
-    at = item.members(("operation", "fan", "load", "knots"), ("message_s",))
-    operation = next((name for name in OPERATIONS if name == at["operation"].value), None)
+    row = item.members(("operation", "fan", "load", "knots"), ("message_s",))
+    operation = next((name for name in OPERATIONS if name == row["operation"].value), None)
     if operation is None:
-        raise at["operation"].error(f"expected one of {', '.join(OPERATIONS)}, found {kind(at['operation'].value)}")
-    further = at["message_s"].plain_number() if "message_s" in at else 0.0
-    return Curve(operation, _fan(at["fan"]), _whole(at["load"]), _knots(at["knots"]), further)
+        raise row["operation"].error(f"expected one of {', '.join(OPERATIONS)}, found {kind(row['operation'].value)}")
+    further = row["message_s"].plain_number() if "message_s" in row else 0.0
+    return Curve(operation, _fan(row["fan"]), _whole(row["load"]), _knots(row["knots"]), further)
 
 
 def _overlap(item: Field) -> Overlap:
-    at = item.members(("fan", "load", "compute", "sync"))
-    shares = at["compute"].plain_number(), at["sync"].plain_number()
+    row = item.members(("fan", "load", "compute", "sync"))
+    shares = row["compute"].plain_number(), row["sync"].plain_number()
     for name, share in zip(("compute", "sync"), shares, strict=True):
         if not 0.01 <= share <= 1:
-            raise at[name].error(f"expected a share from 0.01 to 1, found {share}")
-    return Overlap(_fan(at["fan"]), _whole(at["load"]), *shares)
+            raise row[name].error(f"expected a share from 0.01 to 1, found {share}")
+    return Overlap(_fan(row["fan"]), _whole(row["load"]), *shares)
 
 
 def _fan(field: Field) -> tuple[int, ...]:
@@ -163,8 +162,8 @@ def _fan(field: Field) -> tuple[int, ...]:
 def _knots(field: Field) -> tuple[tuple[float, float], ...]:
     knots = []
     for item in field.items():
-        at_bytes, seconds = item.plain_numbers(2)
-        knots.append((at_bytes, seconds))
+        size_bytes, seconds = item.plain_numbers(2)
+        knots.append((size_bytes, seconds))
     if len(knots) < 2 or knots[0][1] <= 0:
         raise field.error("expected at least two pairs of bytes and seconds, seconds above 0")
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):

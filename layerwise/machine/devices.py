@@ -21,49 +21,39 @@ DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 class Level:
     """One level of the link hierarchy.
 
-    `devices` consecutive devices are one group of this level; the outermost level's group is everything. A message
-    between two devices belongs to the innermost level that contains both (`DeviceGraph.level_between`) and pays that
-    level's `alpha_s` (s). Its bytes pass the sender's and the receiver's port there, at `beta_s_per_byte` (s per
-    byte) a port; `DeviceGraph.ports_passed` says which further ports a message between racks passes.
-
-    A port is full duplex and is shared by `devices_per_port` consecutive devices: 1 where each GPU has its own
-    NVLink port or NIC, 4 where the four GPUs of a node share one NIC.
+    A message between two devices belongs to the innermost level that contains both (`DeviceGraph.level_between`). Its
+    bytes pass the sender's and the receiver's port of that level, which are full duplex; `DeviceGraph.ports_passed`
+    says which further ports a message between racks passes.
     """
 
     name: str
-    devices: int
-    alpha_s: float
-    beta_s_per_byte: float
-    devices_per_port: int
+    devices: int  # consecutive ones that are a group of this level; of the outermost level, all of them
+    alpha_s: float  # of a message
+    beta_s_per_byte: float  # of a port
+    devices_per_port: int  # 1: each GPU has its own NVLink port or NIC; 4: the four GPUs of a node share one NIC
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a matrix product that a kernel library offers.
-
-    `efficiency` is the share of the peak FLOP/s that a device reaches when it is full of such tiles.
-    """
+    """A tile of a matrix product that a kernel library offers."""
 
     rows: int
     columns: int
-    efficiency: float
+    efficiency: float  # the share of the peak FLOP/s that a device reaches when it is full of such tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the analytic roofline knows of one device.
-
-    `peak_flops` is in FLOP/s by dtype (a multiply-add counts two); `processors` is the number of SMs or cores, over
-    which tiles are spread in waves; `kernel_floor_s` is the least time of any kernel, however small.
-    """
+    """What the analytic roofline knows of one device."""
 
     name: str
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
-    peak_flops: Mapping[str, float] = field(hash=False)  # a dict has no hash; the other fields tell devices apart
-    processors: int
+    # FLOP/s by dtype; a multiply-add counts two. A dict has no hash; the other fields tell devices apart.
+    peak_flops: Mapping[str, float] = field(hash=False)
+    processors: int  # SMs or cores, over which tiles are spread in waves
     tiles: tuple[Tile, ...]
-    kernel_floor_s: float
+    kernel_floor_s: float  # the least time of any kernel, however small
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bfloat16)."""
@@ -75,23 +65,19 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGraph:
-    """`count` equal devices, numbered so that every group of every level is a run of consecutive numbers.
+    """Equal devices, numbered so that every group of every level is a run of consecutive numbers.
 
-    `levels` go from the inside out; `levels[0]` is the node, and the last one has `devices == count`. Each level's
-    size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136 are a rack of
-    136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
-
-    `links`: what was measured of them, where that has been done; `layers`: measured times of layers, likewise.
-    `collectives`: whether regular transfers run as collectives (NCCL) or as messages (gloo).
+    Each level's size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136
+    are a rack of 136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
     """
 
     name: str
     count: int
     processor: Processor
-    levels: tuple[Level, ...]
-    links: Links | None = field(default=None, hash=False)  # long to hash
-    layers: tuple[LayerTimes, ...] = field(default=(), hash=False)
-    collectives: bool = False
+    levels: tuple[Level, ...]  # from the inside out: the node first, and last the one that has all devices
+    links: Links | None = field(default=None, hash=False)  # measured; long to hash
+    layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
+    collectives: bool = False  # regular transfers run as collectives (NCCL), else as messages (gloo)
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

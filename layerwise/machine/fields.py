@@ -13,16 +13,15 @@ from layerwise.errors import LayerwiseError
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value in a JSON document. `path` is how a person finds it (`levels[1].latency_s`); the document's own is "".
+    """A value in a JSON document. A number is an object `{"value": x, "source": "where it came from"}`.
 
-    A number is an object `{"value": x, "source": "where it came from"}`; each one that is read is noted in `sources`,
-    by its path. All methods raise LayerwiseError naming the file and the path.
+    All methods raise LayerwiseError naming the file and the path.
     """
 
     file: str
-    path: str
+    path: str  # how a person finds it (`levels[1].latency_s`); the document's own is ""
     value: object
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # by path, of each number that has been read
 
     def error(self, message: str) -> LayerwiseError:
         """An error about this field."""
@@ -122,7 +121,7 @@ class Field:
         return members["value"]
 
     def member(self, name: str) -> Field:
-        """The member of an object, there or not."""
+        """The member of an object; null where it has none of that name."""
         assert isinstance(self.value, dict)
         return Field(self.file, f"{self.path}.{name}" if self.path else name, self.value.get(name), self.sources)
 

@@ -33,24 +33,27 @@ def written(sets: Sequence[LayerTimes]) -> dict[str, object]:
 
 
 def _set(item: Field) -> LayerTimes:
-    at = item.members(("conditions", "made", "operators"), ("held_out_error",))
-    made = at["made"].members((), tuple(at["made"].value) if isinstance(at["made"].value, dict) else ())
+    row = item.members(("conditions", "made", "operators"), ("held_out_error",))
+    made = row["made"].members((), tuple(row["made"].value) if isinstance(row["made"].value, dict) else ())
+    cells = {} if row["operators"].value == [] else _cells(row["operators"])
+    error = row["held_out_error"].plain_number() if "held_out_error" in row else None
+    return LayerTimes(_conditions(row["conditions"]), {name: f.text() for name, f in made.items()}, cells, error)
+
+
+def _cells(operators: Field) -> dict[str, dict[Extents, CellTime]]:
     cells: dict[str, dict[Extents, CellTime]] = {}
-    operators = at["operators"]
-    if operators.value != []:
-        for operator in operators.items():
-            row = operator.members(("operator", "cells"))
-            name = _operator(row["operator"])
-            if name in cells:
-                raise row["operator"].error("appears twice")
-            cells[name] = {}
-            for cell in row["cells"].items():
-                extents, time = _cell(cell)
-                if extents in cells[name]:
-                    raise cell.error(f"the extents {list(extents)} appear twice")
-                cells[name][extents] = time
-    error = at["held_out_error"].plain_number() if "held_out_error" in at else None
-    return LayerTimes(_conditions(at["conditions"]), {name: f.text() for name, f in made.items()}, cells, error)
+    for operator in operators.items():
+        row = operator.members(("operator", "cells"))
+        name = _operator(row["operator"])
+        if name in cells:
+            raise row["operator"].error("appears twice")
+        cells[name] = {}
+        for cell in row["cells"].items():
+            extents, time = _cell(cell)
+            if extents in cells[name]:
+                raise cell.error(f"the extents {list(extents)} appear twice")
+            cells[name][extents] = time
+    return cells
 
 
 def _operator(item: Field) -> str:
@@ -70,22 +73,22 @@ def _operator(item: Field) -> str:
 
 
 def _conditions(item: Field) -> Conditions:
-    at = item.members(tuple(f.name for f in fields(Conditions)))
+    row = item.members(tuple(f.name for f in fields(Conditions)))
     for name, allowed in (("dtype", DTYPES), ("tf32", TF32)):
-        if at[name].text() not in allowed:
-            raise at[name].error(f"expected one of {', '.join(allowed)}, found {at[name].value!r}")
+        if row[name].text() not in allowed:
+            raise row[name].error(f"expected one of {', '.join(allowed)}, found {row[name].value!r}")
     return Conditions(
-        at["device"].text(), at["torch"].text(), at["dtype"].text(), at["tf32"].text(), at["channels_last"].flag(),
-        at["cudnn_benchmark"].flag(), at["threads"].plain_whole(),
+        row["device"].text(), row["torch"].text(), row["dtype"].text(), row["tf32"].text(), row["channels_last"].flag(),
+        row["cudnn_benchmark"].flag(), row["threads"].plain_whole(),
     )  # fmt: skip
 
 
 def _cell(item: Field) -> tuple[Extents, CellTime]:
-    at = item.members(CELL[:-1], CELL[-1:])
-    extents = at["extents"].wholes()
-    forward, backward, spread = (at[name].plain_number() for name in ("forward_s", "backward_s", "spread"))
-    work = at["work"].plain_numbers(6) if "work" in at else (0.0,) * 6
-    samples = at["samples"].plain_whole()
+    row = item.members(CELL[:-1], CELL[-1:])
+    extents = row["extents"].wholes()
+    forward, backward, spread = (row[name].plain_number() for name in ("forward_s", "backward_s", "spread"))
+    work = row["work"].plain_numbers(6) if "work" in row else (0.0,) * 6
+    samples = row["samples"].plain_whole()
     return extents, CellTime(forward, backward, spread, samples, Work(*work[:3]), Work(*work[3:]))
 
 

@@ -16,17 +16,13 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True, slots=True)
 class LinkLevel:
-    """A level of the link hierarchy as the file states it. Latency in s, bandwidth of one port in bytes/s each way.
-
-    `devices` is None for the outermost of several levels: its group is everything. `devices_per_port` is a number,
-    or the name of an inner level whose group shares one port, whatever its size.
-    """
+    """A level of the link hierarchy as the file states it."""
 
     name: str
-    devices: int | None
+    devices: int | None  # of a group; None for the outermost of several levels, whose group is everything
     latency_s: float
-    bandwidth_bytes_per_s: float
-    devices_per_port: int | str
+    bandwidth_bytes_per_s: float  # of one port, each way
+    devices_per_port: int | str  # or the name of an inner level whose group shares one port, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +36,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine: its device, and the levels of its links from the inside out.
-
-    `sources` says where each number came from, by its path in the file (`levels[1].latency_s`). `other_links` serve
-    closed forms that name them. What `layerwise.measure` found: `links`; and `layers`, times of layers, a set for each
-    of the conditions under which they were taken, the latest last. `backend`: of torch.distributed, nccl or gloo.
-    """
+    """A machine: its device and its links."""
 
     name: str
     description: str
     processor: Processor
-    levels: tuple[LinkLevel, ...]
-    sources: Mapping[str, str] = field(hash=False)  # a dict has no hash
-    other_links: tuple[Link, ...] = ()
-    layers: tuple[LayerTimes, ...] = ()
-    links: Links | None = field(default=None, hash=False)
-    backend: str = BACKENDS[0]
+    levels: tuple[LinkLevel, ...]  # from the inside out
+    # Where each number came from, by its path in the file (`levels[1].latency_s`); a dict has no hash.
+    sources: Mapping[str, str] = field(hash=False)
+    other_links: tuple[Link, ...] = ()  # which closed forms name
+    layers: tuple[LayerTimes, ...] = ()  # measured, a set for each of the conditions; the latest last
+    links: Links | None = field(default=None, hash=False)  # measured
+    backend: str = BACKENDS[0]  # of torch.distributed
 
     @property
     def collectives(self) -> bool:

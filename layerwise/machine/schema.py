@@ -95,23 +95,23 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 
 
 def _processor(device: Field) -> Processor:
-    at = device.members(DEVICE)
-    peaks = at["peak_flops"].members(("float32",), DTYPES)
+    row = device.members(DEVICE)
+    peaks = row["peak_flops"].members(("float32",), DTYPES)
     tiles = []
-    for item in at["tiles"].items():
+    for item in row["tiles"].items():
         tile = item.members(("rows", "columns", "efficiency"))
         efficiency = tile["efficiency"].number()
         if efficiency > 1:
             raise tile["efficiency"].error(f"expected a share of the peak, at most 1, found {efficiency}")
         tiles.append(Tile(tile["rows"].whole(), tile["columns"].whole(), efficiency))
     return Processor(
-        name=at["name"].text(),
-        memory_bytes=at["memory_bytes"].whole(),
-        memory_bandwidth_bytes_per_s=at["memory_bandwidth_bytes_per_s"].number(),
+        name=row["name"].text(),
+        memory_bytes=row["memory_bytes"].whole(),
+        memory_bandwidth_bytes_per_s=row["memory_bandwidth_bytes_per_s"].number(),
         peak_flops={dtype: peaks[dtype].number() for dtype in DTYPES if dtype in peaks},
-        processors=at["processors"].whole(),
+        processors=row["processors"].whole(),
         tiles=tuple(tiles),
-        kernel_floor_s=at["kernel_floor_s"].number(),
+        kernel_floor_s=row["kernel_floor_s"].number(),
     )
 
 
@@ -120,25 +120,27 @@ def _levels(section: Field) -> tuple[LinkLevel, ...]:
     levels: list[LinkLevel] = []
     for item in items:
         outermost = len(levels) == len(items) - 1 > 0
-        at = item.members((*LINK, "devices_per_port"), ("devices",))
-        if outermost == ("devices" in at):
+        row = item.members((*LINK, "devices_per_port"), ("devices",))
+        if outermost == ("devices" in row):
             fault = "leave it out: the outermost level is everything" if outermost else "missing"
             raise item.member("devices").error(fault)
-        name, inner = at["name"].text(), [level.name for level in levels]
+        name, inner = row["name"].text(), [level.name for level in levels]
         if name in inner:
-            raise at["name"].error(f"two levels are called {name!r}")
-        devices = None if outermost else at["devices"].whole()
+            raise row["name"].error(f"two levels are called {name!r}")
+        devices = None if outermost else row["devices"].whole()
         within = levels[-1].devices if levels else devices
         assert within is not None
         if levels and devices is not None and (devices <= within or devices % within):
-            raise at["devices"].error(f"levels must nest: {devices} is no larger multiple of {inner[-1]}'s {within}")
-        sharing = at["devices_per_port"].whole_or_name(inner)
+            raise row["devices"].error(f"levels must nest: {devices} is no larger multiple of {inner[-1]}'s {within}")
+        sharing = row["devices_per_port"].whole_or_name(inner)
         if isinstance(sharing, int) and within % sharing:
-            raise at["devices_per_port"].error(f"{sharing} does not divide the {within} devices of the group inside")
-        levels.append(LinkLevel(name, devices, at["latency_s"].number(), at["bandwidth_bytes_per_s"].number(), sharing))
+            raise row["devices_per_port"].error(f"{sharing} does not divide the {within} devices of the group inside")
+        levels.append(
+            LinkLevel(name, devices, row["latency_s"].number(), row["bandwidth_bytes_per_s"].number(), sharing)
+        )
     return tuple(levels)
 
 
 def _link(item: Field) -> Link:
-    at = item.members(LINK)
-    return Link(at["name"].text(), at["latency_s"].number(), at["bandwidth_bytes_per_s"].number())
+    row = item.members(LINK)
+    return Link(row["name"].text(), row["latency_s"].number(), row["bandwidth_bytes_per_s"].number())
