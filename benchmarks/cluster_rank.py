@@ -150,8 +150,8 @@ def measure(job: Job) -> dict[str, object]:
     take_turns(job, variants, first, records)
     if job.profile in variants:
         by_function(variants[job.profile])
-    told: list[dict[str, Record]] = [{}] * world
-    dist.all_gather_object(told, records)
+    of_ranks: list[dict[str, Record]] = [{}] * world
+    dist.all_gather_object(of_ranks, records)
     return {
         "network": network.title,
         "ranks": world,
@@ -159,7 +159,7 @@ def measure(job: Job) -> dict[str, object]:
         "rate": rate,
         "parameter_bytes": parameter_bytes(network.build()),
         "measured": asdict(measured),
-        "variants": {name: row(v, [each[name] for each in told], rate) for name, v in variants.items()},
+        "variants": {name: row(v, [each[name] for each in of_ranks], rate) for name, v in variants.items()},
     }
 
 

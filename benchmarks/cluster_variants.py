@@ -52,8 +52,8 @@ class Torch(Variant):
     def __init__(self, module: nn.Module, network: Network, batch: int, ranks: tuple[int, ...]) -> None:
         super().__init__(module)
         self.ranks = ranks
-        at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
-        share = slice(at * batch // len(ranks), (at + 1) * batch // len(ranks))
+        place = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
+        share = slice(place * batch // len(ranks), (place + 1) * batch // len(ranks))
         self.x, self.y = (t[share] for t in network.data(batch))
 
     def loss(self) -> Tensor:

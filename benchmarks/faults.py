@@ -80,10 +80,10 @@ def run(fault: Fault, plan: Path, checkpoints: Path, args: argparse.Namespace) -
     lines: dict[int, str] = {}
     for number, line in re.findall(r"^\[(\d+)\] (.+)$", done.stdout, re.MULTILINE):
         lines[int(number)] = line.strip()
-    told = re.findall(r"rank (\d+) ended with (\d+) ([\d.]+) s after the fault", done.stderr)
-    if len(told) != args.nodes:
-        raise SystemExit(f"{fault.title}: {len(told)} of {args.nodes} ranks ended\n{done.stdout[-3000:]}{done.stderr}")
-    return {int(r): End(int(code), float(seconds), lines.get(int(r), "")) for r, code, seconds in told}
+    ends = re.findall(r"rank (\d+) ended with (\d+) ([\d.]+) s after the fault", done.stderr)
+    if len(ends) != args.nodes:
+        raise SystemExit(f"{fault.title}: {len(ends)} of {args.nodes} ranks ended\n{done.stdout[-3000:]}{done.stderr}")
+    return {int(r): End(int(code), float(seconds), lines.get(int(r), "")) for r, code, seconds in ends}
 
 
 def show(fault: Fault, ends: dict[int, End], killed: bool) -> Table:

@@ -77,12 +77,12 @@ def main() -> int:
     way.add_argument("--check", metavar="FILE", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {example: figures(example, Path(folder)) for example in EXAMPLES}
+        actual = {example: figures(example, Path(folder)) for example in EXAMPLES}
     if given.write:
-        given.write.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+        given.write.write_text(json.dumps(actual, indent=0) + "\n", encoding="utf-8")
         return 0
     known = json.loads(given.check.read_text(encoding="utf-8"))
-    moved = [d for example in EXAMPLES for d in differences(known.get(example), found[example], example)]
+    moved = [d for example in EXAMPLES for d in differences(known.get(example), actual[example], example)]
     print("\n".join([*moved[:100], f"{len(moved)} figures differ, in {len(EXAMPLES)} examples"]))
     return 1 if moved else 0
 

@@ -76,8 +76,8 @@ def machine(runs: dict[int, Run]) -> Profile:
     assert curve is not None, "four nodes were measured"
     assert overlap is not None, "four nodes were measured"
     (_, small_s), (size, large_s) = curve.knots[0], curve.knots[-1]
-    found = calibrated(graph_of(one["width"]), one["step_s"], small_s / 6, 1.5 * size / large_s, OPTIMIZER)
-    return replace(found, links=Links((), tuple(replace(overlap, fan=(1, p)) for p in PROCESSES[1:]), {}))
+    profile = calibrated(graph_of(one["width"]), one["step_s"], small_s / 6, 1.5 * size / large_s, OPTIMIZER)
+    return replace(profile, links=Links((), tuple(replace(overlap, fan=(1, p)) for p in PROCESSES[1:]), {}))
 
 
 def studied(width: int, processes: int, profile: Profile) -> GridStudy:
@@ -87,9 +87,9 @@ def studied(width: int, processes: int, profile: Profile) -> GridStudy:
     return study(model, SearchSpace(processes), grids(processes, graph))
 
 
-def seconds(found: GridStudy) -> dict[str, float]:
+def seconds(result: GridStudy) -> dict[str, float]:
     """Of a step with overlap, by grid."""
-    return {str(g.grid): g.tables.timeline.total_s for g in found.grids}
+    return {str(g.grid): g.tables.timeline.total_s for g in result.grids}
 
 
 def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str, float]]]:
@@ -104,19 +104,19 @@ def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str,
         box=None,
     )
     for width in WIDTHS:
-        found = {p: studied(width, p, profile) for p in PROCESSES}
-        result[width] = {p: seconds(f) | {"layer-wise": f.best.timeline.total_s} for p, f in found.items()}
+        studies = {p: studied(width, p, profile) for p in PROCESSES}
+        result[width] = {p: seconds(f) | {"layer-wise": f.best.timeline.total_s} for p, f in studies.items()}
         one = result[width][1]["1x1"]
         ways = {
             "batch (Px1)": lambda p, w=width: result[w][p][f"{p}x1"],
             "model (1xP)": lambda p, w=width: result[w][p][f"1x{p}"],
-            "best grid": lambda p, f=found: f[p].best_grid.tables.timeline.total_s,
+            "best grid": lambda p, f=studies: f[p].best_grid.tables.timeline.total_s,
             "layer-wise": lambda p, w=width: result[w][p]["layer-wise"],
         }
         for name, of in ways.items():
             cells = [f"{one / of(p):.2f}×" for p in PROCESSES[1:]]
             if name == "best grid":
-                cells = [f"{c} ({found[p].best_grid.grid})" for c, p in zip(cells, PROCESSES[1:], strict=True)]
+                cells = [f"{c} ({studies[p].best_grid.grid})" for c, p in zip(cells, PROCESSES[1:], strict=True)]
             table.add_row(str(width) if name == "batch (Px1)" else "", name, *cells)
     console.print(table, "", sep="\n")
     return result
@@ -125,7 +125,7 @@ def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str,
 def emulated(nodes: int, job: Job) -> Run:
     """One run on the emulated cluster."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "run.json"
         harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", RATE, "--quiet"]
         harness += ["--cpu-quota", str(QUOTA)]
         rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.grids_rank", json.dumps(asdict(job)), str(out)]
@@ -133,8 +133,8 @@ def emulated(nodes: int, job: Job) -> Run:
         done = subprocess.run([*harness, "--", *rank], env=environment)
         if not out.exists():
             raise SystemExit(f"{nodes} nodes: a rank failed ({done.returncode})")
-        found: Run = json.loads(out.read_text())
-    return found
+        run: Run = json.loads(out.read_text())
+    return run
 
 
 def in_short(strategy: dict[str, str]) -> str:
@@ -148,16 +148,16 @@ def measured(console: Console, runs: dict[int, Run]) -> None:
     right, cases, ratios = 0, 0, []
     for one in runs[1]["steps"]:
         for nodes, run in runs.items():
-            found = {row["grid"]: row for row in run["steps"] if row["width"] == one["width"]}
-            grids_only = [row for grid, row in found.items() if grid != "layer-wise"]
+            rows = {row["grid"]: row for row in run["steps"] if row["width"] == one["width"]}
+            grids_only = [row for grid, row in rows.items() if grid != "layer-wise"]
             best = min(grids_only, key=lambda row: row["step_s"])
-            chosen = min(grids_only, key=lambda row: row["predicted_s"])
-            cases, right = cases + (nodes > 1), right + (nodes > 1 and best is chosen)
-            for grid, row in found.items():
+            best_predicted = min(grids_only, key=lambda row: row["predicted_s"])
+            cases, right = cases + (nodes > 1), right + (nodes > 1 and best is best_predicted)
+            for grid, row in rows.items():
                 assert np.isclose(row["loss"], one["loss"], rtol=1e-3), "the numbers are those of one device"
                 marks = [in_short(row["strategy"])] * (grid == "layer-wise")
                 marks += ["measured best"] * (row is best and nodes > 1)
-                marks += ["predicted best"] * (row is chosen and nodes > 1)
+                marks += ["predicted best"] * (row is best_predicted and nodes > 1)
                 ratio = row["predicted_s"] / row["step_s"]
                 ratios.append(ratio)
                 cells = [cell for key in ("step_s", "predicted_s") for cell in speed(one, row, key)]
@@ -176,44 +176,47 @@ def speed(one: Run, row: Run, key: str) -> tuple[str, str]:
     return units(row[key], "s"), f"{one[key] / row[key]:.2f}×"
 
 
-def handed_out(console: Console, found: Run) -> None:
+def handed_out(console: Console, run: Run) -> None:
     """Both ways to distribute an input on a 2x2 grid, and where the threshold is."""
-    link = Link(found["alpha_s"], found["beta_s_per_byte"])
+    link = Link(run["alpha_s"], run["beta_s_per_byte"])
     title = f"input onto grid 2x2: alpha {units(link.alpha_s, 's')}, beta {link.beta_s_per_byte * 1e9:.2f} ns a byte"
     heads = ("slice", "one scatter", "scatter, broadcast", "faster", "in", "by the formulas", "", "chosen", "loses")
     table = Table(*heads, title=title, box=None)
     right, lost = 0, []
-    for row in found["rows"]:
-        way = distribution(row["slice_bytes"], 2, 2, link)
+    for row in run["rows"]:
+        predicted = distribution(row["slice_bytes"], 2, 2, link)
         times = {WAYS[0]: row["one_scatter"], WAYS[1]: row["scatter_broadcast"]}
         faster = min(times, key=lambda name: times[name])
         wins = row["one_scatter_wins"] if faster == WAYS[0] else 1 - row["one_scatter_wins"]
-        right += faster == way.chosen
-        lost.append(times[way.chosen] / times[faster] - 1)
+        right += faster == predicted.way
+        lost.append(times[predicted.way] / times[faster] - 1)
         cells = [units(t, "s") for t in times.values()] + [faster, f"{wins:.0%}"]
-        cells += [units(t, "s") for t in (way.one_scatter_s, way.scatter_broadcast_s)]
-        table.add_row(units(row["slice_bytes"], "B"), *cells, way.chosen, f"{lost[-1]:.0%}" if lost[-1] else "")
+        cells += [units(t, "s") for t in (predicted.one_scatter_s, predicted.scatter_broadcast_s)]
+        table.add_row(units(row["slice_bytes"], "B"), *cells, predicted.way, f"{lost[-1]:.0%}" if lost[-1] else "")
     console.print(table)
     console.print(
-        f"in: share of the pairs of runs in which it was the faster one. threshold {units(way.threshold_bytes, 'B')}; "
-        f"the faster way is chosen in {right} of {len(lost)}, which loses {np.mean(lost):.0%} of time on average\n"
+        "in: share of the pairs of runs in which it was the faster one. threshold "
+        f"{units(predicted.threshold_bytes, 'B')}; the faster way is chosen in {right} of {len(lost)}, which loses "
+        f"{np.mean(lost):.0%} of time on average\n"
     )
 
 
 def cori(console: Console) -> list[grids_cori.Case]:
     """The published measurements."""
-    found = grids_cori.records()
-    constants = grids_cori.fit(found)
-    cases = grids_cori.cases(found, constants)
+    records = grids_cori.records()
+    constants = grids_cori.fit(records)
+    cases = grids_cori.cases(records, constants)
     table = Table("P", "widths", "measured best", "predicted", "loses", "most batch", "loses", title="Cori", box=None)
     for c in cases:
-        loses = [f"{c.loss(g):.1%}" if g != c.best else "" for g in (c.chosen, c.most_batch)]
+        loses = [f"{c.loss(g):.1%}" if g != c.best else "" for g in (c.best_predicted, c.most_batch)]
         table.add_row(
-            str(c.processes), "-".join(map(str, c.widths)), c.best, c.chosen, loses[0], c.most_batch, loses[1]
+            str(c.processes), "-".join(map(str, c.widths)), c.best, c.best_predicted, loses[0], c.most_batch, loses[1]
         )
     errors = [abs(np.log(c.predicted[g] / s)) for c in cases for g, s in c.measured.items()]
-    right, trivial = (sum(c.best == getattr(c, who) for c in cases) for who in ("chosen", "most_batch"))
-    lost, trivially = (float(np.mean([c.loss(getattr(c, who)) for c in cases])) for who in ("chosen", "most_batch"))
+    right, trivial = (sum(c.best == getattr(c, who) for c in cases) for who in ("best_predicted", "most_batch"))
+    lost, trivially = (
+        float(np.mean([c.loss(getattr(c, who)) for c in cases])) for who in ("best_predicted", "most_batch")
+    )
     console.print(table)
     console.print(
         f"fitted to 6 records: {units(constants[0], 's')} an iteration, {constants[1] * 1e9:.0f} ns an activation, "

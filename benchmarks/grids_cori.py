@@ -37,13 +37,13 @@ class Record:
 
 def records() -> list[Record]:
     """All that was published."""
-    found = json.loads(FILE.read_text())
-    assert found["global_batch"] == BATCH
+    document = json.loads(FILE.read_text())
+    assert document["global_batch"] == BATCH
     return [
         Record(
             r["data"], tuple(r["widths"]), r["processes"], parse_grid(r["grid"]), r["seconds_per_iteration"], r["use"]
         )
-        for r in found["records"]
+        for r in document["records"]
     ]
 
 
@@ -64,18 +64,18 @@ def terms(widths: Sequence[int], grid: ProcessGrid, processes: int) -> NDArray[n
     return np.array([1.0, work, communication(Link(1.0, 0.0)), communication(Link(0.0, 1.0))])
 
 
-def fit(found: Sequence[Record]) -> NDArray[np.float64]:
+def fit(records: Sequence[Record]) -> NDArray[np.float64]:
     """(4,): the constants, by relative least squares over the calibration records, by trying every set of zeros."""
-    used = [r for r in found if r.use == "calibration"]
+    used = [r for r in records if r.use == "calibration"]
     matrix = np.array([terms(r.widths, r.grid, r.processes) / r.seconds for r in used])
     best, least = np.zeros(4), np.inf
     for mask in range(1, 16):
-        chosen = [i for i in range(4) if mask >> i & 1]
-        solved = np.linalg.lstsq(matrix[:, chosen], np.ones(len(used)), rcond=None)[0]
-        error = float(((matrix[:, chosen] @ solved - 1) ** 2).sum())
+        columns = [i for i in range(4) if mask >> i & 1]
+        solved = np.linalg.lstsq(matrix[:, columns], np.ones(len(used)), rcond=None)[0]
+        error = float(((matrix[:, columns] @ solved - 1) ** 2).sum())
         if (solved >= 0).all() and error < least:
             best, least = np.zeros(4), error
-            best[chosen] = solved
+            best[columns] = solved
     return best
 
 
@@ -93,7 +93,7 @@ class Case:
         return min(self.measured, key=lambda g: self.measured[g])
 
     @property
-    def chosen(self) -> str:
+    def best_predicted(self) -> str:
         return min(self.predicted, key=lambda g: self.predicted[g])
 
     @property
@@ -106,10 +106,10 @@ class Case:
         return self.measured[grid] / self.measured[self.best] - 1
 
 
-def cases(found: Sequence[Record], constants: NDArray[np.float64]) -> list[Case]:
+def cases(records: Sequence[Record], constants: NDArray[np.float64]) -> list[Case]:
     """Where there is a choice: two grids at least that are not for calibration."""
     groups: dict[tuple[str, int, tuple[int, ...]], list[Record]] = {}
-    for r in found:
+    for r in records:
         if r.use == "check" and r.grid.processes == r.processes:
             groups.setdefault((r.data, r.processes, r.widths), []).append(r)
     result = []

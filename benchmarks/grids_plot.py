@@ -72,8 +72,8 @@ def _speed_ups(axis: Any, of: Callable[[int], ProcessGrid], seconds: Predicted, 
         one = seconds(width, of(1))
         line = [one / seconds(width, of(p)) for p in PROCESSES]
         axis.plot(PROCESSES, line, color=colour, label=str(width))
-        found = {p: points.get((width, str(of(p)))) for p in PROCESSES}
-        dots = [(p, found[1] / s) for p, s in found.items() if p > 1 and s and found[1]]
+        pairs = {p: points.get((width, str(of(p)))) for p in PROCESSES}
+        dots = [(p, pairs[1] / s) for p, s in pairs.items() if p > 1 and s and pairs[1]]
         axis.plot([p for p, _ in dots], [speed for _, speed in dots], "o", color=colour)
         speeds = line + [speed for _, speed in dots]
         low, high = min(low, *speeds), max(high, *speeds)

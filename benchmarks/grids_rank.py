@@ -60,13 +60,13 @@ def network_of(width: int, batch: int) -> Network:
     return Network(spec(width), lambda: mlp(*[width] * 4), (width,), width, batch=batch)
 
 
-def chosen(model: CostModel) -> dict[str, Candidate]:
+def candidates(model: CostModel) -> dict[str, Candidate]:
     """Every grid, and the layer-wise optimum where it is none of them. Every rank finds the same: from equal times."""
     ranks = model.devices.count
-    found = study(model, SearchSpace(ranks), grids(ranks, model.graph))
-    result = {str(priced.grid): priced.tables for priced in found.grids}
-    if all(found.best.strategy != one.strategy for one in result.values()):
-        result["layer-wise"] = found.best
+    studied = study(model, SearchSpace(ranks), grids(ranks, model.graph))
+    result = {str(priced.grid): priced.tables for priced in studied.grids}
+    if all(studied.best.strategy != one.strategy for one in result.values()):
+        result["layer-wise"] = studied.best
     return result
 
 
@@ -85,12 +85,17 @@ def steps(job: Job, comm: Comm, budgets: predictions_rank.Job) -> dict[str, obje
     for width in job.widths:
         network = network_of(width, job.batch)
         model = with_layers(comm, profile, network, budgets)
-        for grid, one in chosen(model).items():
+        for grid, one in candidates(model).items():
             plan = plan_of(model, network, one)
-            found = measure(plan, network, comm, job.plan_s)
-            kept = {key: found[key] for key in ("strategy", "predicted_s", "times_s")}
-            row = {"width": width, "grid": grid, "step_s": found["measured_s"], "loss": first_loss(plan, network, comm)}
-            rows.append(row | kept | {"parts": found["parts"]["totals"]})
+            result = measure(plan, network, comm, job.plan_s)
+            kept = {key: result[key] for key in ("strategy", "predicted_s", "times_s")}
+            row = {
+                "width": width,
+                "grid": grid,
+                "step_s": result["measured_s"],
+                "loss": first_loss(plan, network, comm),
+            }
+            rows.append(row | kept | {"parts": result["parts"]["totals"]})
     return {"links": None if profile.links is None else profile.links.as_json(), "steps": rows}
 
 
@@ -101,11 +106,11 @@ def distributions(slices: list[int], comm: Comm) -> dict[str, object]:
     large = median(ways.timed(LARGE_SLICE)["one_scatter"])
     rows = []
     for size in slices:
-        found = ways.timed(size)
+        by_way = ways.timed(size)
         row: dict[str, object] = {"slice_bytes": float(size)}
-        for way, times in found.items():
+        for way, times in by_way.items():
             row |= {way: median(times), f"{way}_quartiles": quantiles(times)[::2]}
-        pairs = zip(found["one_scatter"], found["scatter_broadcast"], strict=True)
+        pairs = zip(by_way["one_scatter"], by_way["scatter_broadcast"], strict=True)
         rows.append(row | {"one_scatter_wins": mean(a < b for a, b in pairs)})
     return {
         "alpha_s": small,
@@ -139,15 +144,15 @@ class Ways:
                 dist.scatter(mine, list(batch) if comm.rank == 0 else None, src=0, group=self.across)
             dist.broadcast(mine, self.head, group=self.own)
 
-        found: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         for way in (one_scatter, scatter_broadcast):
             mine.zero_()
             way()
             assert torch.equal(mine, batch[comm.rank // self.parts]), "every rank has its group's samples"
         for _ in range(TIMES):
             for way in (one_scatter, scatter_broadcast):
-                found.setdefault(way.__name__, []).append(_slowest(way))
-        return found
+                times.setdefault(way.__name__, []).append(_slowest(way))
+        return times
 
 
 def _slowest(way: Callable[[], None]) -> float:
@@ -165,13 +170,13 @@ def main() -> None:
     torch.set_num_threads(1)
     budgets = predictions_rank.Job([], job.links_s, job.layers_s, job.plan_s)
     with start(PATIENCE_S) as comm:
-        found: dict[str, object] = {"nodes": comm.size, "job": asdict(job)}
+        report: dict[str, object] = {"nodes": comm.size, "job": asdict(job)}
         if job.widths:
-            found |= steps(job, comm, budgets)
+            report |= steps(job, comm, budgets)
         if comm.size == DISTRIBUTED.processes and job.slices:
-            found["distribution"] = distributions(job.slices, comm)
+            report["distribution"] = distributions(job.slices, comm)
         if comm.rank == 0:
-            out.write_text(json.dumps(found))
+            out.write_text(json.dumps(report))
         comm.barrier()
     leave(0)
 

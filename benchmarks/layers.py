@@ -77,14 +77,14 @@ def main() -> None:
             job = Job(base, where, None, mode, graph, base.device_graph(1), options, SearchSpace(1), args.budget)
             times = job.run(partial(_only, serial), module, quiet=False).times
             model = CostModel(graph, replace(base, layers=(times,)).device_graph(1), options)
-            found = price(model, serial)
+            cost = price(model, serial)
             after = real(plan, net, args, mode.dtype, mode.autocast, device)
             measured = statistics.mean([sum(before.seconds), sum(after.seconds)])
-            shown = (units(measured, "s"), units(found.step_time_s, "s"))
-            share = sum(p.measured_s for p in found.layers.values()) / found.step_time_s
-            table.add_row(name, *shown, f"{share:.0%}", f"{found.step_time_s / measured:.3f}")
+            shown = (units(measured, "s"), units(cost.step_time_s, "s"))
+            share = sum(p.measured_s for p in cost.layers.values()) / cost.step_time_s
+            table.add_row(name, *shown, f"{share:.0%}", f"{cost.step_time_s / measured:.3f}")
             if args.layers:
-                for layer, p in found.layers.items():
+                for layer, p in cost.layers.items():
                     if p.seconds["compute"]:
                         table.add_row(f"  {layer}", "", units(p.seconds["compute"], "s"), "", "")
     Console(width=110).print(table)

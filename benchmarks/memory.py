@@ -64,8 +64,8 @@ def train(plan: Path, ranks: int, limit_bytes: int | None) -> End:
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         err.seek(0)
-        told, lines = out.read(), err.read().strip().splitlines()
-    losses = json.loads(told)["losses"] if process.returncode == 0 else []
+        text, lines = out.read(), err.read().strip().splitlines()
+    losses = json.loads(text)["losses"] if process.returncode == 0 else []
     return End(process.returncode, usage.ru_maxrss * 1024, losses, lines[-1] if lines else "")
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     limit = args.limit * 10**6
     with tempfile.TemporaryDirectory() as name:
         alone, plan = (search(args.model, ranks, args.batch, Path(name)) for ranks in (1, args.ranks))
-        whole, part = (load_plan(found).predicted["memory_bytes"] / 1e6 for found in (alone, plan))
+        whole, part = (load_plan(path).predicted["memory_bytes"] / 1e6 for path in (alone, plan))
         title = (
             f"{args.model}, batch {args.batch}, momentum: predicted {whole:.0f} MB on one rank, {part:.0f} MB on the "
             f"largest of {args.ranks}, beside what Python and PyTorch take"

@@ -78,8 +78,8 @@ def planned(name: str, kind: str, optimizer: str, ranks: int) -> tuple[Plan, flo
     if ranks == 1:
         strategy = {layer.name: Config() for layer in graph.inner}
     else:
-        found = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
-        strategy = {layer.name: found[layer.name] for layer in graph.inner}
+        configs = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
+        strategy = {layer.name: configs[layer.name] for layer in graph.inner}
     plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
     return plan, price(model, strategy).memory_bytes
 

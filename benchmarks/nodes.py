@@ -153,19 +153,19 @@ def ticks() -> Iterator[None]:
     The kernel looks at what a rank has left of its quota when its clock ticks, every 4 ms as a rule, or when another
     process comes.
     """
-    found = []
+    processes = []
     try:
         for core in os.sched_getaffinity(0):
-            found.append(
+            processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", TICK.format(core=core)], stdout=subprocess.PIPE, start_new_session=True
                 )
             )
-            if not found[-1].stdout.readline():
+            if not processes[-1].stdout.readline():
                 raise EmulationError("--cpu-quota: no real-time process can be had (are you root?)")
         yield
     finally:
-        for process in found:
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -66,10 +66,11 @@ def table(records: Sequence[Record], each: bool) -> None:
         if each:
             for r, score in zip(some, ours, strict=True):
                 f = facts(r.model, r.batch // r.groups, r.runs)
-                at = projected(r, f, framework("chainermnx", r.runs)).phases
+                phases = projected(r, f, framework("chainermnx", r.runs)).phases
                 print(
                     f"  {r.id:44} measured {r.total_s:.4f} ({r.compute_s}, {r.communication_s})"
-                    f"  ours {at.total_s:.4f} ({at.computation_s:.4f}, {at.communication_s:.4f})  {score:.3f}"
+                    f"  ours {phases.total_s:.4f} ({phases.computation_s:.4f}, {phases.communication_s:.4f})"
+                    f"  {score:.3f}"
                 )
     print(f"{'mean':10} {len(records):4} {fmean(r[0] for r in rows):7.3f} {fmean(r[1] for r in rows):16.3f}")
 
@@ -83,12 +84,12 @@ def ratios(records: Sequence[Record]) -> None:
     scores: dict[str, list[int]] = {label: [0, 0] for label in (*errors, "trivial rule")}
     for (model, devices), group in by.items():
         measured = {name: r.total_s for name, r in group.items()}
-        found = {
+        groups = {
             "ours": {name: forecast(r, "chainermnx") for name, r in group.items()},
             "published forms": {name: forecast(r, "published") for name, r in group.items()},
             "trivial rule": {name: float(TRIVIAL.index(name)) for name in group},
         }
-        for label, ranks in found.items():
+        for label, ranks in groups.items():
             if label in errors:
                 errors[label] += log_errors(list(ranks.values()), list(measured.values()))
             right, wrong = order(ranks, measured, RESOLUTION)
@@ -130,8 +131,8 @@ def main() -> None:
     records, _ = read_records(RECORDS)
     if args.calibrate:
         given = {runs: framework("chainermnx", runs) for runs in ("bars", "logs")}
-        found = calibrate([r for r in records if r.use == "calibration"], facts, given)
-        print(json.dumps(found))
+        constants = calibrate([r for r in records if r.use == "calibration"], facts, given)
+        print(json.dumps(constants))
         return
     check = [r for r in records if r.use == "check"]
     for runs, title in (("bars", "bars (no I/O)"), ("logs", "run logs (with data loading)")):

@@ -31,7 +31,7 @@ def calibrate(records: Sequence[Record], facts_of: FactsOf, given: Mapping[str, 
         if record.use != "calibration":
             raise LayerwiseError(f"record {record.id!r} is for checking, not for calibration")
     alone = {(r.model, r.runs): r.total_s for r in records if r.devices == 1}
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for r in records:
         chainer = given[r.runs]
         facts = facts_of(r.model, r.batch // r.groups, r.runs)
@@ -39,27 +39,27 @@ def calibrate(records: Sequence[Record], facts_of: FactsOf, given: Mapping[str, 
             communication_s = r.communication_s if r.communication_s is not None else r.total_s - alone[r.model, r.runs]
             inside = r.devices <= facts.profile.gpus_per_node
             name = "gradient_node_bytes_per_s" if inside else "gradient_bytes_per_s"
-            found.setdefault(name, []).append(_rate(r, facts, chainer, communication_s))
-    constants, found = _means(found), {}
+            samples.setdefault(name, []).append(_rate(r, facts, chainer, communication_s))
+    constants, samples = _means(samples), {}
     for r in records:
         facts = facts_of(r.model, r.batch // r.groups, r.runs)
         chainer = given[r.runs].having(constants)
         if r.strategy == "filter" and r.compute_s is not None and r.communication_s is not None:
             for name, value in _filter_constants(r, facts, chainer).items():
-                found.setdefault(name, []).append(value)
-    constants, found = constants | _means(found), {}
+                samples.setdefault(name, []).append(value)
+    constants, samples = constants | _means(samples), {}
     for r in records:
         if r.strategy == "spatial":  # what the rest leaves of the time is feeding the group
             facts = facts_of(r.model, r.batch // r.groups, r.runs)
             chainer = given[r.runs].having(constants | {"feed_s_per_sample": 0.0})
             left = r.total_s - projected(r, facts, chainer).phases.total_s
-            found.setdefault("feed_s_per_sample", []).append(max(0.0, left / (r.batch / r.groups)))
-    return constants | _means(found)
+            samples.setdefault("feed_s_per_sample", []).append(max(0.0, left / (r.batch / r.groups)))
+    return constants | _means(samples)
 
 
-def _means(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _means(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Geometric means; 0 where a value is 0."""
-    return {name: geometric_mean(values) if all(values) else 0.0 for name, values in found.items()}
+    return {name: geometric_mean(values) if all(values) else 0.0 for name, values in samples.items()}
 
 
 def projected(record: Record, facts: Facts, chainer: Framework) -> Projection:

@@ -59,8 +59,8 @@ def main() -> None:
     table = Table("", "optimizer", "peak", "cost tables / peak", *(f"γ {form}" for form in FORMS), box=None)
     for name in args.networks:
         for optimizer in args.optimizers:
-            predicted, peak, found = gammas(name, args.batch, optimizer, device)
-            ratios = (f"{value:.3f}" for value in (predicted / peak, *found))
+            predicted, peak, counted = gammas(name, args.batch, optimizer, device)
+            ratios = (f"{value:.3f}" for value in (predicted / peak, *counted))
             table.add_row(name, optimizer, units(peak, "B"), *ratios)
     Console(width=110).print(table)
 

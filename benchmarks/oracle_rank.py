@@ -110,11 +110,11 @@ def pipeline_cells(model: CostModel) -> dict[Key, Wanted]:
     """Every layer's over a segment of the batch."""
     graph = model.graph.rebatch(-(-model.graph.batch // SEGMENTS))
     whole = {layer.name: (Config(),) for layer in graph.layers}
-    found: dict[Key, Wanted] = {}
+    cells: dict[Key, Wanted] = {}
     for optimizer in (OPTIMIZER, "sgd"):  # as which gradients of segments are added up
         part = CostModel(graph, model.devices, replace(model.options, optimizer=optimizer))
-        found |= wanted_cells(part, whole)
-    return found
+        cells |= wanted_cells(part, whole)
+    return cells
 
 
 def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
@@ -139,23 +139,23 @@ def run_pipeline(answer: Answer, network: Network) -> Callable[[], None]:
 
 def answers(oracle: Oracle, job: Job, ranks: int) -> dict[str, Answer]:
     """Of every strategy that can use so many ranks."""
-    found = {}
+    result = {}
     for name in job.strategies:
         try:
-            found[name] = oracle.answer(name, ranks)
+            result[name] = oracle.answer(name, ranks)
         except LayerwiseError as error:
             print(f"{oracle.question.graph.name}: {error}", file=sys.stderr)
-    return found
+    return result
 
 
 def priced_anew(answer: Answer, model: CostModel) -> Answer:
     """The very strategy, or the stages, that an answer is about, by other times of layers."""
     if answer.priced is None:
         segments = answer.projection.segments
-        found = stages(model, len(answer.stages), segments, cuts_of(answer.stages))
-        phases, seconds = pipeline_phases(found, segments, model.devices), pipelined_s(found, segments, model.devices)
+        staged = stages(model, len(answer.stages), segments, cuts_of(answer.stages))
+        phases, seconds = pipeline_phases(staged, segments, model.devices), pipelined_s(staged, segments, model.devices)
         projection = replace(answer.projection, phases=phases)
-        return replace(answer, projection=projection, overlapped_s=seconds, stages=found)
+        return replace(answer, projection=projection, overlapped_s=seconds, stages=staged)
     inner = {layer.name: answer.priced.strategy[layer.name] for layer in model.graph.inner}
     priced = price_plan(model, answer.priced.shape, inner)
     projection = replace(answer.projection, phases=priced.phases)
@@ -224,8 +224,8 @@ def main() -> None:
         links: dict[str, object] = {}
         for network_name in job.networks:
             network, profile = SMALL[network_name], profile_of(comm, job)  # anew: the machine's speed moves
-            result[network_name], found = rows_of(oracle_of(comm, profile, network), network, comm, job)
-            links[network_name] = found.as_json()
+            result[network_name], measured = rows_of(oracle_of(comm, profile, network), network, comm, job)
+            links[network_name] = measured.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"links": links, "result": result}))
         comm.barrier()

@@ -31,12 +31,12 @@ def table(cells: list[Cell]) -> Table:
     result = Table("", "strategy", "predicted", "measured", "accuracy", box=None, pad_edge=False, header_style="bold")
     for cell in cells:
         for network, rows in cell["result"].items():
-            at = f"{SMALL[network].title}, {cell['cluster'].replace('x', ' × ')}, {cell['rate']}"
+            title = f"{SMALL[network].title}, {cell['cluster'].replace('x', ' × ')}, {cell['rate']}"
             for name, row in rows.items():
-                found = accuracy(row["predicted_s"], row["measured_s"])
+                score = accuracy(row["predicted_s"], row["measured_s"])
                 times = (units(row[key], "s") for key in ("predicted_s", "measured_s"))
-                result.add_row(at, name, *times, f"{found:.1%}" + ("" if found >= AIM else " missed"))
-                at = ""
+                result.add_row(title, name, *times, f"{score:.1%}" + ("" if score >= AIM else " missed"))
+                title = ""
     return result
 
 

@@ -51,13 +51,13 @@ def run_all(module: str, places: Sequence[tuple[str, str]], args: argparse.Names
             continue
         job = {"networks": left} | more
         job |= {"links_s": args.links_seconds, "layers_s": args.layers_seconds, "plan_s": args.plan_seconds}
-        found = launch(cluster, rate, quota, module, job, args.timeout) | key
-        Console(width=170).print(f"{cluster} at {rate}", details(found), "", sep="\n", highlight=False)
+        new = launch(cluster, rate, quota, module, job, args.timeout) | key
+        Console(width=170).print(f"{cluster} at {rate}", details(new), "", sep="\n", highlight=False)
         if cell is None:
-            cells.append(found)
+            cells.append(new)
         else:
             for kind in ("result", "links"):
-                cell[kind] = cell.get(kind, {}) | found[kind]
+                cell[kind] = cell.get(kind, {}) | new[kind]
         if known:
             known.write_text(json.dumps(cells))
     return cells
@@ -94,13 +94,13 @@ def error(row: Cell) -> float:
 
 def orders(strategies: dict[str, Cell]) -> list[tuple[str, str, bool]]:
     """Pairs of strategies that differ, and whether the faster one was predicted to be."""
-    found = []
+    pairs = []
     for a, b in combinations(strategies, 2):
         x, y = strategies[a], strategies[b]
         if abs(x["measured_s"] - y["measured_s"]) > ALIKE * min(x["measured_s"], y["measured_s"]):
             right = (x["predicted_s"] < y["predicted_s"]) == (x["measured_s"] < y["measured_s"])
-            found.append((a, b, right))
-    return found
+            pairs.append((a, b, right))
+    return pairs
 
 
 def table(cells: list[Cell]) -> Table:
@@ -112,7 +112,7 @@ def table(cells: list[Cell]) -> Table:
             rows = cell["result"].get(network)
             if not rows:
                 continue
-            at = f" {SMALL[network].title}, {cell['cluster'].replace('x', ' × ')}" + (
+            title = f" {SMALL[network].title}, {cell['cluster'].replace('x', ' × ')}" + (
                 f", {cell['rate']}" if cell["cluster"] != "1x1" else ""
             )
             texts = []
@@ -124,7 +124,7 @@ def table(cells: list[Cell]) -> Table:
                     else ""
                 )
             pairs = orders(rows)
-            result.add_row(at, *texts, f"{sum(right for _, _, right in pairs)} of {len(pairs)}")
+            result.add_row(title, *texts, f"{sum(right for _, _, right in pairs)} of {len(pairs)}")
     return result
 
 

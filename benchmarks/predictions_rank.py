@@ -65,8 +65,8 @@ def profile_of(comm: Comm, job: Job) -> Profile:
     if comm.size == 1:
         return load("cpu")
     measured = measure_links(comm, where, job.links_s)
-    told = comm.broadcast_text(json.dumps(conditions(comm, where)))  # a plan tells of the first rank's machine
-    return with_links(load("cpu"), measured, where, json.loads(told))
+    facts = comm.broadcast_text(json.dumps(conditions(comm, where)))  # a plan tells of the first rank's machine
+    return with_links(load("cpu"), measured, where, json.loads(facts))
 
 
 def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> tuple[CostModel, Layers]:
@@ -113,8 +113,8 @@ def candidates(model: CostModel, network: Network) -> dict[str, Candidate]:
     """The strategies of the paper's table 4, and what the search finds."""
     if model.devices.count == 1:
         return {"data": candidate(model, "data", baseline(model, "data"))}
-    found = {name: candidate(model, name, baseline(model, name)) for name in ("data", "model", "owt")}
-    return found | {"searched": search(model, space_of(model, network)).best}
+    named = {name: candidate(model, name, baseline(model, name)) for name in ("data", "model", "owt")}
+    return named | {"searched": search(model, space_of(model, network)).best}
 
 
 def plan_of(model: CostModel, network: Network, one: Candidate) -> Plan:
@@ -201,8 +201,8 @@ def main() -> None:
         for name in job.networks:
             network, profile = SMALL[name], profile_of(comm, job)  # anew: the machine's speed moves
             model, layers = measured_model(comm, profile, network, job)
-            result[name], found = measure_together(model, layers, network, comm, job.plan_s)
-            links[name] = found and found.as_json()
+            result[name], links_again = measure_together(model, layers, network, comm, job.plan_s)
+            links[name] = links_again and links_again.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))
         comm.barrier()

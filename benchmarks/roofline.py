@@ -129,9 +129,9 @@ def fitted(rows: Sequence[Row], processor: Processor) -> Processor:
         for i in range(len(tiles)):
             for step in range(1, 21):
                 tried = [*tiles[:i], replace(tiles[i], efficiency=step / 20), *tiles[i + 1 :]]
-                found = replace(processor, tiles=tuple(tried))
+                candidate = replace(processor, tiles=tuple(tried))
                 if all(a.efficiency >= b.efficiency for a, b in pairwise(tried)):
-                    ratios = [math.log(product_s(row, found) / float(row["measured_s"])) for row in rows]
+                    ratios = [math.log(product_s(row, candidate) / float(row["measured_s"])) for row in rows]
                     if statistics.fmean(map(abs, ratios)) < error - 1e-9:
                         error, tiles = statistics.fmean(map(abs, ratios)), tried
         if error == before:
@@ -203,8 +203,8 @@ def compared(watch: Stopwatch, graph: LayerGraph, processor: Processor, dtype: s
 def predicted(layer: Layer, config: Config, wanted: Sequence[bool], processor: Processor, dtype: str) -> Row:
     """What the roofline says of the largest cell."""
     cells = layout([config], layer.space, config.total)
-    found: ComputeTime = compute_time(layer, cells, wanted, processor, dtype, "sgd")
-    return {"predicted_forward_s": float(found.forward[0]), "predicted_backward_s": float(found.backward[0])}
+    cost: ComputeTime = compute_time(layer, cells, wanted, processor, dtype, "sgd")
+    return {"predicted_forward_s": float(cost.forward[0]), "predicted_backward_s": float(cost.backward[0])}
 
 
 def kind(layer: Layer) -> str:
@@ -293,16 +293,16 @@ def main() -> None:
     torch.manual_seed(0)
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    found: dict[str, object] = {"device": name, "torch": torch.__version__, "date": date.today().isoformat()}
-    found |= {"profile": args.profile, "dtype": args.dtype, "limits": limits(watch)}
-    console.print(found)
+    report: dict[str, object] = {"device": name, "torch": torch.__version__, "date": date.today().isoformat()}
+    report |= {"profile": args.profile, "dtype": args.dtype, "limits": limits(watch)}
+    console.print(report)
     for dtype in (d for d in TORCH if d in processor.peak_flops):
         tensor_cores(dtype == "tf32")
         rows = products(watch, processor, dtype)
         console.print(table(f"matrix products, {dtype}", rows))
         tiles = {f"{t.rows}x{t.columns}": t.efficiency for t in fitted(rows, processor).tiles}
         console.print("efficiencies that fit best:", tiles)
-        found |= {f"products {dtype}": rows, f"fitted {dtype}": tiles}
+        report |= {f"products {dtype}": rows, f"fitted {dtype}": tiles}
 
     tensor_cores(args.dtype == "tf32")
     sums: list[Row] = []
@@ -311,16 +311,16 @@ def main() -> None:
         rows = compared(watch, graph, processor, args.dtype)
         sums.append({"network": model, "batch": graph.batch} | summary(rows))
         console.print(table(f"{model}, batch {graph.batch}", rows))
-        found[model] = rows
+        report[model] = rows
     if sums:
         console.print(table("predicted over measured", sums))
-    found["networks"] = sums
+    report["networks"] = sums
     if not args.no_figure_1:
         graph = fuse(load_model("vgg16", args.batch or NETWORKS["vgg16"]))
-        found["figure 1"] = rows = figure_1(watch, graph, processor, args.dtype)
+        report["figure 1"] = rows = figure_1(watch, graph, processor, args.dtype)
         console.print(table("Figure 1: speed-up on a quarter of the work", rows))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def tensor_cores(allowed: bool) -> None:

@@ -45,14 +45,14 @@ FORWARD, BACKWARD = 0, 1
 
 def share_of_core(comm: Comm) -> float:
     """The part of a core that this rank gets while all ranks compute, undisturbed: the most of several times."""
-    x, found = torch.ones(256, 256), []
+    x, shares = torch.ones(256, 256), []
     comm.barrier()
     for _ in range(ROUNDS):
         wall, cpu = time.perf_counter(), time.process_time()
         while time.perf_counter() < wall + 1.0 / ROUNDS:
             torch.mm(x, x)
-        found.append((time.process_time() - cpu) / (time.perf_counter() - wall))
-    return max(found)
+        shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+    return max(shares)
 
 
 class Layers:
@@ -64,8 +64,8 @@ class Layers:
         self.measuring = Measuring(known, MODE, lambda _: None, 0.0)
         beside = overhead(optimizer, MODE, module)
         self.measuring.call_s = beside.call_s
-        for name, found in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
-            scaled = replace(found, forward_s=found.forward_s / self.share, backward_s=found.backward_s / self.share)
+        for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
+            scaled = replace(cost, forward_s=cost.forward_s / self.share, backward_s=cost.backward_s / self.share)
             self.measuring.add((name, ()), scaled)
 
     @property
@@ -97,19 +97,19 @@ class Layers:
             taken = [self._timed(cell, CELL_S / ROUNDS) for cell in cells]
             rounds.append([way_s for one in taken for way_s in (one.forward_s, one.backward_s)])
         ranks = []
-        for medians in map(iter, told([median(column) for column in zip(*rounds, strict=True)], self.comm)):
-            found = Measuring(self.known, MODE, lambda _: None, 0.0)
+        for medians in map(iter, self.comm.all_gather_object([median(column) for column in zip(*rounds, strict=True)])):
+            measuring = Measuring(self.known, MODE, lambda _: None, 0.0)
             for cell, last, forward, backward in zip(cells, taken, medians, medians, strict=True):
-                found.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
-            ranks.append(self._as_first(found.known))
+                measuring.add(cell.key, replace(last, forward_s=forward, backward_s=backward))
+            ranks.append(self._as_first(measuring.known))
         return times, ranks
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
         stopwatch = Stopwatch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
-        found = timed(cell, MODE, stopwatch)
+        cost = timed(cell, MODE, stopwatch)
         if isinstance(cell.spec, UpdateSpec):
-            found = replace(found, forward_s=max(0.0, found.forward_s - self.measuring.call_s / self.share))
-        return found
+            cost = replace(cost, forward_s=max(0.0, cost.forward_s - self.measuring.call_s / self.share))
+        return cost
 
     def _count(self, step: Step, seconds: float) -> int:
         """Steps of a block; warms up, too."""
@@ -139,26 +139,21 @@ def segments_of(model: CostModel, strategy: dict[str, Config]) -> list[list[Part
 
 def slowest(ranks: Sequence[LayerTimes], segments: Sequence[Sequence[Part]]) -> LayerTimes:
     """Of each segment the times of the rank that takes longest; of what is in several the mean."""
-    chosen: dict[Key, tuple[list[float], list[float]]] = {}
+    longest: dict[Key, tuple[list[float], list[float]]] = {}
     for parts in segments:
         rows = [[_ways(rank, (name, extents))[way] for name, extents, way in parts] for rank in ranks]
         for (name, extents, way), seconds in zip(parts, max(rows, key=sum), strict=True):
-            chosen.setdefault((name, extents), ([], []))[way].append(seconds)
-    found = Measuring(ranks[0], MODE, lambda _: None, 0.0)
-    for key, both in chosen.items():
+            longest.setdefault((name, extents), ([], []))[way].append(seconds)
+    measuring = Measuring(ranks[0], MODE, lambda _: None, 0.0)
+    for key, both in longest.items():
         ways = [mean(times) if times else first for times, first in zip(both, _ways(ranks[0], key), strict=True)]
-        found.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))
-    return found.known
+        measuring.add(key, replace(ranks[0].cells[key[0]][key[1]], forward_s=ways[0], backward_s=ways[1]))
+    return measuring.known
 
 
 def _ways(rank: LayerTimes, key: Key) -> tuple[float, float]:
     cell = rank.cells[key[0]][key[1]]
     return cell.forward_s, cell.backward_s
-
-
-def told(mine: Sequence[float], comm: Comm) -> list[list[float]]:
-    """Every rank's."""
-    return comm.all_gather_object(mine)
 
 
 def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]:
@@ -167,7 +162,7 @@ def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]
     Where the host of this machine has meanwhile taken CPU time from it they are run again, so many times in all; those
     with the least of it count.
     """
-    found = []
+    blocks = []
     for _ in range(tries):
         comm.barrier()
         mine, first, before = [], time.perf_counter(), stolen_s()
@@ -176,8 +171,8 @@ def block(step: Step, steps: int, comm: Comm, tries: int = TRIES) -> list[float]
             step()
             mine.append(time.perf_counter() - began)
         took, stolen = time.perf_counter() - first, stolen_s() - before
-        took, stolen, *times = map(max, zip(*told([took, stolen, *mine[1:]], comm), strict=True))
-        found.append((stolen, times))
+        took, stolen, *times = map(max, zip(*comm.all_gather_object([took, stolen, *mine[1:]]), strict=True))
+        blocks.append((stolen, times))
         if stolen < STOLEN * took:
             break
-    return min(found, key=lambda one: one[0])[1]
+    return min(blocks, key=lambda one: one[0])[1]

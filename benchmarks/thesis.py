@@ -41,7 +41,7 @@ PUBLISHED = {
 def run(nodes: int, job: Job) -> dict[str, dict[str, dict[str, object]]]:
     """One run on the emulated cluster: by network and strategy."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "result.json"
         harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", RATE, "--quiet"]
         harness += ["--cpu-quota", str(QUOTA)]
         rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.thesis_rank", json.dumps(asdict(job)), str(out)]
@@ -49,16 +49,16 @@ def run(nodes: int, job: Job) -> dict[str, dict[str, dict[str, object]]]:
         done = subprocess.run([*harness, "--", *rank], env=environment)
         if done.returncode:
             raise SystemExit(f"{nodes} nodes: a rank failed ({done.returncode})")
-        found: dict[str, dict[str, dict[str, object]]] = json.loads(out.read_text())
-    return found
+        result: dict[str, dict[str, dict[str, object]]] = json.loads(out.read_text())
+    return result
 
 
-def table(name: str, found: dict[int, dict[str, dict[str, object]]]) -> Table:
+def table(name: str, runs: dict[int, dict[str, dict[str, object]]]) -> Table:
     """A network's trainings."""
-    one = found[1]["layerwise"]
+    one = runs[1]["layerwise"]
     heads = ("nodes", "", "training", "step", "efficiency", "loss", "accuracy", "lost", "sent a step")
     result = Table(*heads, title=name, title_justify="left", box=None)
-    for nodes, ways in found.items():
+    for nodes, ways in runs.items():
         for way, row in ways.items():
             accuracy = row["accuracy"]
             result.add_row(
@@ -99,10 +99,10 @@ def main() -> None:
             one_s = {name: float(ways["layerwise"]["step_s"]) for name, ways in runs[1].items()}
     console = Console(width=130, highlight=False)
     for name in args.only:
-        found = {nodes: run[name] for nodes, run in runs.items()}
-        console.print(table(name, found))
+        of_network = {nodes: run[name] for nodes, run in runs.items()}
+        console.print(table(name, of_network))
         for nodes in NODES[1:]:
-            console.print(f"plan on {nodes}: {in_short(found[nodes]['layerwise']['plan'])}")
+            console.print(f"plan on {nodes}: {in_short(of_network[nodes]['layerwise']['plan'])}")
         where, accuracies, efficiencies = PUBLISHED[name]
         lost = ", ".join(f"{accuracies[0] - a:+.1f}" for a in accuracies[1:])
         console.print(

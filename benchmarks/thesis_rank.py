@@ -103,12 +103,12 @@ def plans(name: str, job: Job, ranks: int, links: tuple[float, float]) -> dict[s
     profile = calibrated(graph, job.one_s.get(name, 1.0), *links)
     model = CostModel(graph, profile.device_graph(ranks), CostOptions())
     space = SearchSpace(ranks, spread=ranks > 1)
-    found = search(model, space)
-    chosen = {"layerwise": found}
+    result = search(model, space)
+    results = {"layerwise": result}
     if ranks > 1:
-        chosen["data parallel"] = replace(found, best=found.baselines["data"])
-        chosen["by inputs"] = replace(found, best=candidate(model, "by inputs", by_inputs(graph, ranks)))
-    return {way: make_plan(name, "emulated", model, space, result, fused=True) for way, result in chosen.items()}
+        results["data parallel"] = replace(result, best=result.baselines["data"])
+        results["by inputs"] = replace(result, best=candidate(model, "by inputs", by_inputs(graph, ranks)))
+    return {way: make_plan(name, "emulated", model, space, result, fused=True) for way, result in results.items()}
 
 
 def trained(plan: Plan, comm: Comm, job: Job) -> dict[str, object]:
@@ -136,12 +136,12 @@ def main() -> None:
     cpu = torch.device("cpu")
     comm = join_default_group(cpu, PATIENCE_S) if dist.get_world_size() > 1 else SoloComm(cpu)
     links = (latency_s(), bandwidth()) if comm.size > 1 else (1e-4, 1e8)
-    found = {
+    report = {
         name: {way: trained(plan, comm, job) for way, plan in plans(name, job, comm.size, links).items()}
         for name in job.networks
     }
     if comm.rank == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(report))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # torch 2.13 with gloo now and then aborts in a normal exit

@@ -46,15 +46,12 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What is searched: `dims` that may be split, all divisors or powers of two of `devices`.
-
-    `spread`: also try a configuration on fewer devices strided (worthwhile where there are several nodes).
-    """
+    """What is searched."""
 
     devices: int
-    dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")
-    powers_of_two: bool = False
-    spread: bool = False
+    dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")  # that may be split
+    powers_of_two: bool = False  # the only degrees; else all divisors of `devices`
+    spread: bool = False  # also try a configuration on fewer devices strided: worthwhile where there are several nodes
 
     def configurations(self, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
         """All legal configurations of a layer with these dimensions; the serial one first."""

@@ -26,24 +26,20 @@ MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs where. `strategy` has the configuration of every layer but inputs and sink.
+    """What runs where."""
 
-    model: as given on the command line; digest: of the fused graph at `batch` samples; device_order: the rank that is
-    each of the planned devices; predicted: seconds and bytes a step; provenance: versions, profile, the search's facts;
-    predicted_layers: seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
-    """
-
-    model: str
-    digest: str
+    model: str  # as given on the command line
+    digest: str  # of the fused graph at `batch` samples
     batch: int
     gpus: int
     gpus_per_node: int
     io: str
     fused: bool
-    strategy: Mapping[str, Config]
-    device_order: tuple[int, ...] = ()
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    provenance: Mapping[str, object] = field(default_factory=dict)
+    strategy: Mapping[str, Config]  # of every layer but inputs and sink
+    device_order: tuple[int, ...] = ()  # the rank that is each of the planned devices
+    predicted: Mapping[str, float] = field(default_factory=dict)  # seconds and bytes a step
+    provenance: Mapping[str, object] = field(default_factory=dict)  # versions, profile, options and proof of the search
+    # Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,7 +188,7 @@ def _anything(degrees: object) -> list[Dim]:
 
 
 def _provenance(value: object, where: str) -> dict[str, Any]:
-    """What is read again of how the plan was found is of the right types, where it is there."""
+    """How the plan was made. LayerwiseError where a fact that is read again is of another type."""
     facts = _object(value, where)
     sound = {
         "profile": isinstance(facts.get("profile", ""), str),

@@ -2,7 +2,7 @@
 
 Devices with the same parameter box form a group; a group is described by how many members it has at each level of the
 links and how many such groups share a port. Times are as measured, where the profile has a group of that shape, else of
-Hockney's alpha-beta model (FORMULAS: ring, tree, hierarchical).
+Hockney's alpha-beta model (ring, tree, hierarchical: docs/explanation/cost_model.md, equations 14 to 18).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The communication of an MLP on a process grid, by the alpha-beta complexities of Laugier et al. (2018).
 
-They count no arithmetic: it is the same on every grid of as many processes. As in FORMULAS of the design, with two
-corrections to the print: ring collectives move (P-1)/P of a tensor, not P/(P-1), and one scatter is the faster way to
-distribute an input while it is small, not while it is large. Logarithms are to base 2 and rounded up.
+They count no arithmetic: it is the same on every grid of as many processes. Two misprints are corrected here: ring
+collectives move (P-1)/P of a tensor, not P/(P-1), and one scatter is the faster way to distribute an input while it is
+small, not while it is large. Logarithms are to base 2 and rounded up.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from layerwise.ops.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class FullLayer:
-    """A fully-connected layer: its widths and its number of weights and biases, in items of `item_bytes`."""
+    """A fully-connected layer."""
 
     name: str
     inputs: int
     outputs: int
-    parameters: int
+    parameters: int  # weights and biases
     item_bytes: int
 
 
@@ -83,20 +83,16 @@ def link_between(devices: DeviceGraph, first: int, last: int) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Two ways from one process to all: everyone is sent its slice, or one of each group, which broadcasts it.
+    """Two ways from one process to all: everyone is sent its slice, or one of each group, which broadcasts it."""
 
-    slice_bytes: what a process needs, the samples of its batch group. threshold_bytes: the slice from which the second
-    way is the faster one.
-    """
-
-    slice_bytes: float
+    slice_bytes: float  # what a process needs: the samples of its batch group
     one_scatter_s: float
     scatter_broadcast_s: float
-    threshold_bytes: float
+    threshold_bytes: float  # of the slice from which the second way is the faster one
 
     @property
-    def chosen(self) -> str:
-        """`one scatter`, or `scatter, then broadcast`."""
+    def way(self) -> str:
+        """The faster one: `one scatter`, or `scatter, then broadcast`."""
         return "one scatter" if self.slice_bytes < self.threshold_bytes else "scatter, then broadcast"
 
 

@@ -92,11 +92,11 @@ class PricedGrid:
 
 @dataclass(frozen=True, slots=True)
 class GridStudy:
-    """Grids beside the layer-wise search. `best`: the fastest with overlap of all of these that fit into memory."""
+    """Grids beside the layer-wise search."""
 
     grids: tuple[PricedGrid, ...]
     result: SearchResult
-    best: Candidate
+    best: Candidate  # the fastest with overlap of all of these that fit into memory
 
     @property
     def best_grid(self) -> PricedGrid:

@@ -1,4 +1,4 @@
-"""What a study of process grids has found, as a table for people and as JSON for programs."""
+"""A study of process grids, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _table(model: CostModel, studied: GridStudy, headings: Sequence[str]) -> Tab
     for priced in studied.grids:
         name = _marked(str(priced.grid), priced is studied.best_grid, studied)
         paper = _marked(units(priced.paper_s, "s"), priced is studied.best_by_paper, studied)
-        cells = (paper, *_costs(model, priced.tables), priced.distribution.chosen)
+        cells = (paper, *_costs(model, priced.tables), priced.distribution.way)
         table.add_row(name, *cells[: len(headings)])
     table.add_row("layer-wise", *("", *_costs(model, studied.best), "")[: len(headings)])
     return table
@@ -107,7 +107,7 @@ def as_dict(model: CostModel, studied: GridStudy, name: str) -> dict[str, Any]:
 
 
 def _grid(priced: PricedGrid) -> dict[str, Any]:
-    way = priced.distribution
+    distribution = priced.distribution
     return {
         "grid": str(priced.grid),
         "batch_groups": priced.grid.batch_groups,
@@ -115,10 +115,10 @@ def _grid(priced: PricedGrid) -> dict[str, Any]:
         "paper_communication_s": priced.paper_s,
         **costs_json(priced.tables),
         "distribution": {
-            "slice_bytes": way.slice_bytes,
-            "one_scatter_s": way.one_scatter_s,
-            "scatter_broadcast_s": way.scatter_broadcast_s,
-            "threshold_bytes": way.threshold_bytes if isfinite(way.threshold_bytes) else None,
-            "chosen": way.chosen,
+            "slice_bytes": distribution.slice_bytes,
+            "one_scatter_s": distribution.one_scatter_s,
+            "scatter_broadcast_s": distribution.scatter_broadcast_s,
+            "threshold_bytes": distribution.threshold_bytes if isfinite(distribution.threshold_bytes) else None,
+            "chosen": distribution.way,
         },
     }

@@ -208,16 +208,16 @@ def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int
     every = args.grid == "all"
     wanted = grids(model.devices.count, model.graph) if every else [parse_grid(args.grid)]
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        found = study(model, space, wanted, memory_bytes=args.search_memory * 2**30, progress=progress)
+        studied = study(model, space, wanted, memory_bytes=args.search_memory * 2**30, progress=progress)
     if args.out is not None:
-        grid_plan(args.model, args.profile, model, space, found, input_shape=args.input_shape).save(args.out)
+        grid_plan(args.model, args.profile, model, space, studied, input_shape=args.input_shape).save(args.out)
     if args.json:
-        print(json.dumps(grid_report.as_dict(model, found, args.model), indent=1))
+        print(json.dumps(grid_report.as_dict(model, studied, args.model), indent=1))
         return 0
     out = console()
     title = f" on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step\n"
     out.print(Text.assemble((args.model, "bold"), title))
-    out.print(grid_report.show(model, found))
+    out.print(grid_report.show(model, studied))
     if args.out is not None:
         out.print(f"plan of grid {args.grid} written to {args.out}", soft_wrap=True)
     return 0
@@ -226,15 +226,15 @@ def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int
 def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
     """--price: one strategy beside the baselines."""
     strategy = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count)
-    found = candidate(model, "yours", strategy)
+    yours = candidate(model, "yours", strategy)
     baselines = {name: candidate(model, name, baseline(model, name)) for name in NAMES}
     if args.timeline is not None:
         write_timeline(model, strategy, args.timeline)
     if args.json:
-        print(json.dumps(report_json.price_dict(model, found, baselines, args.model), indent=1))
+        print(json.dumps(report_json.price_dict(model, yours, baselines, args.model), indent=1))
         return 0
-    out.print(report.strategy_table(model, found, every_layer=args.layers))
-    out.print("", report.candidates_table(model, [found, *baselines.values()], found), sep="\n")
+    out.print(report.strategy_table(model, yours, every_layer=args.layers))
+    out.print("", report.candidates_table(model, [yours, *baselines.values()], yours), sep="\n")
     if args.timeline is not None:
         out.print(f"timeline written to {args.timeline}", soft_wrap=True)
     return 0

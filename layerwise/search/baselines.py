@@ -35,12 +35,12 @@ def _channels(layer: Layer, devices: int) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class DepthFirst:
-    """What the depth-first search found in its time. `finished`: no strategy is left, so `cost_s` is the optimum."""
+    """What a depth-first search came to in its time."""
 
-    cost_s: float
+    cost_s: float  # of the best strategy
     strategies: int
     seconds: float
-    finished: bool
+    finished: bool  # no strategy is left, so `cost_s` is the optimum's
 
 
 def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
@@ -52,20 +52,20 @@ def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
     for (u, v, _), cost in tables.transfer.items():
         inward[place[v]].append((place[u], cost.tolist()))
     node = [tables.node[name].tolist() for name in names]
-    chosen, partial = [-1] * len(names), [0.0] * (len(names) + 1)
+    choice, partial = [-1] * len(names), [0.0] * (len(names) + 1)
     best, seen, depth, started = float("inf"), 0, 0, time.perf_counter()
     steps = 0
     while depth >= 0:
         steps += 1
         if steps % 4096 == 0 and time.perf_counter() - started > limit_s:
             return DepthFirst(best, seen, time.perf_counter() - started, False)
-        chosen[depth] += 1
-        c = chosen[depth]
+        choice[depth] += 1
+        c = choice[depth]
         if c == len(node[depth]):
-            chosen[depth] = -1
+            choice[depth] = -1
             depth -= 1
             continue
-        cost = partial[depth] + node[depth][c] + sum(table[chosen[u]][c] for u, table in inward[depth])
+        cost = partial[depth] + node[depth][c] + sum(table[choice[u]][c] for u, table in inward[depth])
         if cost >= best:
             continue
         if depth == len(names) - 1:

@@ -21,11 +21,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """lower_s: (C_l,) of each layer, a lower bound of every strategy that contains the configuration. choice: indices
-    of a good strategy, decoded from the same messages."""
+    """What message passing says of the strategies."""
 
-    lower_s: dict[str, Floats]
-    choice: dict[str, int]
+    lower_s: dict[str, Floats]  # (C_l,) of each layer: of every strategy that contains the configuration
+    choice: dict[str, int]  # indices of a good strategy, decoded from the same messages
 
 
 class Messages:

@@ -19,20 +19,17 @@ CACHED = 1 << 16  # sums of a min-plus product that are formed at once
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Indices of the best configurations, their cost, a proven lower bound, and how the graph was reduced.
+    """The best strategy, a lower bound of all, and how the graph was reduced."""
 
-    `final_nodes` is K, the nodes left when neither node nor edge elimination applies. `order`: eliminated layers, first
-    to last. `proven`: cost_s == lower_bound_s.
-    """
-
-    choice: dict[str, int]
+    choice: dict[str, int]  # of each layer, the index of its configuration
     cost_s: float
     lower_bound_s: float
-    final_nodes: int
-    order: tuple[str, ...]
+    final_nodes: int  # K: left when neither node nor edge elimination applies
+    order: tuple[str, ...]  # eliminated layers, first to last
 
     @property
     def proven(self) -> bool:
+        """Whether the cost is the lower bound."""
         return self.cost_s <= self.lower_bound_s * (1 + 1e-9)
 
 

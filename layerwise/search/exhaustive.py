@@ -23,12 +23,12 @@ def exhaustive(tables: CostTables) -> Optimum:
     best, best_s = 0, float("inf")
     for start in range(0, count, CHUNK):
         digits = np.unravel_index(np.arange(start, min(start + CHUNK, count)), sizes)
-        at = dict(zip(tables.node, digits, strict=True))
+        choices = dict(zip(tables.node, digits, strict=True))
         cost = np.zeros(len(digits[0]))
         for name, own in tables.node.items():
-            cost += own[at[name]]
+            cost += own[choices[name]]
         for (u, v, _), transfer in tables.transfer.items():
-            cost += transfer[at[u], at[v]]
+            cost += transfer[choices[u], choices[v]]
         if cost.min() < best_s:
             best, best_s = start + int(cost.argmin()), float(cost.min())
     choice = dict(zip(tables.node, map(int, np.unravel_index(best, sizes)), strict=True))

@@ -15,7 +15,7 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
-from layerwise.search.narrow import chosen, narrow
+from layerwise.search.narrow import narrow, strategy_of
 from layerwise.search.prune import by_edge_cost, restrict
 from layerwise.search.result import Candidate, SearchResult, preference
 
@@ -52,14 +52,14 @@ def search(
         optima.append((small, eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node})))
     searching = time.perf_counter() - built + narrowed.bounding_s
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
-    strategies = [chosen(small.configs, optimum.choice) for small, optimum in optima]
+    strategies = [strategy_of(small.configs, optimum.choice) for small, optimum in optima]
     distinct = {tuple(s.items()): s for s in strategies}
     candidates = [candidate(model, "layerwise", s) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = candidates[0], optima[0][1]
-    if not optimum.proven and not fixed:  # what was found instead may be worse than a baseline
+    if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     best = choose(candidates, baselines) if objective == "timeline" and not fixed else additive
@@ -69,7 +69,7 @@ def search(
         "total": sum(map(len, configs.values())),
         "kept": sum(map(len, tables.configs.values())),
     }
-    # Of equal strategies a baseline's name is told, data parallelism's before others.
+    # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
     simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
     capacity = model.devices.processor.memory_bytes

@@ -56,7 +56,7 @@ def narrow(
         started = time.perf_counter()
         bounds = messages.bounds(node, SWEEPS)
         bounding_s += time.perf_counter() - started
-        known.append(exact_cost(model, chosen(configs, bounds.choice)))
+        known.append(exact_cost(model, strategy_of(configs, bounds.choice)))
         uppers.append(min(rest + weight * sync for rest, sync in known))
         if not np.isfinite(uppers[-1]):
             raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
@@ -80,7 +80,7 @@ def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], pr
     rough = model.tables(configs, progress, watched)
     for _ in range(ROUNDS):
         bounds = Messages(rough.transfer, list(configs)).bounds(rough.node, SWEEPS)
-        best = chosen(configs, bounds.choice)
+        best = strategy_of(configs, bounds.choice)
         waiting = set()
         for edge, cost in rough.transfer.items():
             seen = cost[bounds.choice[edge[0]], bounds.choice[edge[1]]]
@@ -102,7 +102,8 @@ def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float,
     return total(tables.node, tables.transfer, choice) - sync, sync
 
 
-def chosen(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:
+def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:
+    """The configurations of these indices."""
     return {name: configs[name][i] for name, i in choice.items()}
 
 

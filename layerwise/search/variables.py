@@ -1,4 +1,4 @@
-"""Variable elimination on tables of any arity (Dechter's bucket elimination), for graphs that K > 2 nodes remain of.
+"""Variable elimination on tables of any arity (Dechter's bucket elimination), for graphs of which K > 2 nodes remain.
 
 Exact where the tables fit into memory. Where they do not, buckets are split (mini-buckets): the sum of their minima is
 a proven lower bound, and the strategy decoded from them is improved one layer at a time.
@@ -20,9 +20,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A cost table: one dimension for each variable of `scope`."""
+    """A cost table."""
 
-    scope: tuple[str, ...]
+    scope: tuple[str, ...]  # the variable of each of its dimensions
     cost: Floats
 
 

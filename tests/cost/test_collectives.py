@@ -78,7 +78,7 @@ def uniform(size: int, alpha: float, beta: float) -> tuple[DeviceGraph, GroupSha
 @pytest.mark.parametrize("r", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("size_bytes", [1.0, 1e3, 1e4, 1e5, 1e6, 1e8])
 def test_all_reduce_is_the_faster_of_ring_and_tree(r: int, size_bytes: float) -> None:
-    """FORMULAS.md; the tree by trying numbers of chunks, and within the bandwidth that there is."""
+    """Equations 14 to 18; the tree by trying numbers of chunks, and within the bandwidth that there is."""
     alpha, beta = 1e-6, 1e-9
     graph, group = uniform(r, alpha, beta)
     ring = 2 * (r - 1) * (alpha + size_bytes / r * beta)

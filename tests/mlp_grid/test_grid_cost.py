@@ -68,10 +68,10 @@ def test_the_threshold_is_where_both_ways_take_as_long(data: float, groups: int,
     found = distribution(data, groups, parts, link)
     if min(groups, parts) == 1:
         assert found.threshold_bytes == inf
-        assert found.chosen == "one scatter"
+        assert found.way == "one scatter"
     faster = found.one_scatter_s < found.scatter_broadcast_s
     close = found.one_scatter_s == pytest.approx(found.scatter_broadcast_s, rel=1e-9)
-    assert close or faster == (found.chosen == "one scatter")
+    assert close or faster == (found.way == "one scatter")
 
 
 def test_distribution_by_hand() -> None:
@@ -79,8 +79,8 @@ def test_distribution_by_hand() -> None:
     assert found.one_scatter_s == pytest.approx(1e-3 + 8 * 1000 * 1e-6)
     assert found.scatter_broadcast_s == pytest.approx(2e-3 + 4 * 1000 * 1e-6)
     assert found.threshold_bytes == pytest.approx(250)
-    assert found.chosen == "scatter, then broadcast"
-    assert distribution(249.0, 2, 4, LINK).chosen == "one scatter"
+    assert found.way == "scatter, then broadcast"
+    assert distribution(249.0, 2, 4, LINK).way == "one scatter"
 
 
 def test_links_are_those_between_the_processes() -> None:

@@ -67,7 +67,7 @@ def test_a_cut_passes_what_is_used_later() -> None:
 
 
 def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
-    """FORMULAS: (p + S - 1) turns of the slowest stage, 2(p + S - 2) passings of the largest activation."""
+    """GPipe: (p + S - 1) turns of the slowest stage, 2(p + S - 2) passings of the largest activation."""
     priced = model()
     found = stages(priced, 4, 8)
     phases = pipeline_phases(found, 8, priced.devices)

@@ -1,4 +1,4 @@
-"""What a search has found, as JSON for programs."""
+"""The result of a search, as JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search has found, as HTML: notebooks show it by themselves."""
+"""The result of a search, as HTML: notebooks show it by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search has found, as a table for people."""
+"""The result of a search, as a table for people."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def why_data(result: SearchResult) -> str:
         return (
             f"the best by step time; with overlap a plan that was simulated is predicted to take {less:.1%} less time"
         )
-    found = f"the fastest plan found is predicted to take {less:.1%} less time"
-    return f"kept: {found}, within the model's error ({100 * error:.2g}%)"
+    gain = f"the fastest plan found is predicted to take {less:.1%} less time"
+    return f"kept: {gain}, within the model's error ({100 * error:.2g}%)"
 
 
 def over_memory(result: SearchResult, *others: Candidate) -> str:

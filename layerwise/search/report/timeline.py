@@ -22,10 +22,10 @@ def write_timeline(model: CostModel, strategy: Mapping[str, Config], path: str |
         name = names.setdefault(span.name, len(names))
         category = CATEGORIES.index(span.category)
         for device in span.devices.nonzero()[0].tolist():
-            start, end = (round(float(at[device]) * 1e9) for at in (span.start_s, span.end_s))
+            start, end = (round(float(times[device]) * 1e9) for times in (span.start_s, span.end_s))
             rows[device].append((name, category, start, end))
-    told = [
+    ranks = [
         RankSpans(f"predicted, {model.devices.device_name(device)}", list(names), mine)
         for device, mine in enumerate(rows)
     ]
-    write_text(path, chrome_trace(told))
+    write_text(path, chrome_trace(ranks))
