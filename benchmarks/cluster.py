@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster_rank import Job
+from benchmarks.common.launch import launch
 from benchmarks.emulate import parse_rate
+from benchmarks.ranks.cluster import Job
 from layerwise.search.report.text import units
 
 Cell = dict[str, object]
@@ -65,17 +62,11 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     budget = args.seconds or 40.0
     job = Job(kind, [v for v in KINDS[kind].variants if v in asked], budget, args.rounds, args.cprofile)
     quota = args.cpu_quota or KINDS[kind].cpu_quota
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cell.json"
-        harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", rate, "--quiet"]
-        harness += ["--cpu-quota", str(quota)] if quota else []
-        harness += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
-        rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.cluster_rank", json.dumps(asdict(job)), out]
-        environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
-        if done.returncode:
-            raise SystemExit(f"{kind} at {nodes} nodes of {rate}: a rank failed ({done.returncode})")
-        cell: Cell = json.loads(out.read_text())
+    flags = ["--nodes", str(nodes), "--rate", rate, "--quiet"]
+    flags += ["--cpu-quota", str(quota)] if quota else []
+    flags += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
+    title = f"{kind} at {nodes} nodes of {rate}"
+    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title)
     return cell | {"kind": kind, "nodes": nodes, "link": rate, "cpu_quota": quota}
 
 

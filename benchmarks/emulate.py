@@ -43,7 +43,7 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.nodes import Cluster, EmulationError, new_pids, quotas, separate
+from benchmarks.common.nodes import Cluster, EmulationError, new_pids, quotas, separate
 
 
 def say(text: str) -> None:

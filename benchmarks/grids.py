@@ -15,10 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -28,11 +24,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import grids_cori
-from benchmarks.calibrated import calibrated
-from benchmarks.grids_rank import Job, spec
-from benchmarks.predictions import MALLOC
-from benchmarks.predictions_rank import OPTIMIZER
+from benchmarks.common.calibrated import calibrated
+from benchmarks.common.launch import launch
+from benchmarks.published import cori as published
+from benchmarks.ranks.grids import Job, spec
+from benchmarks.ranks.predictions import OPTIMIZER
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -124,16 +120,8 @@ def scaling(console: Console, profile: Profile) -> dict[int, dict[int, dict[str,
 
 def emulated(nodes: int, job: Job) -> Run:
     """One run on the emulated cluster."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", RATE, "--quiet"]
-        harness += ["--cpu-quota", str(QUOTA)]
-        rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.grids_rank", json.dumps(asdict(job)), str(out)]
-        environment = os.environ | MALLOC | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run([*harness, "--", *rank], env=environment)
-        if not out.exists():
-            raise SystemExit(f"{nodes} nodes: a rank failed ({done.returncode})")
-        run: Run = json.loads(out.read_text())
+    flags = ["--nodes", str(nodes), "--rate", RATE, "--quiet", "--cpu-quota", str(QUOTA)]
+    run: Run = launch("benchmarks.ranks.grids", asdict(job), *flags, title=f"{nodes} nodes", keep_memory=True)
     return run
 
 
@@ -201,11 +189,11 @@ def handed_out(console: Console, run: Run) -> None:
     )
 
 
-def cori(console: Console) -> list[grids_cori.Case]:
+def cori(console: Console) -> list[published.Case]:
     """The published measurements."""
-    records = grids_cori.records()
-    constants = grids_cori.fit(records)
-    cases = grids_cori.cases(records, constants)
+    records = published.records()
+    constants = published.fit(records)
+    cases = published.cases(records, constants)
     table = Table("P", "widths", "measured best", "predicted", "loses", "most batch", "loses", title="Cori", box=None)
     for c in cases:
         loses = [f"{c.loss(g):.1%}" if g != c.best else "" for g in (c.best_predicted, c.most_batch)]
@@ -266,7 +254,7 @@ def main() -> None:
     if "cori" in args.only:
         cori(console)
     if args.plot:
-        from benchmarks.grids_plot import plot
+        from benchmarks.common.grids_plot import plot
 
         plot(args.plot, predicted, runs)
         console.print(f"plot written to {args.plot}")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.networks import NETWORKS
+from benchmarks.common.networks import NETWORKS
 from layerwise.api.measuring import module
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace

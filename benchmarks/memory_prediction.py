@@ -1,7 +1,7 @@
 """python -m benchmarks.memory_prediction: the memory of a training step, predicted and measured.
 
 Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one;
-each rank's peak is measured (benchmarks.live) and the fullest counts. Bytes are counted, so the table is the same
+each rank's peak is measured (`common.live`) and the fullest counts. Bytes are counted, so the table is the same
 on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
 """
 
@@ -16,9 +16,9 @@ from layerwise.models import find
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.live import step_bytes
-from benchmarks.networks import NETWORKS as LIKE
-from benchmarks.networks import SMALL
+from benchmarks.common.live import step_bytes
+from benchmarks.common.networks import NETWORKS as LIKE
+from benchmarks.common.networks import SMALL
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace

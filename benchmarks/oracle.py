@@ -12,14 +12,15 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.oracle_calibrate import calibrate, projected
-from benchmarks.oracle_records import Record, factor, log_errors, order, read_records
+from benchmarks.published.calibrate import calibrate, projected
+from benchmarks.published.records import Record, factor, log_errors, order, read_records
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.formulas.facts import Facts, facts_of
-from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import framework
 from layerwise.oracle.runs import accuracy
+from layerwise.oracle.strategies import HYBRID, Wishes
 
 RECORDS = Path(__file__).parents[1] / "tests" / "oracle" / "abci_v100.json"
 # What the paper claims (Kahira et al., section 5.2), and what its report's figure 2 gives for three networks.
@@ -43,8 +44,8 @@ def forecast(record: Record, formulas: str) -> float:
     f = facts(record.model, record.batch // record.groups, record.runs)
     if formulas == "chainermnx":
         return projected(record, f, framework("chainermnx", record.runs)).phases.total_s
-    groups = (record.groups, record.inside) if record.strategy in ("df", "ds") else None
-    return project(record.strategy, f, record.devices, record.batch, "published", groups=groups).phases.total_s
+    wishes = Wishes(inside=record.inside if record.strategy in HYBRID else None)
+    return project(case_of(record.strategy, f, record.devices, record.batch, wishes=wishes)).phases.total_s
 
 
 def table(records: Sequence[Record], each: bool) -> None:

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.live import step_bytes
 from benchmarks.layers import network
-from benchmarks.live import step_bytes
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
@@ -27,7 +27,7 @@ from layerwise.measure.conditions import device_of
 from layerwise.oracle.formulas.facts import facts_of
 from layerwise.oracle.formulas.memory import reuse_factor
 from layerwise.oracle.formulas.phases import Formulas
-from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.plan import Plan
 from layerwise.search.report.text import units
 
@@ -43,7 +43,7 @@ def gammas(name: str, batch: int, optimizer: str, device: torch.device) -> tuple
     plan = Plan(name, graph.digest, batch, 1, 1, "free", fused=True, strategy=serial)
     peak = step_bytes(whole, plan, SoloComm(device), optimizer)
     facts = facts_of(graph, load("cpu"), options=options)
-    counted = [project("serial", facts, 1, batch, form).phases.memory_bytes for form in FORMS]
+    counted = [project(case_of("serial", facts, 1, batch), form).phases.memory_bytes for form in FORMS]
     return predicted, peak, [reuse_factor(peak, each) for each in counted]
 
 

@@ -16,9 +16,9 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.networks import SMALL
-from benchmarks.oracle_rank import STRATEGIES
+from benchmarks.common.networks import SMALL
 from benchmarks.predictions import arguments, run_all, words
+from benchmarks.ranks.oracle import STRATEGIES
 from layerwise.oracle.runs import accuracy
 from layerwise.search.report.text import units
 
@@ -60,7 +60,7 @@ def main() -> None:
     p.add_argument("--rate", default="1gbit", metavar="1gbit")
     args = p.parse_args()
     places = [(cluster, args.rate) for cluster in args.clusters]
-    cells = run_all("benchmarks.oracle_rank", places, args, strategies=args.strategies)
+    cells = run_all("benchmarks.ranks.oracle", places, args, strategies=args.strategies)
     console = Console(width=170)
     console.print(table(cells), highlight=False)
     console.print(summary(cells), highlight=False)

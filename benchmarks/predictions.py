@@ -15,9 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -26,13 +23,11 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.networks import SMALL
+from benchmarks.common.launch import launch
+from benchmarks.common.networks import SMALL
 from layerwise.search.report.text import units
 
 Cell = dict[str, object]
-# glibc gives large tensors back to the kernel when they are freed, and a step pays for new pages each time; a layer
-# that is measured again and again does not. PyTorch's tuning guide for CPUs has another allocator for it; or this.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 ALIKE = 0.05  # times that differ by less are in no order
 AIM, STANDARD = 0.05, 0.10
 SHARE = 0.8  # of the cores for all ranks together: the rest is the network's, the harness's and the machine's own
@@ -51,8 +46,12 @@ def run_all(module: str, places: Sequence[tuple[str, str]], args: argparse.Names
             continue
         job = {"networks": left} | more
         job |= {"links_s": args.links_seconds, "layers_s": args.layers_seconds, "plan_s": args.plan_seconds}
-        new = launch(cluster, rate, quota, module, job, args.timeout) | key
-        Console(width=170).print(f"{cluster} at {rate}", details(new), "", sep="\n", highlight=False)
+        nodes, ranks = cluster.split("x")  # 2x2: two nodes of two ranks
+        flags = ["--nodes", nodes, "--ranks-per-node", ranks, "--rate", rate]
+        flags += ["--cpu-quota", str(quota), "--timeout", str(args.timeout)]
+        title = f"{cluster} at {rate}"
+        new: Cell = launch(module, job, *flags, title=title, keep_memory=True) | key
+        Console(width=170).print(title, details(new), "", sep="\n", highlight=False)
         if cell is None:
             cells.append(new)
         else:
@@ -67,24 +66,6 @@ def quota_of(cluster: str) -> float:
     """The part of a core that is each rank's, idle others or not: as fast as a device of its own."""
     nodes, ranks = map(int, cluster.split("x"))
     return SHARE * min(1.0, len(os.sched_getaffinity(0)) / (nodes * ranks))
-
-
-def launch(cluster: str, rate: str, quota: float, module: str, job: Cell, timeout: float) -> Cell:
-    """What `module` writes of a job on an emulated cluster: `2x2` is two nodes of two ranks."""
-    nodes, ranks = cluster.split("x")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cell.json"
-        harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", nodes, "--ranks-per-node", ranks]
-        harness += ["--rate", rate, "--cpu-quota", str(quota), "--timeout", str(timeout)]
-        rank = [sys.executable, "-W", "ignore", "-m", module, json.dumps(job), out]
-        environment = os.environ | MALLOC | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run([*harness, "--", *map(str, rank)], env=environment)
-        if not out.exists():
-            raise SystemExit(f"{cluster} at {rate}: a rank failed ({done.returncode})")
-        if done.returncode:
-            print(f"{cluster} at {rate}: not through ({done.returncode}); what is missing is run the next time")
-        cell: Cell = json.loads(out.read_text())
-    return cell
 
 
 def error(row: Cell) -> float:
@@ -193,7 +174,7 @@ def main() -> None:
         for cluster in args.clusters
         for rate in (args.rates[:1] if cluster == "1x1" else args.rates)  # which has no links
     ]
-    cells = run_all("benchmarks.predictions_rank", places, args)
+    cells = run_all("benchmarks.ranks.predictions", places, args)
     console = Console(width=170)
     console.print(table(cells), highlight=False)
     console.print(summary(cells), highlight=False)

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.thesis_rank import DATA, Job
+from benchmarks.common.launch import launch
+from benchmarks.ranks.thesis import DATA, Job
 from layerwise.search.report.text import units
 
 NODES, RATE, QUOTA = (1, 2, 4), "1gbit", 0.5
@@ -40,16 +37,9 @@ PUBLISHED = {
 
 def run(nodes: int, job: Job) -> dict[str, dict[str, dict[str, object]]]:
     """One run on the emulated cluster: by network and strategy."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        harness = [sys.executable, "-m", "benchmarks.emulate", "--nodes", str(nodes), "--rate", RATE, "--quiet"]
-        harness += ["--cpu-quota", str(QUOTA)]
-        rank = [sys.executable, "-W", "ignore", "-m", "benchmarks.thesis_rank", json.dumps(asdict(job)), str(out)]
-        environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run([*harness, "--", *rank], env=environment)
-        if done.returncode:
-            raise SystemExit(f"{nodes} nodes: a rank failed ({done.returncode})")
-        result: dict[str, dict[str, dict[str, object]]] = json.loads(out.read_text())
+    flags = ["--nodes", str(nodes), "--rate", RATE, "--quiet", "--cpu-quota", str(QUOTA)]
+    result: dict[str, dict[str, dict[str, object]]]
+    result = launch("benchmarks.ranks.thesis", asdict(job), *flags, title=f"{nodes} nodes")
     return result
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.cluster_plan import in_short
+from benchmarks.ranks.cluster_plan import in_short
 from layerwise.plan import load_plan
 from layerwise.train.report import seconds_text
 

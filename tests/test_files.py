@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oracle_records import read_records
+from benchmarks.published.records import read_records
 from layerwise.checkpoint.storage import Reader
 from layerwise.errors import LayerwiseError
 from layerwise.files import MAX_DEPTH, parse_json, read_json

@@ -8,7 +8,9 @@ from typing import Literal
 
 from layerwise.config import Config
 from layerwise.cost.compute.measured import Measurements, latest
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.compute.signature import gradient_uses
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
@@ -32,6 +34,10 @@ class CostOptions:
     optimizer: str = "sgd"
     dtype: str = "float32"
     local_batch_norm: bool = False  # statistics of each device's own samples, as DistributedDataParallel has them
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise LayerwiseError(f"unknown optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
 
 @dataclass

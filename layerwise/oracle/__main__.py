@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     profile = load(args.profile)
     profile.processor.peak(args.dtype)
-    chosen = _strategies(args.strategy)
+    named = _strategies(args.strategy)
     runs = [] if args.measured is None else read_runs(args.measured)
     if args.gamma is not None and args.formulas == "tables":
         raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for count in gpus:
         profile.device_graph(count, args.gpus_per_node)
     if args.plan is not None:
-        if len(chosen) != 1 or len(gpus) != 1 or args.formulas != "tables":
+        if len(named) != 1 or len(gpus) != 1 or args.formulas != "tables":
             raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
         if args.plot is not None and os.path.realpath(args.plan) == os.path.realpath(args.plot):
             raise LayerwiseError("--plan and --plot name the same file: give each its own")
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     with progress_bar("asking", quiet=args.json) as progress:
-        asked = ask(oracle, chosen, gpus, args.search_up_to, progress)
+        asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)
     budget = Budget(
         args.max_gpus,
@@ -253,13 +253,13 @@ def _strategies(text: str | None) -> tuple[str, ...]:
     """The strategies that the user names; none: all that suit the model."""
     if text is None:
         return ()
-    chosen = tuple(dict.fromkeys(canonical(part.strip()) for part in text.split(",") if part.strip()))
-    for name in chosen:
+    names = tuple(dict.fromkeys(canonical(part.strip()) for part in text.split(",") if part.strip()))
+    for name in names:
         if name not in NAMES:
             raise unknown(name)
-    if not chosen:
+    if not names:
         raise LayerwiseError(f"--strategy {text!r}: choose from {', '.join(NAMES)}, joined by commas")
-    return chosen
+    return names
 
 
 def _dims(text: str | None) -> tuple[str, ...]:

@@ -14,31 +14,28 @@ from layerwise.oracle.strategies import Limit, UnreachableError
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Answers by strategy and devices. limits: of each strategy, with the batch of the most devices asked about.
-
-    reasons: why there is no answer; notes: what was left out and how to get it.
-    """
+    """Answers, by strategy and devices."""
 
     answers: dict[tuple[str, int], Answer]
-    limits: dict[str, Limit]
-    reasons: dict[tuple[str, int], str]
-    notes: tuple[str, ...]
+    limits: dict[str, Limit]  # of each strategy, with the batch of the most devices asked about
+    reasons: dict[tuple[str, int], str]  # why there is no answer
+    notes: tuple[str, ...]  # what was left out and how to get it
 
 
 def ask(
     oracle: Oracle,
-    chosen: Sequence[str],
+    named: Sequence[str],
     gpus: Sequence[int],
     search_up_to: int,
     progress: Progress | None = None,
 ) -> Asked:
-    """All strategies (default: those that suit the model) at all numbers of devices.
+    """The named strategies (default: those that suit the model) at all numbers of devices.
 
-    Raises LayerwiseError where a chosen strategy cannot use any of the numbers.
+    Raises LayerwiseError where a named strategy cannot use any of the numbers.
     """
     if not gpus:
         return Asked({}, {}, {}, ())
-    names = tuple(chosen) or applicable(oracle.question.graph, oracle.node, oracle.question.formulas)
+    names = tuple(named) or applicable(oracle.question.graph, oracle.node, oracle.question.formulas)
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
     work = [(name, count) for count in gpus for name in names]
@@ -52,7 +49,7 @@ def ask(
                 reasons[name, count] = str(error)
         if progress:
             progress(done, len(work))
-    for name in chosen:
+    for name in named:
         if not any(name == answered for answered, _ in answers):
             raise LayerwiseError(reasons[name, gpus[0]])
     notes = []

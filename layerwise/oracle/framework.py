@@ -1,6 +1,6 @@
 """What a framework adds to the closed forms: constants of the software that ran the published measurements.
 
-`frameworks/*.json` states each number with where it came from; `benchmarks.oracle_calibrate` derives those that it can.
+`frameworks/*.json` has each number and its source; `benchmarks.published.calibrate` derives those that it can.
 """
 
 from __future__ import annotations
@@ -18,30 +18,23 @@ FORMAT = "layerwise-framework"
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """Constants of one version of a framework on one machine.
+    """Constants of one version of a framework on one machine."""
 
-    gradient_*: bytes/s of a ring all-reduce of gradients, with packing, unpacking and waiting, in a node and between
-    nodes. collective_node_bytes_per_s: of a layer's own collectives in a node. copy_bytes_per_s: of concatenating,
-    stacking and summing pieces of activations. piece_s: host time for one piece. mpi_latency_s: a message through MPI
-    and the host. feed_s_per_sample: for a leader to load and hand out one sample of its group.
-
-    seconds_per_sample: of one device, by model, the update included. gather_after: by model, the last layer that was
-    cut in space. name, profile, options: of what ran, where, and how (the optimizer, the element type).
-    """
-
+    # A ring all-reduce of gradients, with packing, unpacking and waiting: in a node, and between nodes.
     gradient_node_bytes_per_s: float
     gradient_bytes_per_s: float
-    collective_node_bytes_per_s: float
-    copy_bytes_per_s: float
-    piece_s: float
-    mpi_latency_s: float
-    feed_s_per_sample: float
+    collective_node_bytes_per_s: float  # a layer's own collectives in a node
+    copy_bytes_per_s: float  # concatenating, stacking and summing pieces of activations
+    piece_s: float  # host time for one piece
+    mpi_latency_s: float  # a message through MPI and the host
+    feed_s_per_sample: float  # for a leader to load and hand out one sample of its group
+    # Of one device, by model, the update included.
     seconds_per_sample: Mapping[str, float] = field(default_factory=dict, hash=False)
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
-    gather_after: Mapping[str, str] = field(default_factory=dict, hash=False)
-    name: str = ""
-    profile: str = ""
-    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # where each number comes from
+    gather_after: Mapping[str, str] = field(default_factory=dict, hash=False)  # by model, the last layer cut in space
+    name: str = ""  # of what ran
+    profile: str = ""  # where it ran
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)  # how: the optimizer, the element type
 
     def having(self, constants: Mapping[str, float]) -> Framework:
         """The same with other values of some constants."""

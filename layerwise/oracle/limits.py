@@ -14,7 +14,7 @@ from layerwise.machine import DeviceGraph
 from layerwise.oracle.formulas.collectives import flows_per_port
 from layerwise.oracle.formulas.facts import Facts
 from layerwise.oracle.formulas.phases import Projection
-from layerwise.oracle.formulas.stages import Stage, balanced, imbalance
+from layerwise.oracle.formulas.pipeline import PipelineStage, balanced, imbalance
 
 GRADIENTS = ("data", "spatial", "df", "ds")
 LAYERWISE = ("filter", "channel", "df")
@@ -22,15 +22,12 @@ LAYERWISE = ("filter", "channel", "df")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A limit (of the strategy itself) or a bottleneck (of framework or machine).
-
-    value: a share of 1, or a number of times, as `text` says it. lost_s: of an iteration, 0 where it costs no time.
-    """
+    """A limit (of the strategy itself) or a bottleneck (of framework or machine)."""
 
     kind: Literal["limit", "bottleneck"]
     name: str
-    value: float
-    lost_s: float
+    value: float  # a share of 1, or a number of times, as `text` says it
+    lost_s: float  # of an iteration; 0 where it costs no time
     text: str
 
 
@@ -38,7 +35,7 @@ def findings(
     projection: Projection,
     facts: Facts,
     devices: DeviceGraph,
-    staged: Sequence[Stage] = (),
+    staged: Sequence[PipelineStage] = (),
     exposed_s: float | None = None,
     *,
     memory_known: bool = True,
@@ -102,7 +99,7 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
     return result
 
 
-def _computation(projection: Projection, facts: Facts, staged: Sequence[Stage]) -> list[Finding]:
+def _computation(projection: Projection, facts: Facts, staged: Sequence[PipelineStage]) -> list[Finding]:
     name, phases, p = projection.strategy, projection.phases, projection.devices
     result: list[Finding] = []
     if phases.update_s:

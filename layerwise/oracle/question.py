@@ -16,8 +16,8 @@ from layerwise.oracle.formulas.chainermnx import NOT_RUN, not_run
 from layerwise.oracle.formulas.facts import Facts, facts_of
 from layerwise.oracle.formulas.memory import reuse_factor
 from layerwise.oracle.formulas.phases import STRATEGIES, TITLES, Formulas, Phases, Projection
-from layerwise.oracle.formulas.project import project
-from layerwise.oracle.formulas.stages import Stage, pipeline_phases, pipelined_s, stages
+from layerwise.oracle.formulas.pipeline import PipelineStage, pipeline_phases, pipeline_stages, pipelined_s
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, weighted
@@ -34,25 +34,20 @@ Pricing = Literal["tables", Formulas]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model on a machine. graph: fused (but for `chainermnx`, which fuses nothing), at any batch.
+    """A model on a machine."""
 
-    batch: samples a device (weak scaling: the global batch grows with p) or samples a step (strong scaling). segments:
-    of a pipelined batch, at most (default: four a stage, which GPipe's authors found to hide the bubble). framework,
-    seconds_per_sample: of `chainermnx`, and what one device was measured to take.
-    """
-
-    graph: LayerGraph
+    graph: LayerGraph  # fused (but for `chainermnx`, which fuses nothing), at any batch
     profile: Profile
-    batch: int
-    scaling: Scaling = "weak"
+    batch: int  # samples a device (weak scaling), or samples a step (strong scaling)
+    scaling: Scaling = "weak"  # the batch of a step grows with the devices; strong: it stays
     gpus_per_node: int | None = None
-    segments: int | None = None
+    segments: int | None = None  # of a pipelined batch, at most; None: four a stage, which hides the bubble (GPipe)
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
     formulas: Pricing = "tables"
     gamma: float | None = None  # the share of the memory that closed forms count that is really used; None: not known
-    framework: Framework | None = None
-    seconds_per_sample: float | None = None
+    framework: Framework | None = None  # of `chainermnx`
+    seconds_per_sample: float | None = None  # that one device was measured to take
 
     def batch_at(self, devices: int) -> int:
         """Samples a step of all devices together."""
@@ -66,24 +61,19 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a strategy costs on a number of devices.
-
-    overlapped_s: an iteration with gradients travelling beside the backward pass (the phases' sum where nothing is
-    simulated). fits: within a device's memory; None where a closed form counts more than that, but nobody measured
-    how much of it is used again (gamma). shape: how the devices are used, where there is a choice. priced: the
-    strategy and its price, where it is one of configurations. gamma: the memory over what the published formula counts.
-    formulas: what priced it; times of different formulas are not to be compared.
-    """
+    """What a strategy costs on a number of devices."""
 
     projection: Projection
-    overlapped_s: float
+    overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
+    # Within a device's memory. None: a closed form counts more than that, and how much of it is used again (gamma) was
+    # not measured.
     fits: bool | None
-    shape: Shape | None = None
-    gamma: float | None = None
-    priced: Priced | None = None
-    stages: tuple[Stage, ...] = ()
+    shape: Shape | None = None  # how the devices are used, where there is a choice
+    gamma: float | None = None  # the memory over what the published formula counts
+    priced: Priced | None = None  # where it is a strategy of configurations
+    stages: tuple[PipelineStage, ...] = ()
     searched: SearchResult | None = None
-    formulas: Pricing = "tables"
+    formulas: Pricing = "tables"  # that priced it; times of different formulas are not to be compared
 
     @property
     def strategy(self) -> Mapping[str, Config] | None:
@@ -95,8 +85,8 @@ class Answer:
         """The strategy, by the name that it has elsewhere: of a search without gain, and of anything on one device."""
         if self.projection.devices == 1:
             return "serial"
-        chosen = self.searched.best.name if self.searched else ""
-        return chosen if chosen in NAMES else self.projection.strategy
+        name = self.searched.best.name if self.searched else ""
+        return name if name in NAMES else self.projection.strategy
 
     def epoch_s(self, samples: int) -> float:
         """Seconds an epoch, with overlap."""
@@ -192,7 +182,7 @@ class Oracle:
     def _pipeline(self, devices: int) -> Answer:
         model, segments = self.model(devices), self.question.segments_at(devices)
         (shape,) = self.shapes("pipeline", devices)
-        staged = stages(model, devices, segments)
+        staged = pipeline_stages(model, devices, segments)
         phases = pipeline_phases(staged, segments, model.devices)
         projection = self._projection("pipeline", devices, shape, phases, segments)
         gamma = self._gamma("pipeline", shape, phases.memory_bytes)
@@ -205,33 +195,30 @@ class Oracle:
         possible = self.shapes(name, devices)
         if formulas == "chainermnx":  # which cuts space in one dimension
             possible = [min(possible, key=lambda s: len(s.grid))]
-        projected = [self._project(name, devices, shape, formulas, q.gamma or 1.0) for shape in possible]
+        projected = [(shape, self._project(name, devices, shape, formulas, q.gamma or 1.0)) for shape in possible]
         shape, best = min(projected, key=lambda pair: pair[1].phases.total_s)
         memory = best.phases.memory_bytes
         fits = self._fits(memory) or (None if q.gamma is None else False)
         staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
-        cut = stages(self.model(devices), devices, best.segments) if staged else ()
+        cut = pipeline_stages(self.model(devices), devices, best.segments) if staged else ()
         return Answer(
             best, best.phases.total_s, fits, shape, self._gamma(name, shape, memory), stages=cut,
             formulas=formulas,
         )  # fmt: skip
 
-    def _project(
-        self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float
-    ) -> tuple[Shape, Projection]:
+    def _project(self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float) -> Projection:
         q, batch = self.question, self.question.batch_at(devices)
         segments = q.segments_at(devices) if name == "pipeline" else None
         # A framework's time of one device is spread over the layers as they are at the batch of a group.
         facts = self._facts_at(max(1, batch // shape.groups)) if formulas == "chainermnx" else self.facts
-        projection = project(
-            name, facts, devices, batch, formulas, segments=segments, wishes=q.wishes, shape=shape,
-            gpus_per_node=q.gpus_per_node, gamma=gamma, framework=q.framework,
-        )  # fmt: skip
-        return shape, projection
+        case = case_of(
+            name, facts, devices, batch, segments=segments, wishes=q.wishes, shape=shape, gpus_per_node=q.gpus_per_node
+        )
+        return project(case, formulas, gamma=gamma, framework=q.framework)
 
     def _gamma(self, name: str, shape: Shape, memory: float) -> float:
         """A device's memory over what the published formula counts."""
-        _, naive = self._project(name, shape.devices, shape, "published", 1.0)
+        naive = self._project(name, shape.devices, shape, "published", 1.0)
         return reuse_factor(memory, naive.phases.memory_bytes)
 
     def _fits(self, memory: float) -> bool:

@@ -39,34 +39,28 @@ ENOUGH = 4  # measurements that have quartiles
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measured run. iteration_s: the median, where several iterations were measured.
-
-    slow: how many of the measured iterations are outliers, of `iterations`.
-    """
+    """A measured run."""
 
     strategy: str
     gpus: int
     batch: int
-    iteration_s: float
+    iteration_s: float  # the median, where several iterations were measured
     inside: int | None = None
     segments: int | None = None
-    iterations: int = 1
-    slow: int = 0
+    iterations: int = 1  # that were measured
+    slow: int = 0  # how many of these are outliers
     peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run and its projection (with overlap). abnormal: why it is out of line, or nothing.
-
-    gamma: the measured peak of memory over what the published formula counts, where a peak was measured.
-    """
+    """A run and its projection."""
 
     run: Run
     answer: Answer
-    projected_s: float
-    abnormal: str = ""
-    gamma: float | None = None
+    projected_s: float  # with overlap
+    abnormal: str = ""  # why it is out of line
+    gamma: float | None = None  # the measured peak of memory over what the published formula counts
 
     @property
     def accuracy(self) -> float:
@@ -185,7 +179,7 @@ def compare(pairs: Sequence[tuple[Run, Answer]]) -> list[Compared]:
 
 def mean_accuracy(compared: Sequence[Compared]) -> dict[str, float]:
     """The mean accuracy of each strategy's runs, abnormal ones included."""
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for c in compared:
-        found.setdefault(c.run.strategy, []).append(c.accuracy)
-    return {name: statistics.fmean(values) for name, values in found.items()}
+        accuracies.setdefault(c.run.strategy, []).append(c.accuracy)
+    return {name: statistics.fmean(values) for name, values in accuracies.items()}

@@ -9,7 +9,7 @@ device: the same time, and a gradient that nobody has to exchange.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from layerwise.config import Config, why_illegal
@@ -24,15 +24,12 @@ HYBRID = ("df", "ds")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a strategy uses its devices: `groups` data-parallel groups of `inside` devices.
+    """How a strategy uses its devices."""
 
-    grid: the degrees of a spatial cut inside a group; gather_after: the last layer that is cut so.
-    """
-
-    groups: int
-    inside: int
-    grid: tuple[tuple[str, int], ...] = ()
-    gather_after: str | None = None
+    groups: int  # data-parallel ones
+    inside: int  # devices of each
+    grid: tuple[tuple[str, int], ...] = ()  # the degrees of a spatial cut inside a group
+    gather_after: str | None = None  # the last layer that is cut so
 
     @property
     def devices(self) -> int:
@@ -41,11 +38,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user fixes. inside: devices a group of a hybrid; dims: what a spatial strategy may cut."""
+    """What the user fixes."""
 
-    inside: int | None = None
-    gather_after: str | None = None
-    dims: tuple[str, ...] = field(default=SPATIAL)
+    inside: int | None = None  # devices a group of a hybrid
+    gather_after: str | None = None  # the last layer that a spatial strategy cuts
+    dims: tuple[str, ...] = SPATIAL  # that it may cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +125,16 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
         if not layers:
             return Limit(1, "no layer has positions to cut")
         least = min(layers, key=lambda layer: positions(layer, wishes.dims))
-        sizes = " × ".join(str(least.space.max_degree(d)) for d in wishes.dims if least.space.max_degree(d) > 1) or "1"
+        degrees = [least.space.max_degree(d) for d in wishes.dims]
+        sizes = " × ".join(str(most) for most in degrees if most > 1) or "1"
         return Limit(positions(least, wishes.dims), f"layer {least.name!r} with {sizes} positions")
     label = CUT[name]
     layers = weighted(graph)[1:] if label == "k" else weighted(graph)
     if not layers:
         return Limit(1, "no layer has weights to cut")
     least = min(layers, key=lambda layer: layer.space.max_degree(label))
-    kind = "input channels" if label == "k" else "output channels"
-    return Limit(least.space.max_degree(label), f"layer {least.name!r} with {least.space.max_degree(label)} {kind}")
+    most, kind = least.space.max_degree(label), "input channels" if label == "k" else "output channels"
+    return Limit(most, f"layer {least.name!r} with {most} {kind}")
 
 
 def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes | None = None) -> list[Shape]:
@@ -188,12 +186,12 @@ def _spatial_shapes(graph: LayerGraph, name: str, devices: int, inside: int, nod
         return [Shape(devices, 1, (), last)]
     assert last is not None  # else the limit is 1
     layers = spatial_layers(graph, last)
-    rooms = {label: min(layer.space.max_degree(label) for layer in layers) for label in wishes.dims}
-    rooms = {label: most for label, most in rooms.items() if most > 1}
-    grids = [grid for grid in _grids(inside, list(rooms)) if all(degree <= rooms[d] for d, degree in grid)]
+    degrees = {label: min(layer.space.max_degree(label) for layer in layers) for label in wishes.dims}
+    degrees = {label: most for label, most in degrees.items() if most > 1}
+    grids = [grid for grid in _grids(inside, list(degrees)) if all(degree <= degrees[d] for d, degree in grid)]
     if not grids:
         least = min(layers, key=lambda layer: positions(layer, wishes.dims))
-        sizes = " × ".join(f"{d}={most}" for d, most in rooms.items()) or "no dimension"
+        sizes = " × ".join(f"{d}={most}" for d, most in degrees.items()) or "no dimension"
         raise UnreachableError(
             f"{name} cannot cut space into {inside}: layer {least.name!r} leaves {sizes} to cut (gather earlier with "
             "--gather-after, or take another number of devices)"

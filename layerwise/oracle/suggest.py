@@ -12,25 +12,24 @@ TIE = 1e-3  # answers nearer than this are equal
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be used. memory_bytes: of a device, beside its own capacity; seconds: of an epoch. None: no limit."""
+    """What may be used; None: no limit."""
 
     gpus: int | None = None
-    memory_bytes: float | None = None
-    seconds: float | None = None
+    memory_bytes: float | None = None  # of a device, beside its own capacity
+    seconds: float | None = None  # of an epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The best answer within the budget and the best of another strategy; `why` is empty unless there is none.
+    """The best answer within the budget and the best of another strategy.
 
-    With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest. margin: how
-    much more the runner-up takes of that: 0.1 is 10 %; 0 where the best was preferred in a tie.
+    With a time budget the best is the one of fewest GPU-seconds an epoch that keeps it, else the fastest.
     """
 
     best: Answer | None
     runner_up: Answer | None
-    margin: float | None
-    why: str = ""
+    margin: float | None  # how much more of that the runner-up takes: 0.1 is 10 %; 0 where a tie was decided
+    why: str = ""  # there is no best one
 
 
 def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:

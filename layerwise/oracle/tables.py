@@ -17,19 +17,15 @@ from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A strategy by the tables. overlapped_s: an iteration with gradients travelling beside the backward pass.
-
-    exposed_s: of the gradient exchange, what is left after the backward pass. statistics_s: batch norm over the whole
-    batch, which is part of the phases' `reduce_s`.
-    """
+    """A strategy by the tables."""
 
     shape: Shape
     strategy: Mapping[str, Config]
     price: Price
     phases: Phases
-    overlapped_s: float
-    exposed_s: float
-    statistics_s: float
+    overlapped_s: float  # an iteration with gradients travelling beside the backward pass
+    exposed_s: float  # of the gradient exchange, what is left after the backward pass
+    statistics_s: float  # batch norm over the whole batch, which is part of the phases' `reduce_s`
 
 
 def priced(model: CostModel, name: str, shapes: Sequence[Shape]) -> Priced:

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from benchmarks import links_again
-from benchmarks.links_again import LinksAgain
+from benchmarks.ranks import links_again
+from benchmarks.ranks.links_again import LinksAgain
 from layerwise.machine.curves import Curve, Links, Overlap
 from layerwise.measure.links.shapes import Topology
 from layerwise.measure.links.timing import Time

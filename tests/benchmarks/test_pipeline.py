@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.pipeline import Pipelined, check
+from benchmarks.ranks.pipeline import Pipelined, check
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from tests.comm.pool import run_ranks

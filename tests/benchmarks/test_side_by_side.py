@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.side_by_side import BACKWARD, FORWARD, Part, segments_of, slowest
+from benchmarks.ranks.side_by_side import BACKWARD, FORWARD, Part, segments_of, slowest
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.grids_cori import BATCH, Record, cases, fit, records, terms
+from benchmarks.published.cori import BATCH, Record, cases, fit, records, terms
 from layerwise.mlp_grid.grid import ProcessGrid
 
 

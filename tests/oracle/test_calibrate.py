@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 
 from benchmarks.oracle import RECORDS, facts, forecast
-from benchmarks.oracle_calibrate import calibrate
-from benchmarks.oracle_records import Record, factor, log_errors, order, read_records
+from benchmarks.published.calibrate import calibrate
+from benchmarks.published.records import Record, factor, log_errors, order, read_records
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_model
 from layerwise.machine import load

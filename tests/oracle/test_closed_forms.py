@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import LinkLevel, Profile, load
 from layerwise.oracle.formulas.facts import Facts, facts_of
 from layerwise.oracle.formulas.phases import STRATEGIES, Formulas, Phases, Projection
-from layerwise.oracle.formulas.project import project
-from layerwise.oracle.strategies import Wishes, gather_layer
+from layerwise.oracle.formulas.project import case_of, project
+from layerwise.oracle.strategies import Shape, Wishes, gather_layer
 
 TIMES = [f.name for f in fields(Phases) if f.name.endswith("_s")]
 FORMS: tuple[Formulas, ...] = ("published", "as-run")
@@ -32,9 +33,11 @@ def machine(alpha_s: float = ALPHA, beta_s_per_byte: float = BETA) -> Profile:
 
 
 @cache
-def facts(name: str = MLP, alpha_s: float = ALPHA, beta: float = BETA, seconds: float | None = None) -> Facts:
-    graph = fuse(load_model(name, BATCH))
-    return facts_of(graph, machine(alpha_s, beta), seconds_per_sample=seconds)
+def facts(
+    name: str = MLP, alpha_s: float = ALPHA, beta: float = BETA, seconds: float | None = None, optimizer: str = "sgd"
+) -> Facts:
+    graph, options = fuse(load_model(name, BATCH)), CostOptions(io="free", optimizer=optimizer)
+    return facts_of(graph, machine(alpha_s, beta), seconds_per_sample=seconds, options=options)
 
 
 def times(projection: Projection) -> dict[str, float]:
@@ -45,14 +48,14 @@ def times(projection: Projection) -> dict[str, float]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_one_device_every_strategy_is_serial(strategy: str, form: Formulas, name: str) -> None:
-    serial = project("serial", facts(name), 1, BATCH, form)
+    serial = project(case_of("serial", facts(name), 1, BATCH), form)
     assert serial.phases.communication_s == 0
     assert serial.phases.compute_s == pytest.approx(BATCH * facts(name).compute_s)
-    assert times(project(strategy, facts(name), 1, BATCH, form)) == pytest.approx(times(serial))
+    assert times(project(case_of(strategy, facts(name), 1, BATCH), form)) == pytest.approx(times(serial))
 
 
 def test_data_by_hand() -> None:
-    at = project("data", facts(), 4, 4 * BATCH, optimizer="adam").phases
+    at = project(case_of("data", facts(optimizer="adam"), 4, 4 * BATCH)).phases
     weights, biases = 64 * 96 + 96 * 128 + 128 * 32, 96 + 128 + 32
     assert at.gradient_s == pytest.approx(2 * 3 * (ALPHA + weights / 4 * 4 * BETA))
     assert at.compute_s == pytest.approx(BATCH * facts().compute_s)
@@ -62,17 +65,17 @@ def test_data_by_hand() -> None:
 
 
 def test_filter_by_hand() -> None:
-    at = project("filter", facts(), 4, BATCH).phases
+    at = project(case_of("filter", facts(), 4, BATCH)).phases
     once = 2 * 3 * ALPHA + 3 * BATCH * (96 + 128) / 4 * 4 * BETA  # y of all layers but the last
     assert at.gather_s == pytest.approx(once)
     assert at.reduce_s == pytest.approx(2 * once)
     assert at.gradient_s == 0
-    assert at.update_s == pytest.approx(project("serial", facts(), 1, BATCH).phases.update_s / 4)
+    assert at.update_s == pytest.approx(project(case_of("serial", facts(), 1, BATCH)).phases.update_s / 4)
 
 
 def test_pipeline_by_hand() -> None:
     f = facts()
-    at = project("pipeline", f, 3, BATCH, segments=4).phases
+    at = project(case_of("pipeline", f, 3, BATCH, segments=4)).phases
     slowest = max(y.forward_s for y in f.layers) + max(y.backward_s for y in f.layers)
     assert at.compute_s == pytest.approx(BATCH * (3 + 4 - 1) / 4 * slowest)
     assert at.passing_s == pytest.approx(2 * (3 + 4 - 2) * (ALPHA + BATCH / 4 * 128 * 4 * BETA))
@@ -81,7 +84,7 @@ def test_pipeline_by_hand() -> None:
 def test_spatial_by_hand() -> None:
     """LeNet-5: 5 × 5 convolutions on 32 and 14 rows, 2 × 2 poolings, cut into two, gathered after the last pooling."""
     f = facts("lenet5")
-    at = project("spatial", f, 2, BATCH, wishes=Wishes(dims=("h",))).phases
+    at = project(case_of("spatial", f, 2, BATCH, wishes=Wishes(dims=("h",)))).phases
     names = [y.name for y in f.layers]
     end = names.index(str(gather_layer(f.graph, 16))) + 1
     halos = 0.0
@@ -100,8 +103,8 @@ def test_spatial_by_hand() -> None:
 def test_published_filter_sends_half_as_much_again_as_ours(p: int, batch: int, widths: list[int]) -> None:
     """An all-gather and an all-reduce, against an all-gather and its adjoint."""
     f = facts("mlp:" + "x".join(map(str, widths)))
-    published = project("filter", f, p, batch).phases.communication_s
-    assert published == pytest.approx(1.5 * project("filter", f, p, batch, "as-run").phases.communication_s)
+    published = project(case_of("filter", f, p, batch)).phases.communication_s
+    assert published == pytest.approx(1.5 * project(case_of("filter", f, p, batch), "as-run").phases.communication_s)
 
 
 @settings(max_examples=40)
@@ -116,7 +119,7 @@ def test_slower_links_never_help(strategy: str, form: Formulas, name: str, slowe
     if name == MLP and strategy in ("spatial", "ds"):
         name = "lenet5"
     slow = facts(name, ALPHA * slower[0], BETA * slower[1])
-    before, after = (project(strategy, f, p, BATCH, form).phases for f in (facts(name), slow))
+    before, after = (project(case_of(strategy, f, p, BATCH), form).phases for f in (facts(name), slow))
     assert after.communication_s > before.communication_s
     assert after.communication_s <= max(slower) * before.communication_s * (1 + 1e-9)
     assert after.computation_s == pytest.approx(before.computation_s)
@@ -126,16 +129,16 @@ def test_slower_links_never_help(strategy: str, form: Formulas, name: str, slowe
 @pytest.mark.parametrize(("hybrid", "inner"), [("df", "filter"), ("ds", "spatial")])
 def test_hybrids_of_one_group_or_of_single_devices(hybrid: str, inner: str, form: Formulas) -> None:
     f = facts("lenet5")
-    alone = project(hybrid, f, 4, BATCH, form, groups=(1, 4))
-    assert times(alone) == pytest.approx(times(project(inner, f, 4, BATCH, form)))
-    data = project(hybrid, f, 4, BATCH, form, groups=(4, 1))
-    assert times(data) == pytest.approx(times(project("data", f, 4, BATCH, form)))
+    alone = project(case_of(hybrid, f, 4, BATCH, wishes=Wishes(inside=4)), form)
+    assert times(alone) == pytest.approx(times(project(case_of(inner, f, 4, BATCH), form)))
+    data = project(case_of(hybrid, f, 4, BATCH, wishes=Wishes(inside=1)), form)
+    assert times(data) == pytest.approx(times(project(case_of("data", f, 4, BATCH), form)))
 
 
 def test_measured_times_replace_the_analytic_ones() -> None:
     f = facts(MLP, ALPHA, BETA, 0.5)
     assert f.compute_s == pytest.approx(0.5)
-    assert project("serial", f, 1, BATCH, "as-run").phases.compute_s == pytest.approx(0.5 * BATCH)
+    assert project(case_of("serial", f, 1, BATCH), "as-run").phases.compute_s == pytest.approx(0.5 * BATCH)
     single = {layer.name: (1.0, 2.0) for layer in f.layers}
     assert facts_of(f.graph, f.profile, layer_seconds=single).compute_s == pytest.approx(3.0 * len(single))
     with pytest.raises(LayerwiseError, match="no measured time of layer"):
@@ -145,16 +148,16 @@ def test_measured_times_replace_the_analytic_ones() -> None:
 def test_small_local_shapes_take_more_than_their_share() -> None:
     """A launch is a launch however little it computes: only the closed forms as published divide without end."""
     f = facts()
-    ideal, ours = (project("filter", f, 16, BATCH, form).phases.compute_s for form in FORMS)
-    assert ideal == pytest.approx(project("serial", f, 1, BATCH).phases.compute_s / 16)
+    ideal, ours = (project(case_of("filter", f, 16, BATCH), form).phases.compute_s for form in FORMS)
+    assert ideal == pytest.approx(project(case_of("serial", f, 1, BATCH)).phases.compute_s / 16)
     assert ours > 2 * ideal
 
 
 def test_memory_reuse_and_optimizer_state() -> None:
-    whole = project("data", facts(), 2, BATCH).phases.memory_bytes
-    assert project("data", facts(), 2, BATCH, gamma=0.5).phases.memory_bytes == whole / 2
+    whole = project(case_of("data", facts(), 2, BATCH)).phases.memory_bytes
+    assert project(case_of("data", facts(), 2, BATCH), gamma=0.5).phases.memory_bytes == whole / 2
     sgd, adam = (
-        project("filter", facts(), 2, BATCH, "as-run", optimizer=o).phases.memory_bytes for o in ("sgd", "adam")
+        project(case_of("filter", facts(optimizer=o), 2, BATCH), "as-run").phases.memory_bytes for o in ("sgd", "adam")
     )
     assert adam - sgd == facts().item_bytes * 2 * facts().weights / 2
 
@@ -166,21 +169,26 @@ def test_memory_reuse_and_optimizer_state() -> None:
         ("data", 16, 8, {}, "at most 8, by the batch of 8 samples"),
         ("filter", 64, 8, {}, "at most 32, by layer '.*' with 32 output channels"),
         ("serial", 2, 8, {}, "at most 1"),
-        ("df", 8, 8, {"groups": (2, 2)}, "2 groups of 2 are not 8 devices"),
-        ("data", 2, 8, {"groups": (2, 1)}, "data has no groups"),
+        ("df", 8, 8, {"shape": Shape(2, 2)}, "2 groups of 2 are not 8 devices"),
+        ("data", 2, 0, {}, "at least 1 sample"),
         ("pipeline", 2, 8, {"segments": 9}, "9 segments of 8 samples"),
-        ("data", 2, 8, {"optimizer": "lion"}, "unknown optimizer 'lion'"),
-        ("data", 2, 8, {"gamma": 0.0}, "gamma above 0"),
     ],
 )
 def test_what_cannot_be(strategy: str, devices: int, batch: int, options: dict[str, object], message: str) -> None:
     level = LinkLevel("node", 64, ALPHA, 1 / BETA, 1)
     f = facts_of(facts().graph, Profile("u", "", load("v100").processor, (level,), {}))
     with pytest.raises(LayerwiseError, match=message):
-        project(strategy, f, devices, batch, **options)  # type: ignore[arg-type]
+        case_of(strategy, f, devices, batch, **options)  # type: ignore[arg-type]
+
+
+def test_options_that_cannot_be() -> None:
+    with pytest.raises(LayerwiseError, match="gamma must be above 0"):
+        project(case_of("data", facts(), 2, BATCH), gamma=0.0)
+    with pytest.raises(LayerwiseError, match="unknown optimizer 'lion'"):
+        facts(optimizer="lion")
 
 
 def test_no_time_is_free() -> None:
     with pytest.raises(LayerwiseError, match="above 0 s"):
         facts_of(facts().graph, machine(), seconds_per_sample=0.0)
-    assert max(times(project("data", facts(), 4, BATCH)).values()) < inf
+    assert max(times(project(case_of("data", facts(), 4, BATCH))).values()) < inf

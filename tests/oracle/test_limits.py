@@ -12,8 +12,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.formulas.facts import Facts, facts_of
 from layerwise.oracle.formulas.phases import Formulas
-from layerwise.oracle.formulas.project import project
-from layerwise.oracle.formulas.stages import imbalance
+from layerwise.oracle.formulas.pipeline import imbalance
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.question import Oracle, Question
 
@@ -24,7 +24,7 @@ def facts(name: str) -> Facts:
 
 
 def found(model: str, strategy: str, p: int, batch: int, form: Formulas = "published") -> dict[str, Finding]:
-    projection = project(strategy, facts(model), p, batch, form)
+    projection = project(case_of(strategy, facts(model), p, batch), form)
     rows = findings(projection, facts(model), load("v100").device_graph(p))
     assert [f.lost_s for f in rows] == sorted((f.lost_s for f in rows), reverse=True)
     return {f.name: f for f in rows}
@@ -36,7 +36,7 @@ def test_one_device_has_no_limits() -> None:
 
 def test_gradients_of_vgg() -> None:
     rows = found("vgg16", "data", 64, 64 * 32)
-    at = project("data", facts("vgg16"), 64, 64 * 32).phases
+    at = project(case_of("data", facts("vgg16"), 64, 64 * 32)).phases
     assert rows["gradient exchange"].value == pytest.approx(at.gradient_s / at.total_s)
     assert rows["number of PEs"].value == pytest.approx(1 / 32)
     assert "layer-wise communication" not in rows
@@ -57,7 +57,7 @@ def test_what_overlap_hides_of_the_gradients_is_not_lost() -> None:
 
 
 def test_hidden_congestion_costs_nothing() -> None:
-    projection = project("df", facts("vgg16"), 16, 128)
+    projection = project(case_of("df", facts("vgg16"), 16, 128))
     rows = findings(projection, facts("vgg16"), load("v100").device_graph(16), (), 1e-6)
     (congestion,) = (f for f in rows if f.name == "network congestion")
     assert congestion.lost_s == 1e-6

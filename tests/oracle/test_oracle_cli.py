@@ -15,9 +15,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.oracle.formulas.facts import facts_of
-from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import framework
 from layerwise.oracle.report.as_json import text as json_text
+from layerwise.oracle.strategies import Wishes
 from layerwise.plan import load_plan
 
 Run = Callable[..., str]
@@ -224,10 +225,11 @@ def test_closed_forms_of_a_framework(run: Run, form: str, runs: str) -> None:
     answers = {a["strategy"]: a for a in found["answers"]}
     assert set(answers) == {"data", "spatial", "filter", "channel", "df", "ds"}
     for name, a in answers.items():
-        groups = (a["groups"], a["inside"]) if name in ("df", "ds") else None
+        wishes = Wishes(inside=a["inside"] if name in ("df", "ds") else None)
         graph = load_model("alexnet", batch // a["groups"])
         facts = facts_of(graph, load("v100"), seconds_per_sample=chainer.single_s("alexnet"))
-        expected = project(name, facts, 8, batch, "chainermnx", groups=groups, framework=chainer).phases
+        case = case_of(name, facts, 8, batch, wishes=wishes)
+        expected = project(case, "chainermnx", framework=chainer).phases
         assert a["iteration"]["compute_s"] == pytest.approx(expected.compute_s), name
         assert a["iteration"]["total_s"] == pytest.approx(expected.total_s), name
         assert a["formulas"] == "chainermnx"

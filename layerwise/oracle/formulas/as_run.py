@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from layerwise.config import Config
+from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.oracle.formulas.case import Case
 from layerwise.oracle.formulas.collectives import Hop, all_gather_s, all_reduce_s, flows_per_port, hop
 from layerwise.oracle.formulas.facts import LayerFacts
 from layerwise.oracle.formulas.halos import halo_messages
-from layerwise.oracle.formulas.memory import memory_bytes, optimizer_copies
+from layerwise.oracle.formulas.memory import memory_bytes
 from layerwise.oracle.formulas.phases import Phases
-from layerwise.oracle.formulas.stages import pipeline_phases, stages
+from layerwise.oracle.formulas.pipeline import pipeline_phases, pipeline_stages
 from layerwise.oracle.strategies import SPATIAL, strategy
 from layerwise.partition.buckets import BUCKET_BYTES
 
@@ -27,7 +28,9 @@ def as_run(case: Case) -> Phases:
     """The phases of an iteration."""
     facts, model = case.facts, case.model
     if case.strategy == "pipeline":
-        pipelined = pipeline_phases(stages(model, case.shape.devices, case.segments), case.segments, model.devices)
+        pipelined = pipeline_phases(
+            pipeline_stages(model, case.shape.devices, case.segments), case.segments, model.devices
+        )
         return Phases(
             compute_s=pipelined.compute_s * facts.scale,
             update_s=pipelined.update_s,
@@ -111,7 +114,7 @@ def _gradients_s(case: Case, plan: Plan) -> float:
 
 def _memory_bytes(case: Case) -> float:
     facts, batch = case.facts, case.batch
-    copies, share = optimizer_copies(case.model.options.optimizer), 1 / case.shape.inside
+    copies, share = OPTIMIZERS[case.model.options.optimizer], 1 / case.shape.inside
     if case.cut == "c":  # inputs gathered whole
         return memory_bytes(facts, batch, outputs=share, weights=share, copies=copies)
     if case.cut == "k":  # partial sums of the whole output

@@ -8,7 +8,7 @@ from layerwise.cost.model import CostModel
 from layerwise.machine import DeviceGraph
 from layerwise.oracle.formulas.collectives import Hop, all_gather_s
 from layerwise.oracle.formulas.facts import Facts, LayerFacts
-from layerwise.oracle.strategies import CUT, Shape
+from layerwise.oracle.strategies import CUT, Limit, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Case:
     strategy: str
     shape: Shape  # how the strategy uses the devices
     model: CostModel  # of all devices
-    segments: int = 1  # of a pipelined batch
+    segments: int  # of a pipelined batch, else 1
+    limit: Limit  # of the strategy, with this batch
 
     @property
     def devices(self) -> DeviceGraph:

@@ -30,7 +30,7 @@ def hop(devices: DeviceGraph, members: int, stride: int = 1) -> Hop:
     """
     outer = devices.level_between(0, (members - 1) * stride)
     inside = stride < devices.devices_per_node  # some links of the ring stay in a node
-    used = [level for at, level in enumerate(devices.levels[: outer + 1]) if at or outer == 0 or inside]
+    used = [level for number, level in enumerate(devices.levels[: outer + 1]) if number or outer == 0 or inside]
     return Hop(used[-1].alpha_s, max(level.beta_s_per_byte for level in used))
 
 

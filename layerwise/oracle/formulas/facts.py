@@ -24,45 +24,34 @@ from layerwise.oracle.strategies import SPATIAL
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A spatial dimension of a layer that slides a window.
-
-    extent: of the input; out: of the output; kernel: K of the published halo, floor(K/2) a side; low, high: elements
-    that an interior cell really needs from either neighbour.
-    """
+    """A spatial dimension of a layer that slides a window."""
 
     label: str
-    extent: int
-    out: int
-    kernel: int
-    low: int
-    high: int
+    extent: int  # of the input
+    out: int  # extent of the output
+    kernel: int  # K of the published halo, floor(K/2) a side
+    low: int  # elements that an interior cell really needs from the neighbour below
+    high: int  # and from the one above
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """One layer. Items are elements a sample; times are s a sample, of one device, at the facts' batch.
-
-    inputs, outputs: |x| (of all inputs), |y|; weights, biases: |w|, |bi| (trainable). filters: F, into how many parts
-    the output channels can be cut; channels: C, the input channels that are summed over; 0 where there are none.
-    gathered: items of each input that a split of this layer's output channels needs whole, from another split layer.
-    places: output extents of the spatial dimensions that can be split; windows: those of them that slide windows.
-    in_channels, out_channels: of the tensors, for halos. fed: whether its input is the network's (no backward halo).
-    """
+    """One layer. Items are elements a sample; times are s a sample, of one device, at the facts' batch."""
 
     name: str
     weighted: bool  # a convolution or a linear layer: what filter and channel parallelism split
-    inputs: int
-    outputs: int
-    weights: int
-    biases: int
-    filters: int
-    channels: int
-    gathered: tuple[int, ...]
-    places: tuple[tuple[str, int], ...]
-    windows: tuple[Window, ...]
-    in_channels: int
+    inputs: int  # |x|, items of all inputs
+    outputs: int  # |y|
+    weights: int  # |w|, trainable
+    biases: int  # |bi|, trainable
+    filters: int  # F: into how many parts the output channels can be cut; 0: none
+    channels: int  # C: the input channels that are summed over; 0: none
+    gathered: tuple[int, ...]  # items of each input that a split of the output channels needs whole of a split layer
+    places: tuple[tuple[str, int], ...]  # output extents of the spatial dimensions that can be split
+    windows: tuple[Window, ...]  # those of these that slide windows
+    in_channels: int  # of the tensors, for halos
     out_channels: int
-    fed: bool
+    fed: bool  # its input is the network's: no halo backward
     forward_s: float
     backward_s: float
 
@@ -79,15 +68,12 @@ class LayerFacts:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """A network on one device. `graph` has `batch` samples, the batch that the times were taken at.
+    """A network on one device."""
 
-    scale: by which the cost model's times of all layers are multiplied, so that they add up to a measured time.
-    """
-
-    graph: LayerGraph
+    graph: LayerGraph  # at the batch that the times were taken at
     profile: Profile
     layers: tuple[LayerFacts, ...]
-    scale: float
+    scale: float  # that the cost model's times of all layers are multiplied by, to add up to a measured time
     options: CostOptions
     _models: dict[tuple[int, int, int | None], CostModel] = field(default_factory=dict, repr=False)
 
@@ -179,7 +165,7 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
     trainable = [(p.name, prod(p.shape)) for _, p in layer.own_parameters() if p.trainable]
     biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
     weighted = isinstance(main, Conv | ConvTranspose | Linear)
-    rooms = {d.label: d.max_degree for d in layer.space.dims if d.label}
+    degrees = {d.label: d.max_degree for d in layer.space.dims if d.label}
     x, out = specs[0] if specs else None, layer.out
     channel = (None if x is None else x.index("c"), out.index("c"))
     return LayerFacts(
@@ -189,10 +175,10 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
         outputs=out.volume // batch,
         weights=sum(size for _, size in trainable) - biases,
         biases=biases,
-        filters=rooms.get("c", 0) if weighted else 0,
-        channels=rooms.get("k", 0) if weighted else 0,
+        filters=degrees.get("c", 0) if weighted else 0,
+        channels=degrees.get("k", 0) if weighted else 0,
         gathered=tuple(_gathered(graph, layer)),
-        places=tuple((label, rooms[label]) for label in SPATIAL if label in rooms),
+        places=tuple((label, degrees[label]) for label in SPATIAL if label in degrees),
         windows=_windows(layer) if isinstance(main, Conv | ConvTranspose | Pool) else (),
         in_channels=1 if x is None or channel[0] is None else x.shape[channel[0]],
         out_channels=1 if channel[1] is None else out.shape[channel[1]],
@@ -230,6 +216,6 @@ def _reach(axis: AxisMap, out: int, extent: int) -> tuple[int, int]:
     cut = out // 2
     if cut == 0:
         return 0, 0
-    at, own = np.array([cut]), cut * extent // out
-    start, stop = axis(at, at + 1)[0], axis(at - 1, at)[1]
+    above, own = np.array([cut]), cut * extent // out
+    start, stop = axis(above, above + 1)[0], axis(above - 1, above)[1]
     return max(0, own - int(start[0])), max(0, int(stop[0]) - own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.formulas.facts import Facts, LayerFacts
 
@@ -29,13 +28,6 @@ def memory_bytes(
         total += 2 * batch * (layer.inputs * inputs + layer.outputs * outputs)
         total += (2 + copies) * layer.weights * weights + layer.biases
     return facts.item_bytes * total
-
-
-def optimizer_copies(optimizer: str) -> int:
-    """Tensors of state of the parameters' size. Raises LayerwiseError for an optimizer that nobody knows."""
-    if optimizer not in OPTIMIZERS:
-        raise LayerwiseError(f"unknown optimizer {optimizer!r}: choose {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[optimizer]
 
 
 def reuse_factor(measured_bytes: float, naive_bytes: float) -> float:

@@ -16,21 +16,15 @@ Formulas = Literal["published", "as-run", "chainermnx"]
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds an iteration by phase, of the slowest device, and bytes of memory of the fullest one.
+    """Seconds an iteration by phase, of the slowest device, and bytes of memory of the fullest one."""
 
-    compute_s: forward and backward. update_s: the optimizer, and adding up the gradients of a pipeline's segments.
-    gather_s, reduce_s: a layer's own all-gather, and its all-reduce or reduce-scatter, of activations and their
-    gradients. halo_s: borders of spatial cells. passing_s: activations and gradients from one pipeline stage to the
-    next. gradient_s: all-reduce of the weights' gradients.
-    """
-
-    compute_s: float = 0.0
-    update_s: float = 0.0
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    halo_s: float = 0.0
-    passing_s: float = 0.0
-    gradient_s: float = 0.0
+    compute_s: float = 0.0  # forward and backward
+    update_s: float = 0.0  # the optimizer, and adding up the gradients of a pipeline's segments
+    gather_s: float = 0.0  # a layer's own all-gather of activations and their gradients
+    reduce_s: float = 0.0  # and its all-reduce or reduce-scatter of them
+    halo_s: float = 0.0  # borders of spatial cells
+    passing_s: float = 0.0  # activations and gradients from one pipeline stage to the next
+    gradient_s: float = 0.0  # all-reduce of the weights' gradients
     memory_bytes: float = 0.0
 
     @property
@@ -56,19 +50,15 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one strategy costs on `devices` devices.
-
-    groups: (p1, p2), p1 data-parallel groups of p2 devices each; segments: of a pipelined batch, else 1; batch:
-    samples an iteration, of all devices together; limit: of the strategy, with this batch.
-    """
+    """What one strategy costs on a number of devices."""
 
     strategy: str
     devices: int
-    groups: tuple[int, int]
-    segments: int
-    batch: int
+    groups: tuple[int, int]  # p1 data-parallel groups of p2 devices each
+    segments: int  # of a pipelined batch, else 1
+    batch: int  # samples an iteration, of all devices together
     phases: Phases
-    limit: Limit
+    limit: Limit  # of the strategy, with this batch
 
     def iterations(self, samples: int) -> int:
         """Iterations an epoch: a last batch that is not full is an iteration too."""

@@ -1,6 +1,6 @@
 """The closed forms as published: Kahira et al., HPDC 2021, table 3 and appendix A, an iteration of them.
 
-What the tables leave out and the text tells is here too: the gather after the last spatial layer, behind which every
+What the tables leave out and the text has is here too: the gather after the last spatial layer, behind which every
 device of a group computes the whole of the group's batch; data+spatial with its leaders; contention.
 """
 
@@ -16,7 +16,7 @@ from layerwise.oracle.formulas.facts import LayerFacts
 from layerwise.oracle.formulas.halos import published_halo
 from layerwise.oracle.formulas.memory import memory_bytes
 from layerwise.oracle.formulas.phases import Phases
-from layerwise.oracle.formulas.stages import balanced, crossing_bytes
+from layerwise.oracle.formulas.pipeline import balanced, crossing_bytes
 
 
 def published(case: Case) -> Phases:
@@ -55,9 +55,11 @@ def _spatial(case: Case) -> Phases:
     link, (before, after) = _mpi(case), case.spatial
     halo_s = 0.0
     for layer in before:
-        there, back = published_halo(layer, case.grid)
-        if there:
-            halo_s += 2 * (2 * link.alpha_s + case.batch * (there + back) * facts.item_bytes * link.beta_s_per_byte)
+        forward, backward = published_halo(layer, case.grid)
+        if forward:
+            halo_s += 2 * (
+                2 * link.alpha_s + case.batch * (forward + backward) * facts.item_bytes * link.beta_s_per_byte
+            )
     gather_s = case.gather_after_s(link)
     w_bytes = facts.weights * facts.item_bytes
     if p1 == 1:

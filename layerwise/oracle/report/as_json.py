@@ -9,7 +9,7 @@ from typing import Any
 
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.formulas.stages import imbalance
+from layerwise.oracle.formulas.pipeline import imbalance
 from layerwise.oracle.question import Answer, Oracle
 from layerwise.oracle.report.text import PHASES
 from layerwise.oracle.runs import Compared, mean_accuracy

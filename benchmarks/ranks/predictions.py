@@ -1,6 +1,6 @@
 """What each rank of benchmarks.predictions runs: measures links and layers, plans with them, runs the plans.
 
-How layers and steps are timed: benchmarks.side_by_side.
+How layers and steps are timed: benchmarks.ranks.side_by_side.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,9 +16,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.links_again import LinksAgain
-from benchmarks.networks import SMALL, Network
-from benchmarks.side_by_side import Layers, block, segments_of, slowest
+from benchmarks.common.networks import SMALL, Network
+from benchmarks.ranks.links_again import LinksAgain
+from benchmarks.ranks.side_by_side import Layers, block, segments_of, slowest
 from layerwise.api.measuring import strategies
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
@@ -51,12 +51,12 @@ SLOW_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One launch. seconds: budgets of the links, of each network's layers, and of each plan's steps."""
+    """One launch, with budgets."""
 
     networks: list[str]
     links_s: float
-    layers_s: float
-    plan_s: float
+    layers_s: float  # of each network
+    plan_s: float  # of each plan's steps
 
 
 def profile_of(comm: Comm, job: Job) -> Profile:
@@ -189,9 +189,10 @@ def reported(plan: Plan, training: Training, times: Sequence[float], comm: Comm)
     }
 
 
-def main() -> None:
-    """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
+def each_network(
+    job: Job, out: Path, measured: Callable[[Comm, Profile, Network], tuple[dict[str, object], Links | None]]
+) -> None:
+    """Measures every network of a job on this rank's core; rank 0 writes rows and links to `out`. Ends the process."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
@@ -199,14 +200,24 @@ def main() -> None:
         result: dict[str, object] = {}
         links: dict[str, object] = {}
         for name in job.networks:
-            network, profile = SMALL[name], profile_of(comm, job)  # anew: the machine's speed moves
-            model, layers = measured_model(comm, profile, network, job)
-            result[name], links_again = measure_together(model, layers, network, comm, job.plan_s)
-            links[name] = links_again and links_again.as_json()
+            # The links are measured anew for each: the machine's speed moves.
+            result[name], last = measured(comm, profile_of(comm, job), SMALL[name])
+            links[name] = last and last.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))
         comm.barrier()
     leave(0)
+
+
+def main() -> None:
+    """argv: the job as JSON, and where rank 0 writes the result."""
+    job = Job(**json.loads(sys.argv[1]))
+
+    def measured(comm: Comm, profile: Profile, network: Network) -> tuple[dict[str, object], Links | None]:
+        model, layers = measured_model(comm, profile, network, job)
+        return measure_together(model, layers, network, comm, job.plan_s)
+
+    each_network(job, Path(sys.argv[2]), measured)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
-from benchmarks.oracle_records import Record
+from benchmarks.published.records import Record
 from layerwise.errors import LayerwiseError
 from layerwise.oracle.formulas.chainermnx import FILTER_PASSES
 from layerwise.oracle.formulas.facts import Facts
 from layerwise.oracle.formulas.phases import Projection
-from layerwise.oracle.formulas.project import project
+from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
-from layerwise.oracle.strategies import Wishes
+from layerwise.oracle.strategies import HYBRID, Wishes
 
 FactsOf = Callable[[str, int, str], Facts]  # model, batch of a device, runs
 
@@ -64,17 +64,10 @@ def _means(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def projected(record: Record, facts: Facts, chainer: Framework) -> Projection:
     """A record's run in the closed forms of ChainerMNX."""
-    groups = (record.groups, record.inside) if record.strategy in ("df", "ds") else None
-    return project(
-        record.strategy,
-        facts,
-        record.devices,
-        record.batch,
-        "chainermnx",
-        groups=groups,
-        wishes=Wishes(gather_after=chainer.gathers_after(record.model)),
-        framework=chainer,
-    )
+    inside = record.inside if record.strategy in HYBRID else None
+    wishes = Wishes(inside, chainer.gathers_after(record.model))
+    case = case_of(record.strategy, facts, record.devices, record.batch, wishes=wishes)
+    return project(case, "chainermnx", framework=chainer)
 
 
 def _rate(record: Record, facts: Facts, chainer: Framework, communication_s: float) -> float:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.calibrated import calibrated
-from benchmarks.networks import NETWORKS
+from benchmarks.common.calibrated import calibrated
+from benchmarks.common.networks import NETWORKS
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
@@ -60,7 +60,7 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
     graph, space = fuse(graph_of(name, batch)), SearchSpace(ranks, NETWORKS[name].dims, spread=True)
     io = "sample" if batch >= ranks else "free"
     model = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER))
-    spec = f"benchmarks.networks:{name}"
+    spec = f"benchmarks.common.networks:{name}"
     made = {"searched": make_plan(spec, "emulated", model, space, search(model, space), fused=True)}
     if batch >= ranks:
         local = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER, local_batch_norm=True))

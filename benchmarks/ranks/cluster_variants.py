@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.networks import NETWORKS, Network
+from benchmarks.common.networks import NETWORKS, Network
 from layerwise.comm.base import Comm
 from layerwise.plan import Plan
 from layerwise.run.load import load

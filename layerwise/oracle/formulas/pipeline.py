@@ -18,23 +18,21 @@ from layerwise.oracle.formulas.phases import Phases
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Neighbouring layers on one device. Seconds of one segment; memory of the whole batch, whose segments it holds.
-
-    update_s: of the whole batch, once. passed_bytes: of one segment, what the next stages need of this one and of those
-    before it. accumulate_s: of every segment but the first, adding its gradients to those that are there.
-    """
+class PipelineStage:
+    """Neighbouring layers on one device; seconds and bytes are one segment's, if nothing else is said."""
 
     layers: tuple[str, ...]
     forward_s: float
     backward_s: float
-    update_s: float
-    memory_bytes: float
-    passed_bytes: float
-    accumulate_s: float = 0.0
+    update_s: float  # of the whole batch, once
+    memory_bytes: float  # of the whole batch, whose segments it holds
+    passed_bytes: float  # what the next stages need of this one and of those before it
+    accumulate_s: float = 0.0  # of every segment but the first: adding its gradients to the sum so far
 
 
-def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | None = None) -> tuple[Stage, ...]:
+def pipeline_stages(
+    model: CostModel, count: int, segments: int, cuts: Sequence[int] | None = None
+) -> tuple[PipelineStage, ...]:
     """The layers as `count` contiguous stages, the slowest of which is as fast as can be; or those that `cuts` makes.
 
     model: the whole batch; a segment has a `segments`-th of its samples, rounded up. The gradients of several segments
@@ -67,7 +65,7 @@ def stages(model: CostModel, count: int, segments: int, cuts: Sequence[int] | No
         added = sum(adding_s[name] for name in inside)
         second = _largest_gradient_bytes(graph, inside) if segments > 1 else 0.0  # while it is added, there are two
         result.append(
-            Stage(
+            PipelineStage(
                 tuple(inside),
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
@@ -85,7 +83,7 @@ def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
     return max((float(prod(p.shape) * item_bytes) for _, p, item_bytes in rows if p.trainable), default=0.0)
 
 
-def cuts_of(staged: Sequence[Stage]) -> list[int]:
+def cuts_of(staged: Sequence[PipelineStage]) -> list[int]:
     """Where these stages begin, and where the last one ends."""
     return [0, *accumulate(len(stage.layers) for stage in staged)]
 
@@ -118,7 +116,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
-    """For each layer, the bytes of all tensors that are made up to it and used after it: what a cut there passes on."""
+    """For each layer, the bytes of all tensors made up to it and used after it: what a cut behind it passes on."""
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
     fed = {layer.name for layer in graph.layers if layer.end}
@@ -130,7 +128,7 @@ def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
     return result
 
 
-def pipeline_phases(staged: Sequence[Stage], segments: int, devices: DeviceGraph) -> Phases:
+def pipeline_phases(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> Phases:
     """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way.
 
     On the longest way through all stages and segments every turn back but the first may add to gradients.
@@ -146,7 +144,7 @@ def pipeline_phases(staged: Sequence[Stage], segments: int, devices: DeviceGraph
     )
 
 
-def pipelined_s(staged: Sequence[Stage], segments: int, devices: DeviceGraph) -> float:
+def pipelined_s(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> float:
     """An iteration of GPipe simulated: no longer than the sum of the phases.
 
     Every stage takes its segments one after the other, forward and then backward, each as soon as what it needs is
@@ -180,9 +178,9 @@ def _through(
     return clock, passed
 
 
-def _passing_s(staged: Sequence[Stage], devices: DeviceGraph) -> list[float]:
+def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[float]:
     """What each stage passes on of a segment: seconds of a message to the next, as measured where it was."""
-    return [_message_s(stage.passed_bytes, at, devices) for at, stage in enumerate(staged[:-1])]
+    return [_message_s(stage.passed_bytes, device, devices) for device, stage in enumerate(staged[:-1])]
 
 
 def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
@@ -193,7 +191,7 @@ def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
     return devices.levels[level].alpha_s + size_bytes * devices.levels[level].beta_s_per_byte
 
 
-def imbalance(staged: Sequence[Stage]) -> float:
+def imbalance(staged: Sequence[PipelineStage]) -> float:
     """How much longer the slowest stage takes than the mean: 0 is perfect."""
     times = [s.forward_s + s.backward_s for s in staged]
     return max(times) / (sum(times) / len(times)) - 1

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 import matplotlib.ticker
 
-from benchmarks import grids_cori
+from benchmarks.published import cori
 from layerwise.mlp_grid.grid import ProcessGrid, parse_grid
 
 PROCESSES = (1, 2, 4, 8, 16, 32)
@@ -35,7 +35,7 @@ def plot(file: str, predicted: dict[int, dict[int, dict[str, float]]], runs: Map
     steps = [row for run in runs.values() for row in run.get("steps", ())]
     measured = {(row["width"], row["grid"]): row["step_s"] for row in steps if row["grid"] != "layer-wise"}
     layer_wise = {p: predicted[INTEGRATED][p]["layer-wise"] for p in PROCESSES}
-    medium = [r for r in grids_cori.records() if r.data == "medium"]
+    medium = [r for r in cori.records() if r.data == "medium"]
     published = {(r.widths[1], str(r.grid)): r.seconds for r in medium}
     figure, axes = plt.subplots(2, 3, figsize=(16, 9.5), layout="constrained")
     _row(axes[0], "Cori: fitted to 6 records; points: published", _cori(), published, PUBLISHED)
@@ -51,8 +51,8 @@ def plot(file: str, predicted: dict[int, dict[int, dict[str, float]]], runs: Map
 
 
 def _cori() -> Predicted:
-    constants = grids_cori.fit(grids_cori.records())
-    return lambda width, grid: float(grids_cori.terms((4, width, 1), grid, grid.processes) @ constants)
+    constants = cori.fit(cori.records())
+    return lambda width, grid: float(cori.terms((4, width, 1), grid, grid.processes) @ constants)
 
 
 def _row(axes: Any, where: str, seconds: Predicted, points: Found, width: int) -> None:

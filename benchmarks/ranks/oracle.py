@@ -1,6 +1,6 @@
 """What each rank of benchmarks.oracle_runs runs: measures, asks the oracle, runs what it was asked about.
 
-How layers and steps are timed: benchmarks.side_by_side. Each rank feeds its share of the samples and computes
+How layers and steps are timed: benchmarks.ranks.side_by_side. Each rank feeds its share of the samples and computes
 their loss (io "sample"): that is counted, where giving every rank all of them (io "free", which the oracle otherwise
 assumes as the paper does) is not.
 """
@@ -18,13 +18,13 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.links_again import LinksAgain
-from benchmarks.networks import SMALL, Network
-from benchmarks.pipeline import Pipelined
-from benchmarks.predictions_rank import Training, profile_of, reported
-from benchmarks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
+from benchmarks.common.networks import Network
+from benchmarks.ranks import predictions
+from benchmarks.ranks.links_again import LinksAgain
+from benchmarks.ranks.pipeline import Pipelined
+from benchmarks.ranks.predictions import OPTIMIZER, Training, each_network, reported
+from benchmarks.ranks.side_by_side import BACKWARD, FORWARD, Layers, Step, segments_of, slowest
 from layerwise.comm.base import Comm
-from layerwise.comm.start import leave, start
 from layerwise.config import Config
 from layerwise.cost.basis import basis
 from layerwise.cost.model import CostModel, CostOptions
@@ -35,27 +35,21 @@ from layerwise.machine import Profile
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
-from layerwise.oracle.formulas.stages import cuts_of, pipeline_phases, pipelined_s, stages
+from layerwise.oracle.formulas.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
 from layerwise.oracle.tables import price_plan
 from layerwise.oracle.write import plan_of as write_plan
 
-PATIENCE_S = 120.0
-OPTIMIZER = "momentum"
 STRATEGIES = ("data", "spatial", "filter", "channel", "df", "ds", "pipeline")
 SEGMENTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One launch. seconds: budgets of the links, of each network's layers, and of each plan's steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(predictions.Job):
+    """One launch."""
 
-    networks: list[str]
     strategies: list[str]
-    links_s: float
-    layers_s: float
-    plan_s: float
 
 
 def oracle_of(comm: Comm, profile: Profile, network: Network) -> Oracle:
@@ -152,7 +146,7 @@ def priced_anew(answer: Answer, model: CostModel) -> Answer:
     """The very strategy, or the stages, that an answer is about, by other times of layers."""
     if answer.priced is None:
         segments = answer.projection.segments
-        staged = stages(model, len(answer.stages), segments, cuts_of(answer.stages))
+        staged = pipeline_stages(model, len(answer.stages), segments, cuts_of(answer.stages))
         phases, seconds = pipeline_phases(staged, segments, model.devices), pipelined_s(staged, segments, model.devices)
         projection = replace(answer.projection, phases=phases)
         return replace(answer, projection=projection, overlapped_s=seconds, stages=staged)
@@ -215,21 +209,12 @@ def described(answer: Answer) -> dict[str, object]:
 
 def main() -> None:
     """argv: the job as JSON, and where rank 0 writes the result."""
-    job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    with start(PATIENCE_S) as comm:
-        result: dict[str, object] = {}
-        links: dict[str, object] = {}
-        for network_name in job.networks:
-            network, profile = SMALL[network_name], profile_of(comm, job)  # anew: the machine's speed moves
-            result[network_name], measured = rows_of(oracle_of(comm, profile, network), network, comm, job)
-            links[network_name] = measured.as_json()
-            if comm.rank == 0:
-                out.write_text(json.dumps({"links": links, "result": result}))
-        comm.barrier()
-    leave(0)
+    job = Job(**json.loads(sys.argv[1]))
+
+    def measured(comm: Comm, profile: Profile, network: Network) -> tuple[dict[str, object], Links | None]:
+        return rows_of(oracle_of(comm, profile, network), network, comm, job)
+
+    each_network(job, Path(sys.argv[2]), measured)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Links
-from layerwise.oracle.formulas.stages import (
-    Stage,
+from layerwise.oracle.formulas.pipeline import (
+    PipelineStage,
     balanced,
     crossing_bytes,
     cuts_of,
     imbalance,
     pipeline_phases,
+    pipeline_stages,
     pipelined_s,
-    stages,
 )
 
 
@@ -50,7 +50,7 @@ def model(name: str = "vgg16", batch: int = 32, devices: int = 4) -> CostModel:
 
 def test_stages_hold_every_layer_once() -> None:
     priced = model()
-    found = stages(priced, 4, 8)
+    found = pipeline_stages(priced, 4, 8)
     assert [name for stage in found for name in stage.layers] == [layer.name for layer in priced.graph.inner]
     assert imbalance(found) >= 0
 
@@ -69,7 +69,7 @@ def test_a_cut_passes_what_is_used_later() -> None:
 def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
     """GPipe: (p + S - 1) turns of the slowest stage, 2(p + S - 2) passings of the largest activation."""
     priced = model()
-    found = stages(priced, 4, 8)
+    found = pipeline_stages(priced, 4, 8)
     phases = pipeline_phases(found, 8, priced.devices)
     slowest = max(s.forward_s for s in found) + max(s.backward_s for s in found)
     assert phases.compute_s == pytest.approx(11 * slowest)
@@ -83,11 +83,11 @@ def test_gpipe_takes_a_turn_for_each_segment_and_stage() -> None:
 SECONDS = st.floats(0, 1)
 
 
-STAGES = st.builds(Stage, st.just(()), SECONDS, SECONDS, SECONDS, st.just(0.0), st.floats(0, 1e10), SECONDS)
+STAGES = st.builds(PipelineStage, st.just(()), SECONDS, SECONDS, SECONDS, st.just(0.0), st.floats(0, 1e10), SECONDS)
 
 
 @given(st.lists(STAGES, min_size=1, max_size=5), st.integers(1, 6))
-def test_a_simulated_pipeline_takes_no_longer_than_its_phases(found: list[Stage], segments: int) -> None:
+def test_a_simulated_pipeline_takes_no_longer_than_its_phases(found: list[PipelineStage], segments: int) -> None:
     devices = load_profile("v100").device_graph(8)
     took = pipelined_s(found, segments, devices)
     assert took <= pipeline_phases(found, segments, devices).total_s + 1e-9
@@ -99,9 +99,9 @@ def test_a_simulated_pipeline_of_equal_stages() -> None:
     """4 stages, 8 segments: 11 turns each way, and without a bubble behind a link that is slower than they are."""
     devices = load_profile("v100").device_graph(4)
     link = devices.levels[0]
-    found = [Stage((), 2.0, 3.0, 0.5, 0.0, 0.0)] * 4
+    found = [PipelineStage((), 2.0, 3.0, 0.5, 0.0, 0.0)] * 4
     assert pipelined_s(found, 8, devices) == pytest.approx(11 * 5.0 + 0.5, rel=1e-4)
-    slow = [Stage((), 2.0, 3.0, 0.5, 0.0, 10.0 / link.beta_s_per_byte)] * 2
+    slow = [PipelineStage((), 2.0, 3.0, 0.5, 0.0, 10.0 / link.beta_s_per_byte)] * 2
     assert pipelined_s(slow, 8, devices) == pytest.approx((2 + 8 * 10 + 2) + (3 + 8 * 10 + 3) + 0.5, rel=1e-4)
 
 
@@ -109,7 +109,7 @@ def test_segments_add_up_their_gradients() -> None:
     """Momentum moves 5 tensors, an addition 3, a division 2: on one stage 7 additions in 8 segments, and a division."""
     options = CostOptions(optimizer="momentum")
     priced = CostModel(fuse(load_model("vgg16", 32)), load_profile("v100").device_graph(1), options)
-    (one,), (stage,) = stages(priced, 1, 1), stages(priced, 1, 8)
+    (one,), (stage,) = pipeline_stages(priced, 1, 1), pipeline_stages(priced, 1, 8)
     assert one.accumulate_s == 0.0
     assert stage.accumulate_s == pytest.approx(one.update_s * 3 / 5)
     assert stage.update_s == pytest.approx(one.update_s * 7 / 5)
@@ -122,10 +122,10 @@ def test_segments_add_up_their_gradients() -> None:
 def test_given_cuts_are_kept() -> None:
     priced = model()
     cuts = [0, 1, 2, 3, len(priced.graph.inner)]
-    found = stages(priced, 4, 8, cuts)
+    found = pipeline_stages(priced, 4, 8, cuts)
     assert [len(stage.layers) for stage in found[:3]] == [1, 1, 1]
     assert cuts_of(found) == cuts
-    assert stages(priced, 4, 8, cuts_of(stages(priced, 4, 8))) == stages(priced, 4, 8)
+    assert pipeline_stages(priced, 4, 8, cuts_of(pipeline_stages(priced, 4, 8))) == pipeline_stages(priced, 4, 8)
 
 
 def test_what_is_passed_takes_what_a_message_took() -> None:
@@ -133,13 +133,13 @@ def test_what_is_passed_takes_what_a_message_took() -> None:
     knots = ((0.0, 1e-3), (1e6, 5e-3))
     links = Links((Curve("message", (1, 2), 1, knots), Curve("exchange", (1, 2), 1, ((0.0, 1.0), (1e6, 2.0)))))
     devices = replace(load_profile("cpu").device_graph(2, 1), links=links)
-    found = [Stage((), 0.0, 0.0, 0.0, 0.0, 5e5)] * 2
+    found = [PipelineStage((), 0.0, 0.0, 0.0, 0.0, 5e5)] * 2
     assert pipelined_s(found, 1, devices) == pytest.approx(2 * 3e-3)
 
 
 def test_one_stage_is_one_device() -> None:
     priced = model(devices=1)
-    phases = pipeline_phases(stages(priced, 1, 1), 1, priced.devices)
+    phases = pipeline_phases(pipeline_stages(priced, 1, 1), 1, priced.devices)
     assert phases.passing_s == 0
     whole = [priced.node_cost(layer, (Config(),)).compute.total[0] for layer in priced.graph.inner]
     assert phases.total_s == pytest.approx(float(sum(whole)))

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster_plan import Measured, in_short, plans
-from benchmarks.cluster_variants import Ours, Variant, build, parameter_bytes
-from benchmarks.networks import NETWORKS
+from benchmarks.common.networks import NETWORKS
+from benchmarks.ranks.cluster_plan import Measured, in_short, plans
+from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.start import join_default_group
 
 PATIENCE_S = 300

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.calibrated import calibrated
-from benchmarks.cluster_rank import PATIENCE_S, agreed, latency_s
+from benchmarks.common.calibrated import calibrated
+from benchmarks.ranks.cluster import PATIENCE_S, agreed, latency_s
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group
@@ -35,10 +35,10 @@ from layerwise.train.loop import Settings
 from layerwise.train.session import Session
 
 DATA = {
-    "mlp2": "benchmarks.thesis_rank:flat",
-    "mlp3": "benchmarks.thesis_rank:flat",
-    "mnist_cnn": "benchmarks.thesis_rank:square",
-    "cifar10_cnn": "benchmarks.thesis_rank:coloured",
+    "mlp2": "benchmarks.ranks.thesis:flat",
+    "mlp3": "benchmarks.ranks.thesis:flat",
+    "mnist_cnn": "benchmarks.ranks.thesis:square",
+    "cifar10_cnn": "benchmarks.ranks.thesis:coloured",
 }
 
 

@@ -1,6 +1,6 @@
 """What each rank of benchmarks.grids runs: steps of MLPs on every process grid, and ways to hand out an input.
 
-Links and layers are measured first and every grid is predicted with them, as in benchmarks.predictions_rank,
+Links and layers are measured first and every grid is predicted with them, as in benchmarks.ranks.predictions,
 whose measurements these are. But a rank keeps to its node's quota, not to a core.
 """
 
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from layerwise.models.mlp import mlp
 from torch import Tensor, nn
 
-from benchmarks import predictions_rank
-from benchmarks.networks import Network
-from benchmarks.predictions_rank import PATIENCE_S, Training, measure, plan_of, profile_of, with_layers
+from benchmarks.common.networks import Network
+from benchmarks.ranks import predictions
+from benchmarks.ranks.predictions import PATIENCE_S, Training, measure, plan_of, profile_of, with_layers
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
@@ -78,7 +78,7 @@ def first_loss(plan: Plan, network: Network, comm: Comm) -> float:
     return mean(json.loads(text) for text in comm.all_gather_text(json.dumps(mine)))
 
 
-def steps(job: Job, comm: Comm, budgets: predictions_rank.Job) -> dict[str, object]:
+def steps(job: Job, comm: Comm, budgets: predictions.Job) -> dict[str, object]:
     """Links; and of every width on every grid seconds a step, predicted and measured."""
     profile = profile_of(comm, budgets)
     rows: list[dict[str, object]] = []
@@ -168,7 +168,7 @@ def main() -> None:
     """argv: the job as JSON, and where rank 0 writes the result."""
     job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     torch.set_num_threads(1)
-    budgets = predictions_rank.Job([], job.links_s, job.layers_s, job.plan_s)
+    budgets = predictions.Job([], job.links_s, job.layers_s, job.plan_s)
     with start(PATIENCE_S) as comm:
         report: dict[str, object] = {"nodes": comm.size, "job": asdict(job)}
         if job.widths:

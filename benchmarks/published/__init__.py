@@ -1,0 +1,1 @@
+"""Measurements that others published, and constants derived from them."""
