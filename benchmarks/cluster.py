@@ -29,10 +29,10 @@ Cell = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A part of the benchmark. against: the variant that all others are compared with. aims: least speed-ups."""
+    """A part of the benchmark."""
 
     variants: tuple[str, ...]
-    against: str
+    against: str  # the variant that all others are compared with
     cpu_quota: float | None = None
     nodes: int | None = None  # only this number of them
     rate: str | None = None

@@ -160,7 +160,7 @@ def run_ranks(cluster: Cluster, args: argparse.Namespace, cgroups: list[Path], p
     world = args.nodes * args.ranks_per_node
     ranks = [Rank(cluster, args, rank, cgroups[rank] if cgroups else None) for rank in range(world)]
     kinds = (("kill", args.kill_rank), ("cut", args.cut_node), ("heal", args.heal_node))
-    faults = sorted((at, what, i) for what, wanted in kinds for i, at in wanted)
+    faults = sorted((second, what, i) for what, wanted in kinds for i, second in wanted)
     result, deadline, injected = None, None, None
     began = None if args.after else 0.0  # when the clock of the faults starts
     while True:

@@ -31,12 +31,12 @@ AWAY_S = 5.0  # a killed process is noticed by its connections: no time-out is w
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """flags: of the emulation; hit: the rank that is to be named; within_s: in which the others must have ended."""
+    """What happens to a rank, and what must follow."""
 
     title: str
-    flags: tuple[str, ...]
-    hit: int
-    within_s: float
+    flags: tuple[str, ...]  # of the emulation
+    hit: int  # the rank that is to be named
+    within_s: float  # in which the others must have ended
 
 
 @dataclass(frozen=True, slots=True)

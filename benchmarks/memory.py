@@ -30,12 +30,12 @@ TOLERANCE = 1e-3  # of losses in float32
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended. losses: empty where it failed; last: the last line of stderr, where it is layerwise's."""
+    """How a run ended."""
 
     code: int
     peak_bytes: float
-    losses: list[float]
-    last: str
+    losses: list[float]  # empty where it failed
+    last: str  # line of stderr
 
 
 def search(model: str, ranks: int, batch: int, folder: Path) -> Path:

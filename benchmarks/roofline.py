@@ -58,10 +58,10 @@ Row = dict[str, str | float]
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times calls on one device; `budget_s` is about what one of them gets."""
+    """Times calls on one device."""
 
     device: torch.device
-    budget_s: float
+    budget_s: float  # about what one of them gets
 
     def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
         """Median seconds of a call, and the spread of the middle 80 % of the samples as a share of it."""

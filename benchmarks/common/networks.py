@@ -64,18 +64,15 @@ def inception() -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network, and the batch that it is trained with: `per_rank` samples a rank, or `batch` whatever the ranks.
-
-    dims: what the search may split (default: all but k).
-    """
+    """A network, and the batch that it is trained with."""
 
     title: str
     build: Callable[[], nn.Module]
     input_shape: tuple[int, ...]  # one sample
     classes: int
-    per_rank: int = 0
-    batch: int = 0
-    dims: tuple[str, ...] = SearchSpace(1).dims
+    per_rank: int = 0  # samples a rank
+    batch: int = 0  # or samples of all ranks together, however many these are
+    dims: tuple[str, ...] = SearchSpace(1).dims  # that the search may split
 
     def global_batch(self, ranks: int) -> int:
         return self.batch or self.per_rank * ranks

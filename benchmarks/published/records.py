@@ -14,15 +14,11 @@ from layerwise.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Seconds an iteration of a published run.
-
-    runs: `logs`, with data loading, or `bars`, without. use: `calibration` may set constants, `check` never does.
-    projected_s: what the run's own authors projected.
-    """
+    """Seconds an iteration of a published run."""
 
     id: str
-    use: str
-    runs: str
+    use: str  # `calibration` may set constants, `check` never does
+    runs: str  # `logs`, with data loading, or `bars`, without
     model: str
     strategy: str
     devices: int
@@ -32,7 +28,7 @@ class Record:
     total_s: float
     compute_s: float | None = None
     communication_s: float | None = None
-    projected_s: float | None = None
+    projected_s: float | None = None  # by the run's own authors
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], dict[str, float]]:

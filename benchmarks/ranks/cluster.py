@@ -34,13 +34,13 @@ BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it
 
 @dataclass
 class Job:
-    """One cell of the benchmark. budget_s: about how long its timed rounds may take together."""
+    """One cell of the benchmark."""
 
     network: str
     variants: list[str]
-    budget_s: float
+    budget_s: float  # about how long its timed rounds may take together
     rounds: int | None = None  # None: as many as the budget allows, at least 2
-    profile: str | None = None  # the variant whose time on rank 0 is told by function
+    profile: str | None = None  # the variant whose time on rank 0 is listed by function
 
 
 def wire() -> tuple[int, int]:
@@ -164,7 +164,7 @@ def measure(job: Job) -> dict[str, object]:
 
 
 def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str, object]:
-    """What is told of a variant, from every rank's record."""
+    """A variant's row, from every rank's record."""
     step_s = statistics.median(records[0].times)
     payload = sum((r.payload for r in records), Counter())
     busiest = max(max(statistics.median(r.received), statistics.median(r.sent)) for r in records)

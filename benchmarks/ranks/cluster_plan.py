@@ -26,15 +26,12 @@ OPTIMIZER = "momentum"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a plan rests on. step_s: of one rank without communication on `samples` samples, all ranks at work.
+    """What a plan rests on."""
 
-    rate: of each node's link in bits per second, None where it has no limit. latency_s: of a message.
-    """
-
-    step_s: float
-    samples: int
-    rate: float | None
-    latency_s: float
+    step_s: float  # of one rank without communication, all ranks at work
+    samples: int  # of that step
+    rate: float | None  # of each node's link in bits per second; None: no limit
+    latency_s: float  # of a message
 
 
 def graph_of(name: str, batch: int) -> LayerGraph:

@@ -21,13 +21,10 @@ LOSS = nn.functional.cross_entropy
 
 
 class Variant(ABC):
-    """A way to train the network: `step` does one, on every rank that takes part.
-
-    sent: bytes that all ranks together hand over in a step.
-    """
+    """A way to train the network: `step` does one, on every rank that takes part."""
 
     ranks: tuple[int, ...]
-    sent: float = 0.0
+    sent: float = 0.0  # bytes that all ranks together hand over in a step
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

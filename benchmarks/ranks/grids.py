@@ -37,17 +37,14 @@ SMALL_SLICE, LARGE_SLICE = 64, 2 * 2**20  # bytes: alpha and beta are those of o
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """widths: of MLPs of three square layers. slices: bytes of a batch group's samples, to be handed out on a 2x2 grid.
+    """One launch, with budgets."""
 
-    seconds: budgets of the links, of each network's layers, and of each grid's steps.
-    """
-
-    widths: list[int]
+    widths: list[int]  # of MLPs of three square layers
     batch: int
-    slices: list[int]
+    slices: list[int]  # bytes of a batch group's samples, to be handed out on a 2x2 grid
     links_s: float
-    layers_s: float
-    plan_s: float
+    layers_s: float  # of each network
+    plan_s: float  # of each grid's steps
 
 
 def spec(width: int) -> str:

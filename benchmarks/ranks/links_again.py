@@ -41,7 +41,9 @@ class LinksAgain:
         for curve, *turns in zip(self.curves, *self.times, strict=True):
             first = [seconds for _, seconds in curve.knots]
             seconds = np.maximum.accumulate([median(column) for column in zip(first, *turns, strict=True)]).tolist()
-            again[curve] = replace(curve, knots=tuple((at, s) for (at, _), s in zip(curve.knots, seconds, strict=True)))
+            again[curve] = replace(
+                curve, knots=tuple((size, s) for (size, _), s in zip(curve.knots, seconds, strict=True))
+            )
         overlaps = []
         for known, *turns in zip(self.first.overlaps, *self.overlaps, strict=True):
             every = [known, *turns]

@@ -85,9 +85,9 @@ def measured_model(comm: Comm, profile: Profile, network: Network, job: Job) -> 
     space = space_of(model, network)
     for last in (False,) * ROUNDS + (True,):
         best = strategies(model, space)
-        chosen = {layer.name: [strategy[layer.name] for strategy in best] for layer in graph.inner}
+        of_best = {layer.name: [strategy[layer.name] for strategy in best] for layer in graph.inner}
         every = configurations(model, space, {name: baseline(model, name) for name in NAMES}, {})
-        cells = wanted_cells(model, every if last else chosen).values()
+        cells = wanted_cells(model, every if last else of_best).values()
         layers.take(layers.measuring.left(cells), job.layers_s)
         model = with_times(model, layers.known)
     return model, layers
@@ -148,16 +148,16 @@ def measure_together(
 
     Strategies are chosen by the times that are known before; what is predicted of them rests on those taken meanwhile.
     """
-    chosen = candidates(model, network)
-    trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in chosen.items()}
-    needed = {layer.name: [one.strategy[layer.name] for one in chosen.values()] for layer in model.graph.layers}
+    compared = candidates(model, network)
+    trainings = {name: Training(plan_of(model, network, one), network, comm) for name, one in compared.items()}
+    needed = {layer.name: [one.strategy[layer.name] for one in compared.values()] for layer in model.graph.layers}
     cells = list(wanted_cells(model, needed).values())
     again = LinksAgain(comm, model.devices.links, ("exchange", "all_reduce", "reduce_scatter"))
     times, ranks = layers.turn_about({name: t.step for name, t in trainings.items()}, cells, seconds, again.turn)
     rows: dict[str, object] = {}
     links = again.links()
     for name, training in trainings.items():
-        strategy = chosen[name].strategy
+        strategy = compared[name].strategy
         now = with_times(model, slowest(ranks, segments_of(model, strategy)), links)
         plan = plan_of(now, network, candidate(now, name, strategy))
         rows[name] = reported(plan, training, times[name], comm)

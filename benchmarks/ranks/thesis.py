@@ -44,14 +44,14 @@ DATA = {
 
 @dataclass
 class Job:
-    """networks: to train for `epochs`. one_s: seconds a step of one node alone; without them, only the serial plan."""
+    """One launch."""
 
     networks: list[str]
     batch: int
     epochs: int
     lr: float
     dtype: str
-    one_s: dict[str, float]
+    one_s: dict[str, float]  # by network, a step of one node alone; without them, only the serial plan is run
 
 
 def square() -> tuple[Tensor, Tensor]:

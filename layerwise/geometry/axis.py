@@ -40,15 +40,11 @@ class IntervalMap:
 
 @dataclass(frozen=True, slots=True)
 class AxisMap:
-    """The interval of one input dimension that an interval of dimension `source` of the iteration space needs.
+    """The interval of one input dimension that an interval of a dimension of the iteration space needs."""
 
-    `source` None: the same interval whatever the box, namely what `parts` make of [0, extent). Else `extent` is that
-    of the source dimension.
-    """
-
-    extent: int
-    source: int | None = None
-    parts: tuple[IntervalMap, ...] = ()
+    extent: int  # of the source dimension
+    source: int | None = None  # None: the same interval whatever the box, namely what `parts` make of [0, extent)
+    parts: tuple[IntervalMap, ...] = ()  # applied one after the other
 
     def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
         """Needed intervals, of the shape of `lo` and `hi`, the intervals of the source dimension."""

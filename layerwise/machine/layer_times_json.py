@@ -57,7 +57,7 @@ def _cells(operators: Field) -> dict[str, dict[Extents, CellTime]]:
 
 
 def _operator(item: Field) -> str:
-    """The operator's name; that of a layer is JSON, and says of which kind it and its followers are."""
+    """The operator's name; that of a layer is JSON, and says of which kind it and its epilogue are."""
     name = item.text()
     if name.startswith("{"):
         named = parse_json(name, f"profile {item.file}: {item.path}")

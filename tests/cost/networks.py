@@ -128,7 +128,7 @@ def one_to_one(maps: Maps) -> bool:
 
 @st.composite
 def branches(draw: st.DrawFn) -> LayerGraph:
-    """Concats, residual and broadcast followers, norms."""
+    """Concats, residual and broadcast epilogues, norms."""
     b = GraphBuilder("branches")
     spec = draw(images(high=4))
     rank, ends = len(spec.shape) - 2, []

@@ -81,7 +81,7 @@ def test_linear_and_followers_by_hand() -> None:
     assert found.forward == pytest.approx((2 * 8 * 16 * 12 + 2 * 8 * 12) / 1e12)
     assert found.backward == pytest.approx(found.forward)
     x, weight, y = 8 * 16, 12 * 16 + 12, 8 * 12
-    moved = times(layer, MEMORY, {}, {"k": 4}, wanted=[False])  # followers see a quarter of the channels
+    moved = times(layer, MEMORY, {}, {"k": 4}, wanted=[False])  # the epilogue sees a quarter of the channels
     expected = [(x + weight + y) + 2 * y + (2 * y + 12), x / 4 + 12 * 4 + 3 + y + 2 * y / 4 + (2 * y / 4 + 3)]
     assert moved.forward == pytest.approx(4e-9 * np.array(expected))
     assert moved.backward - moved.forward == pytest.approx(4e-9 * np.array([2 * y, 2 * y / 4]))  # read twice more

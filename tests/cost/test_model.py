@@ -26,7 +26,7 @@ DIMS = ("n", "c", "l", "k")
 
 
 def residual() -> LayerGraph:
-    """Branches, a concat, two blocks alike, a late input, and a flatten."""
+    """Branches, a concat, two blocks alike, an input in its middle, and a flatten."""
     b = GraphBuilder("residual")
     x = b.input("x", TensorSpec((6, 4, 6), ("n", "c", "l")))
     ends = [networks.add(b, f"branch{i}", networks.pointwise_conv(2 + i, 1), [x]) for i in range(2)]

@@ -157,7 +157,7 @@ def test_channels_split_unevenly_are_synchronised_once_each() -> None:
 
 
 def test_gradients_are_of_the_type_of_their_own_operator() -> None:
-    """A float16 cast that follows does not halve the weights; nor do followers widen partial sums."""
+    """A float16 cast that follows does not halve the weights; nor does the epilogue widen partial sums."""
     b = GraphBuilder("mixed")
     x = networks.add(b, "linear", Linear(3), [b.input("x", TensorSpec((4, 6), ("n", None)))])
     network = fuse(b.finish([networks.add(b, "cast", Cast("float16"), [x])]))

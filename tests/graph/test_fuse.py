@@ -84,7 +84,7 @@ def test_the_batch_may_be_changed_before_or_after(graph: LayerGraph) -> None:
 
 
 def kinds(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
-    """Names of the layers that compute, each with those of its followers."""
+    """Names of the layers that compute, each with those of its epilogue."""
     return {layer.name: layer.epilogue for layer in graph.inner}
 
 

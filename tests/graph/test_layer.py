@@ -153,8 +153,8 @@ CHANGES: dict[str, Callable[[], LayerGraph]] = {
     "attribute": lambda: build(p=0.25),
     "batch": lambda: build(batch=3),
     "fused": lambda: fuse(build()),
-    "attribute of a follower": lambda: fuse(build(p=0.25)),
-    "name of a follower": lambda: fuse(build(last="dropout")),
+    "attribute of an epilogue": lambda: fuse(build(p=0.25)),
+    "name of an epilogue": lambda: fuse(build(last="dropout")),
     "labels": lambda: relabelled(),
 }
 

@@ -172,7 +172,7 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
 
 
 def _fused(op: Fused, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
-    """The views of every input, the main operator, then the followers, whose parameters are numbered."""
+    """The views of every input, the main operator, then the epilogue, whose parameters are numbered."""
     viewed = []
     for x, chain in zip(inputs, op.views, strict=True):
         for view in chain:

@@ -101,7 +101,7 @@ def crossing(batch: int, layers: int = 4, width: int = 4) -> LayerGraph:
 
 @st.composite
 def networks(draw: st.DrawFn, batch: int = 2, size: int = 9) -> LayerGraph:
-    """Any small network of what fusing rewrites: views, followers, additions, concats, a parameter used twice."""
+    """Any small network of what fusing rewrites: views, epilogues, additions, concats, a parameter used twice."""
     b = Net("random")
     values = [b.image(batch, channels=3, side=2)]
     if draw(st.booleans()):

@@ -92,7 +92,7 @@ def saved(op: Op, specs: tuple[TensorSpec, ...]) -> tuple[bool, bool, int]:
 
 @pytest.mark.parametrize(("op", "specs"), OPS, ids=lambda value: getattr(value, "kind", ""))
 def test_kernels_keep_what_they_say(op: Op, specs: tuple[TensorSpec, ...]) -> None:
-    """Inputs of the first operator of a layer are kept anyway: that one is read matters to element-wise followers."""
+    """Inputs of the first operator of a layer are kept anyway: that one is read matters to an element-wise epilogue."""
     extents = np.array([[d.extent for d in space(op, specs).dims]], np.int64)
     said = op.kept(specs, np.zeros_like(extents), extents)
     read, made, besides = saved(op, specs)

@@ -40,7 +40,7 @@ def test_model_parallelism_splits_the_channels_by_the_largest_divisor_that_fits(
 
 def test_owt_splits_channels_of_the_linear_layers_only() -> None:
     expected = {"conv0": "{n=4}", "maxpool": "{n=4}", "fc1": "{c=4}", "fc2": "{c=4}"}
-    assert degrees(fuse(chain(8, depth=1)), "owt", 4) == expected  # fc1 is fused with a view and two followers
+    assert degrees(fuse(chain(8, depth=1)), "owt", 4) == expected  # fc1 is fused with a view and an epilogue of two
     unfused = {"relu0": "{n=4}", "flatten": "{n=4}", "relu": "{n=4}", "drop": "{n=4}"}
     assert degrees(chain(8, depth=1), "owt", 4) == expected | unfused
 

@@ -100,10 +100,10 @@ def _column(axis: Axes, slots: Sequence[_Slot]) -> None:
     paired = any(slot.compared is not None for slot in slots)
     width, shift = (0.4, 0.2) if paired else (0.7, 0.0)
     shown = [(x - shift, slot.answer) for x, slot in enumerate(slots) if slot.answer is not None]
-    at, compute = [x for x, _ in shown], [a.projection.phases.computation_s for _, a in shown]
+    left, compute = [x for x, _ in shown], [a.projection.phases.computation_s for _, a in shown]
     communication = [max(a.overlapped_s - c, 0.0) for (_, a), c in zip(shown, compute, strict=True)]
-    axis.bar(at, compute, width, color=COMPUTE, label="compute")
-    axis.bar(at, communication, width, bottom=compute, color=COMMUNICATION, label="communication")
+    axis.bar(left, compute, width, color=COMPUTE, label="compute")
+    axis.bar(left, communication, width, bottom=compute, color=COMMUNICATION, label="communication")
     for (x, a), top in zip(shown, map(sum, zip(compute, communication, strict=True)), strict=True):
         if not a.fits:
             axis.annotate(
