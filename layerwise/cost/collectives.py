@@ -13,15 +13,13 @@ from functools import lru_cache
 from math import ceil, log2, prod, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Ints, Mask
 from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
 from layerwise.partition.layout import Cells
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class GroupShape:
     server_s_per_byte: float  # the sum over the other members of the beta of their link to the first; of any group most
 
 
-def group_shape(row: NDArray[np.int64], graph: DeviceGraph) -> GroupShape:
+def group_shape(row: Ints, graph: DeviceGraph) -> GroupShape:
     """Groups of devices with equal `row` (N,); -1 takes no part."""
     return _group_shape(tuple(row.tolist()), graph)
 
@@ -72,7 +70,7 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server))
 
 
-def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _spans(ids: Ints, outer: Ints, inner: Ints) -> Mask:
     """Which devices are in a group that has several members at this level."""
     pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
     several_of, counts = np.unique(pairs[:2], axis=1, return_counts=True)
@@ -80,7 +78,7 @@ def _spans(ids: NDArray[np.int64], outer: NDArray[np.int64], inner: NDArray[np.i
     return np.array([(int(i), int(o)) in several for i, o in zip(ids, outer, strict=True)], bool)
 
 
-def _most(values: NDArray[np.int64]) -> int:
+def _most(values: Ints) -> int:
     return int(np.bincount(values).max(initial=1)) if len(values) else 1
 
 

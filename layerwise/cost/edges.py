@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import port_seconds, seconds, traffic
+from layerwise.geometry.arrays import Floats
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
 from layerwise.partition.gathers import are_gathers, needers
-
-Floats = NDArray[np.float64]
 
 
 def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int, ...] | None) -> Floats:

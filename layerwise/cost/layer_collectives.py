@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.collectives import GroupShape, group_shape, group_shapes
 from layerwise.cost.setting import Setting
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.partition.layout import Cells, Layout
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

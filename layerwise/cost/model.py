@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.setting import Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.layout import Layout
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Ints
 from layerwise.machine import DeviceGraph
 from layerwise.partition.layout import Cells
 
-Ints = NDArray[np.int64]
 Ranges = tuple[tuple[Ints, Ints], ...]
 
 

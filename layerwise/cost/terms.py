@@ -10,19 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.chrome import Category
 from layerwise.cost.collectives import GroupShape, all_reduce_s, reduce_scatter_s, sync_rate, wire_bytes
 from layerwise.cost.edges import transfer_bytes, transfer_s
 from layerwise.cost.layer_collectives import Collective, gradients_of, reduces_back, reductions_of, statistics_of
 from layerwise.cost.setting import Setting
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

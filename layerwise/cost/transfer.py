@@ -17,16 +17,14 @@ from functools import lru_cache, reduce
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.selections import Selections, selections
 from layerwise.geometry import AxisMap, boundaries, interval_overlap
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import Curve, DeviceGraph
 from layerwise.ops.base import Dim
 from layerwise.partition.edge import Edge
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 CHUNK = 1 << 17  # elements of the largest temporary array: bounds the memory, and stays in the cache
 
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from layerwise.geometry.arrays import Ints
 
 
 @dataclass(frozen=True, slots=True)

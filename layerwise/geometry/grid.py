@@ -9,13 +9,13 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Ints
 from layerwise.geometry.box import Box
 
 
 @lru_cache(maxsize=65536)
-def boundaries(extent: int, degree: int, unit: int = 1) -> NDArray[np.int64]:
+def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     """The degree + 1 boundaries of the cells of one dimension: cell i is [b[i], b[i+1]).
 
     b[i] = unit * (m * i // degree) with m = extent / unit: never an empty cell while degree <= m, extents differ by
@@ -54,7 +54,7 @@ class Grid:
                 tuple(e[i + 1] for e, i in zip(edges, cell, strict=True)),
             )
 
-    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def bounds(self) -> tuple[Ints, Ints]:
         """lo and hi of every cell, each of shape (cells, rank)."""
         index = np.indices(self.degrees).reshape(len(self.degrees), len(self))
         edges = [boundaries(*dim) for dim in zip(self.shape, self.degrees, self.units, strict=True)]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Ints
 from layerwise.geometry.box import Box
 
 
@@ -30,9 +30,7 @@ def pieces(needed: Sequence[Box], owned: Sequence[Box]) -> Iterator[Piece]:
                     yield Piece(src, dst, box)
 
 
-def interval_overlap(
-    lo: NDArray[np.int64], hi: NDArray[np.int64], other_lo: NDArray[np.int64], other_hi: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def interval_overlap(lo: Ints, hi: Ints, other_lo: Ints, other_hi: Ints) -> Ints:
     """Length of [lo, hi) & [other_lo, other_hi), broadcast. Boxes overlap in the product of this over dimensions."""
-    overlap: NDArray[np.int64] = np.maximum(np.minimum(hi, other_hi) - np.maximum(lo, other_lo), 0)
+    overlap: Ints = np.maximum(np.minimum(hi, other_hi) - np.maximum(lo, other_lo), 0)
     return overlap

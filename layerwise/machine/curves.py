@@ -8,11 +8,10 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Floats
 from layerwise.machine.fields import Field, kind
 
-Floats = NDArray[np.float64]
 Operation = Literal["message", "exchange", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 VERSION = 1

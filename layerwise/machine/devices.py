@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
 from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Ints
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 
@@ -95,21 +95,19 @@ class DeviceGraph:
         """Number of nodes."""
         return self.count // self.devices_per_node
 
-    def group(self, level: int) -> npt.NDArray[np.int64]:
+    def group(self, level: int) -> Ints:
         """(count,) group index of each device at `levels[level]`."""
         return np.arange(self.count, dtype=np.int64) // self.levels[level].devices
 
-    def port(self, level: int) -> npt.NDArray[np.int64]:
+    def port(self, level: int) -> Ints:
         """(count,) index of the port through which each device reaches `levels[level]`."""
         return np.arange(self.count, dtype=np.int64) // self.levels[level].devices_per_port
 
     @overload
     def level_between(self, p: int, q: int) -> int: ...
     @overload
-    def level_between(self, p: npt.NDArray[np.int64], q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-    def level_between(
-        self, p: int | npt.NDArray[np.int64], q: int | npt.NDArray[np.int64]
-    ) -> int | npt.NDArray[np.int64]:
+    def level_between(self, p: Ints, q: Ints) -> Ints: ...
+    def level_between(self, p: int | Ints, q: int | Ints) -> int | Ints:
         """Index of the innermost level that contains devices p and q; arrays broadcast. 0 for p = q (no message)."""
         # Groups nest, so the levels that separate p from q are the innermost ones: counting them gives the next.
         separating = [p // level.devices != q // level.devices for level in self.levels[:-1]]

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import Box, boundaries, interval_overlap, needed
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.base import Dim, Maps
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 Each = tuple[Box | None, ...]  # by device; None: it has none
 
 

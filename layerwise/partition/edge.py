@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from layerwise.geometry import whole
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.base import Dim, Maps
 from layerwise.partition.layout import Cells
 from layerwise.partition.volumes import all_boxes, largest_box
 from layerwise.tensor import TensorSpec
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

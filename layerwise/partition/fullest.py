@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import Box, boundaries
+from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Space
 from layerwise.partition.layout import Layout
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

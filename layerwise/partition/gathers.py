@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import boundaries, identity
+from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.base import Dim, Maps
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Cells
 
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 PAIRS = 256  # of configurations that are compared at once on all devices: bounds the memory
 IDLE, NEVER = -1, -2  # in place of a number of elements: of a device without a part; of one whose part cannot be equal
 

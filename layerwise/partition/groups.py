@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import Box
+from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.partition.boxes import Each
 from layerwise.partition.layout import Cells
@@ -40,7 +40,7 @@ def sharing(boxes: Each, device: int, over: Sequence[int] = ()) -> Group:
     return tuple(r for r, box in enumerate(boxes) if box is not None and rest(box) == same)
 
 
-def replicas(cells: Cells, keys: Sequence[int]) -> NDArray[np.int64]:
+def replicas(cells: Cells, keys: Sequence[int]) -> Ints:
     """`sharing` for all configurations and devices at once (tests/partition/test_groups.py holds them equal).
 
     (C, N): devices that need the same box of what the dimensions `keys` drive have the same number; -1: none.

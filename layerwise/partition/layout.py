@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.config import Config, reduce_axis
+from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.base import Dim, Space
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,9 +21,9 @@ class Cells:
     index: Ints  # (C, N, D), -1 where a device has none
 
     @property
-    def active(self) -> NDArray[np.bool_]:
+    def active(self) -> Mask:
         """(C, N): which devices have one."""
-        active: NDArray[np.bool_] = self.index[..., 0] >= 0
+        active: Mask = self.index[..., 0] >= 0
         return active
 
     def take(self, rows: Ints) -> Cells:

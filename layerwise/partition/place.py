@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.config import Config
+from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Dim, Maps, Role
-from layerwise.partition.boxes import Boxes, Ints
+from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells, layout
 from layerwise.tensor import TensorSpec
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import AxisMap, boundaries
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.base import Dim, Maps
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.config import Config
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats
 from layerwise.search.variables import Factor, join, min_fill_order
 
 
@@ -41,7 +41,7 @@ def alternatives(tables: CostTables, layer: str, memory_bytes: float = 2**31) ->
             )
         joined = join(mine, sizes, last=name)
         alive.append(Factor(joined.scope[:-1], joined.cost.min(axis=-1)))
-    total: NDArray[np.float64] = sum((f.cost for f in alive), np.zeros(sizes[layer]))
+    total: Floats = sum((f.cost for f in alive), np.zeros(sizes[layer]))
     rows = [
         Alternative(config, float(node), float(step))
         for config, node, step in zip(tables.configs[layer], tables.node[layer], total, strict=True)

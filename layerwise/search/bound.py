@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.model import EdgeName
+from layerwise.geometry.arrays import Floats
 
-Floats = NDArray[np.float64]
 Pair = tuple[str, str]
 
 

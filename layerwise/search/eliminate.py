@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.model import CostTables
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.variables import Factor, eliminate_variables, min_fill_order
 
-Floats = NDArray[np.float64]
 CACHED = 1 << 16  # sums of a min-plus product that are formed at once
 
 
@@ -69,7 +68,7 @@ class _Reduction:
         self.edges: dict[tuple[str, str], Floats] = {}
         self.ins: dict[str, set[str]] = {name: set() for name in node}
         self.outs: dict[str, set[str]] = {name: set() for name in node}
-        self._undo: list[tuple[str, str, str, NDArray[np.int64]]] = []
+        self._undo: list[tuple[str, str, str, Ints]] = []
         for (u, v, _), cost in transfer.items():
             self._add(u, v, cost)
 
@@ -104,7 +103,7 @@ class _Reduction:
             choice[j] = int(best[choice[i], choice[k]])
 
 
-def min_plus(a: Floats, b: Floats) -> tuple[Floats, NDArray[np.int64]]:
+def min_plus(a: Floats, b: Floats) -> tuple[Floats, Ints]:
     """min over j of a[i, j] + b[j, k], and where (equation 2). Some rows at a time, so that the sums stay in cache."""
     value = np.empty((a.shape[0], b.shape[1]))
     best = np.empty(value.shape, np.int64)

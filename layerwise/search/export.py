@@ -11,13 +11,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 from layerwise.config import Config
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
+from layerwise.geometry.arrays import Floats
 
 DIGITS = (12, 11, 10, 9)  # decimals of a second, the most that leave room in the solver's integers
 LARGEST = 2**63 // 162  # of these: MAX_COST in toulbar2's src/core/tb2types.hpp (newer releases: nine times as much)
@@ -69,7 +67,7 @@ def _parts(tables: CostTables, name: str, digits: int) -> Iterator[str]:
     domains = ((variables[name], [value_name(c) for c in configs]) for name, configs in tables.configs.items())
     yield ' "variables": {\n' + ",\n".join(f'  "{name}": {json.dumps(values)}' for name, values in domains)
     yield '\n },\n "functions": {\n'
-    functions: list[tuple[list[str], NDArray[np.float64]]] = []
+    functions: list[tuple[list[str], Floats]] = []
     functions += [([variables[layer]], cost[None, :]) for layer, cost in tables.node.items()]
     functions += [([variables[u], variables[v]], cost) for (u, v, _), cost in tables.transfer.items()]
     for number, (scope, cost) in enumerate(functions):

@@ -12,17 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats
 from layerwise.search.bound import Messages
 from layerwise.search.eliminate import total
 from layerwise.search.prune import SLACK, Keep
 
-Floats = NDArray[np.float64]
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.model import CostTables
+from layerwise.geometry.arrays import Floats, Mask
 
-Floats = NDArray[np.float64]
-Keep = dict[str, NDArray[np.bool_]]
+Keep = dict[str, Mask]
 SLACK = 1 + 1e-9  # rounding: never drop an optimum that ties with the bound
 PAYS = 0.9  # another pass over the tables, if the last one left at most this share of the configurations
 

@@ -13,9 +13,8 @@ from math import prod
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from layerwise.geometry.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from itertools import chain, combinations
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Floats
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes, Work
 
-Floats = NDArray[np.float64]
 ENOUGH = 4  # cells for three factors
 FOLDS = 5
 SUBSETS = [list(s) for s in chain.from_iterable(combinations(range(3), n) for n in (1, 2, 3))]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.compute.fit import Fit, fitted
 from layerwise.cost.compute.roofline import ComputeTime, Roofline, rooflines, update_roofline
 from layerwise.cost.compute.signature import extents, signature, sizes
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
@@ -19,7 +19,6 @@ from layerwise.ops.base import Role
 from layerwise.partition.fullest import fullest
 from layerwise.partition.layout import Layout
 
-Floats = NDArray[np.float64]
 LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
 NONE = CellTime(0.0, 0.0, 0.0, 0)
 

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
 from layerwise.ops.base import Gemm, Role
 from layerwise.partition.layout import Layout
 from layerwise.partition.volumes import largest_box, largest_extents
-
-Floats = NDArray[np.float64]
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state, each of the size of the parameters
 

@@ -10,15 +10,13 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.geometry import needed
+from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Maps
 from layerwise.partition.fullest import Fullest, shared_statistics
 from layerwise.partition.layout import Layout
-
-Ints = NDArray[np.int64]
 
 
 def signature(layer: Layer, wanted: Sequence[bool], uses: int) -> str:

@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+from layerwise.geometry.arrays import Floats, Ints, Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref, part
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.model import CostModel, Strategy
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
 
-Floats = NDArray[np.float64]
 TARGET_BYTES = 8  # a class is an int64
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.collectives import GroupShape
 from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, Strategy
+from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.buckets import fill
 from layerwise.partition.groups import replicas
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

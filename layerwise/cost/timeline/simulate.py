@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layerwise.cost.collectives import bucket_s, overlap
 from layerwise.cost.model import CostModel, EdgeName, Strategy
@@ -20,10 +19,9 @@ from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
 from layerwise.cost.timeline.stream import Stream, Sum
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 UPDATE = " (update)"  # how a span of the optimizer ends
 Record = Callable[["Span"], None]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from layerwise.geometry.arrays import Floats
 
 TOLERANCE = 0.05  # of the time: what a line may miss a point by
 Point = tuple[float, float]  # bytes, seconds
@@ -33,7 +34,7 @@ def knots(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple((float(sizes[i]), float(seconds[i])) for i in kept)
 
 
-def _off(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+def _off(sizes: Floats, seconds: Floats) -> float:
     """The largest relative distance of points from the line between the first and the last."""
     line = np.interp(sizes, sizes[[0, -1]], seconds[[0, -1]])
     return float((np.abs(line - seconds) / seconds).max())
