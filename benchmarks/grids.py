@@ -37,7 +37,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links, parse_links
 from layerwise.machine.fields import Field
-from layerwise.mlp_grid.cost import Link, distribution
+from layerwise.mlp_grid.cost import AlphaBeta, distribution
 from layerwise.mlp_grid.grid import GridStudy, grids, study
 from layerwise.search.report.text import units
 
@@ -166,7 +166,7 @@ def speed(one: Run, row: Run, key: str) -> tuple[str, str]:
 
 def handed_out(console: Console, run: Run) -> None:
     """Both ways to distribute an input on a 2x2 grid, and where the threshold is."""
-    link = Link(run["alpha_s"], run["beta_s_per_byte"])
+    link = AlphaBeta(run["alpha_s"], run["beta_s_per_byte"])
     title = f"input onto grid 2x2: alpha {units(link.alpha_s, 's')}, beta {link.beta_s_per_byte * 1e9:.2f} ns a byte"
     heads = ("slice", "one scatter", "scatter, broadcast", "faster", "in", "by the formulas", "", "chosen", "loses")
     table = Table(*heads, title=title, box=None)

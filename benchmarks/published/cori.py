@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.mlp_grid.cost import FullLayer, Link, grid_s
+from layerwise.mlp_grid.cost import AlphaBeta, FullLayer, grid_s
 from layerwise.mlp_grid.grid import ProcessGrid, parse_grid
 
 FILE = Path(__file__).with_name("cori_mlp_grids.json")
@@ -58,10 +58,10 @@ def terms(widths: Sequence[int], grid: ProcessGrid, processes: int) -> NDArray[n
     parts, samples = grid.model_parts, BATCH / grid.batch_groups
     work = samples * sum(widths[1:]) / parts
 
-    def communication(link: Link) -> float:
+    def communication(link: AlphaBeta) -> float:
         return grid_s(layers(widths), round(BATCH * groups / grid.batch_groups), groups, parts, link, link)
 
-    return np.array([1.0, work, communication(Link(1.0, 0.0)), communication(Link(0.0, 1.0))])
+    return np.array([1.0, work, communication(AlphaBeta(1.0, 0.0)), communication(AlphaBeta(0.0, 1.0))])
 
 
 def fit(records: Sequence[Record]) -> NDArray[np.float64]:

@@ -135,18 +135,18 @@ def _measured_s(operation: Operation, size_bytes: float, group: GroupShape, grap
     """None: nobody has measured groups of this shape."""
     if graph.links is None or prod(group.fan) != group.size:
         return None
-    curve = graph.links.curve(operation, group.fan, load(group))
+    curve = graph.links.curve(operation, group.fan, groups_per_port(group))
     return None if curve is None else float(curve.seconds(np.array(size_bytes)))
 
 
-def load(group: GroupShape) -> int:
+def groups_per_port(group: GroupShape) -> int:
     """How many such groups share a port of the outermost level that they span."""
     return next((rings for fan, rings in zip(group.fan[::-1], group.rings[::-1], strict=True) if fan > 1), 1)
 
 
 def overlap(group: GroupShape, graph: DeviceGraph) -> Overlap:
     """At what share of their speed an all-reduce and the computation beside it go on. Not measured: at all of it."""
-    measured = None if graph.links is None else graph.links.overlap(group.fan, load(group))
+    measured = None if graph.links is None else graph.links.overlap(group.fan, groups_per_port(group))
     return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 

@@ -29,7 +29,7 @@ class FullLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class AlphaBeta:
     """alpha and beta of the processes that communicate: s a message, s a byte."""
 
     alpha_s: float
@@ -53,7 +53,7 @@ def full_layers(graph: LayerGraph) -> tuple[FullLayer, ...]:
 
 
 def grid_s(
-    layers: Sequence[FullLayer], batch: int, batch_groups: int, model_parts: int, within: Link, across: Link
+    layers: Sequence[FullLayer], batch: int, batch_groups: int, model_parts: int, within: AlphaBeta, across: AlphaBeta
 ) -> float:
     """Of a grid (Gholami et al., 2018). within: the links of a batch group's parts; across: of one part's replicas.
 
@@ -70,15 +70,15 @@ def grid_s(
     return total
 
 
-def _collective(size_bytes: float, processes: int, link: Link) -> float:
+def _collective(size_bytes: float, processes: int, link: AlphaBeta) -> float:
     share = (processes - 1) / processes
     return link.alpha_s * (processes - 1).bit_length() + link.beta_s_per_byte * share * size_bytes
 
 
-def link_between(devices: DeviceGraph, first: int, last: int) -> Link:
+def link_between(devices: DeviceGraph, first: int, last: int) -> AlphaBeta:
     """The outermost link between two devices: collectives wait for it. Ports that are shared count as free."""
     level = devices.levels[devices.level_between(first, last)]
-    return Link(level.alpha_s, level.beta_s_per_byte)
+    return AlphaBeta(level.alpha_s, level.beta_s_per_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Distribution:
         return "one scatter" if self.slice_bytes < self.threshold_bytes else "scatter, then broadcast"
 
 
-def distribution(slice_bytes: float, batch_groups: int, model_parts: int, link: Link) -> Distribution:
+def distribution(slice_bytes: float, batch_groups: int, model_parts: int, link: AlphaBeta) -> Distribution:
     """How an input gets onto a grid."""
     sent, longest = batch_groups * model_parts, max(batch_groups, model_parts)
     threshold = link.alpha_s / (link.beta_s_per_byte * (sent - longest)) if sent > longest else inf

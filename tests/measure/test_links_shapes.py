@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.cost.collectives import group_shape, load
+from layerwise.cost.collectives import group_shape, groups_per_port
 from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph, Level
 from layerwise.machine.curves import trimmed
@@ -36,7 +36,7 @@ def test_shapes_are_those_that_the_cost_model_asks_for(where: Topology) -> None:
             row[list(group)] = number
         found = group_shape(row, graph(where))
         assert trimmed(found.fan) == shape.fan
-        assert load(found) == shape.load
+        assert groups_per_port(found) == shape.load
 
 
 @given(topologies)

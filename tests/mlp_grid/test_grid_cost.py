@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.machine import load
-from layerwise.mlp_grid.cost import FullLayer, Link, distribution, full_layers, grid_s, link_between
+from layerwise.mlp_grid.cost import AlphaBeta, FullLayer, distribution, full_layers, grid_s, link_between
 from tests.mlp_grid.test_grid import mlp
 
 LAYERS = full_layers(mlp(8, 16, 32, 2))
-LINK = Link(1e-3, 1e-6)
+LINK = AlphaBeta(1e-3, 1e-6)
 
-links = st.builds(Link, st.floats(1e-9, 1e-2), st.floats(1e-12, 1e-3))
+links = st.builds(AlphaBeta, st.floats(1e-9, 1e-2), st.floats(1e-12, 1e-3))
 layer_lists = st.lists(
     st.builds(lambda d, w: FullLayer("", d, w, d * w + w, 4), st.integers(1, 2000), st.integers(1, 2000)),
     min_size=1, max_size=6,
@@ -40,7 +40,7 @@ def test_by_hand() -> None:
 
 @given(layer_lists, st.integers(1, 512), st.integers(1, 64), links, links)
 def test_a_grid_of_one_column_is_batch_parallelism(
-    layers: list[FullLayer], batch: int, processes: int, link: Link, other: Link
+    layers: list[FullLayer], batch: int, processes: int, link: AlphaBeta, other: AlphaBeta
 ) -> None:
     latency, share = link.alpha_s * ceil(log2(processes)), (processes - 1) / processes
     expected = sum(2 * (latency + link.beta_s_per_byte * share * 4 * l.parameters) for l in layers)
@@ -49,7 +49,7 @@ def test_a_grid_of_one_column_is_batch_parallelism(
 
 @given(layer_lists, st.integers(1, 512), st.integers(1, 64), links, links)
 def test_a_grid_of_one_row_is_model_parallelism_less_the_inputs_gradient(
-    layers: list[FullLayer], batch: int, processes: int, link: Link, other: Link
+    layers: list[FullLayer], batch: int, processes: int, link: AlphaBeta, other: AlphaBeta
 ) -> None:
     """Which gathers every layer's outputs and all-reduces gradients of the same size."""
 
@@ -64,7 +64,7 @@ def test_a_grid_of_one_row_is_model_parallelism_less_the_inputs_gradient(
 
 
 @given(st.floats(1, 1e9), st.integers(1, 64), st.integers(1, 64), links)
-def test_the_threshold_is_where_both_ways_take_as_long(data: float, groups: int, parts: int, link: Link) -> None:
+def test_the_threshold_is_where_both_ways_take_as_long(data: float, groups: int, parts: int, link: AlphaBeta) -> None:
     found = distribution(data, groups, parts, link)
     if min(groups, parts) == 1:
         assert found.threshold_bytes == inf
@@ -85,7 +85,7 @@ def test_distribution_by_hand() -> None:
 
 def test_links_are_those_between_the_processes() -> None:
     devices = load("p100").device_graph(8, 4)
-    inside, outside = (Link(level.alpha_s, level.beta_s_per_byte) for level in devices.levels)
+    inside, outside = (AlphaBeta(level.alpha_s, level.beta_s_per_byte) for level in devices.levels)
     assert link_between(devices, 0, 3) == inside
     assert link_between(devices, 0, 4) == outside
     assert inside != outside
