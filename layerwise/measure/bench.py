@@ -72,7 +72,7 @@ class Bench:
     def __init__(self, spec: CellSpec, mode: Mode) -> None:
         layer, space = spec.layer, spec.layer.space
         self.spec, self.mode = spec, mode
-        self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned)
+        self.stages = local_stages(layer.stages, layer.specs, spec.cell, spec.owned, self._all_reduce)
         needs = zip(layer.specs, space.needs, space.epilogue_inputs, strict=True)
         inputs = [
             mode.filled(needed_box(maps, spec.owned if epilogue else spec.cell).shape, tensor.dtype, _bound(layer))
@@ -119,7 +119,6 @@ class Bench:
                     given,
                     training=True,
                     seed=lambda number: number,
-                    all_reduce=self._all_reduce,
                     reduce=self.reduce,
                 )
 

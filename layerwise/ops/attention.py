@@ -32,6 +32,7 @@ class Attention(Op):
     """
 
     kind: ClassVar[str] = "attention"
+    draws: ClassVar[bool] = True
     autocast: ClassVar[bool] = True
     causal: bool = False
     mask: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,7 @@ class Local:
     # overwrite the tensor. None where this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     seed: int = 0  # of the random numbers of this step, equal on all devices
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what a kernel need compute once
 
     @property
     def out(self) -> Box:
@@ -170,6 +171,7 @@ class Op(ABC):
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
     role: ClassVar[Role] = Role.COMPUTE
     autocast: ClassVar[bool] = False  # autocast computes it in 16 bits, or leaves it in them
+    draws: ClassVar[bool] = False  # random numbers, in training
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does

@@ -96,16 +96,10 @@ class Conv(Op):
         from torch.nn import functional
 
         (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
-        native, explicit = [], {}
-        for i, (k, s, d, (low, _)) in enumerate(
-            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
-        ):
-            before, after = margins(interval(local, i), given(local, i), s, -low, (k - 1) * d - low)
-            # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
-            alike = x.shape[i] > 0 and after <= before < after + s
-            native.append(before if alike else 0)
-            explicit[i] = (0, 0) if alike else (before, after)
-        x = padded(x, explicit)
+        if "padding" not in local.memo:
+            local.memo["padding"] = self._padding(local)
+        native, explicit = local.memo["padding"]
+        x = padded(x, explicit) if explicit else x
         conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
         runs = (
             ((1, weight.shape[0]),)
@@ -123,6 +117,21 @@ class Conv(Op):
             strict=True,
         )
         return torch.cat([conv(p, w, b, self.stride, native, self.dilation, n) for p, w, b, (n, _) in parts], 1)
+
+    def _padding(self, local: Local) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """What the library pads each dimension with on both sides, and what (low, high) must be padded before."""
+        native, explicit = [], {}
+        for i, (k, s, d, (low, _)) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
+        ):
+            lo, hi = given(local, i)
+            before, after = margins(interval(local, i), (lo, hi), s, -low, (k - 1) * d - low)
+            # Padding by `before` on both sides makes no window more than there are: then nothing need be copied.
+            alike = hi > lo and after <= before < after + s
+            native.append(before if alike else 0)
+            if not alike:
+                explicit[i] = (before, after)
+        return native, explicit
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         return _plus_bias(total, parameters.get("bias"))

@@ -241,6 +241,7 @@ class Dropout(_Pointwise):
     """
 
     kind: ClassVar[str] = "dropout"
+    draws: ClassVar[bool] = True
     p: float
     channels: bool = False
     samples: bool = False  # stochastic depth

@@ -15,7 +15,7 @@ from layerwise.tensor import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    AllReduce = Callable[[Tensor], Tensor]
+AllReduce = Callable[["Tensor"], "Tensor"]
 
 Chain = tuple[tuple[Op, Local], ...]  # views of one input, first applied first
 
@@ -25,19 +25,28 @@ class LocalStage:
     """A stage on the device that computes a cell of it."""
 
     stage: Stage
-    local: Local
+    training: Local
+    evaluation: Local
     views: tuple[Chain, ...]  # of each input that comes from outside
     parameters: Mapping[str, int]  # by the operator's names, their places among the layer's
 
 
 def local_stages(
-    stages: Sequence[Stage], inputs: Sequence[TensorSpec], cell: Box, owned: Box
+    stages: Sequence[Stage],
+    inputs: Sequence[TensorSpec],
+    cell: Box,
+    owned: Box,
+    all_reduce: Callable[[int], AllReduce | None] = lambda _: None,
 ) -> tuple[LocalStage, ...]:
     """The stages of one cell of a layer: the main operator on `cell`, the epilogue on the box that is `owned`.
 
-    inputs: the layer's; cell: a box of its iteration space; `owned` differs from it where k is split.
+    inputs: the layer's; cell: a box of its iteration space; `owned` differs from it where k is split. all_reduce: by
+    the stage's number, the sum over the devices that share its statistics.
     """
-    return tuple(_local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell) for stage in stages)
+    return tuple(
+        _local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell, all_reduce(number))
+        for number, stage in enumerate(stages)
+    )
 
 
 def run_stages(
@@ -47,13 +56,12 @@ def run_stages(
     *,
     training: bool,
     seed: Callable[[int], int],
-    all_reduce: Callable[[int], AllReduce | None],
     reduce: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """The box of the output that a device owns afterwards.
 
-    seed, all_reduce: by the stage's number, its random numbers' seed, and the sum over the devices that share its
-    statistics. reduce: where k is split, what makes the owned box of the sum from this device's partial sums.
+    seed: of a stage's random numbers, by its number. reduce: where k is split, what makes the owned box of the sum
+    from this device's partial sums.
     """
     given = list(inputs)
     result: Tensor | None = None
@@ -64,7 +72,9 @@ def run_stages(
             assert result is not None
             values.insert(stage.slot, result)
         named = {name: parameters[i] for name, i in own.parameters.items()}
-        local = replace(own.local, training=training, seed=seed(number), all_reduce=all_reduce(number))
+        local = own.training if training else own.evaluation
+        if training and stage.op.draws:
+            local = replace(local, seed=seed(number))
         if number == 0 and reduce is not None:
             epilogue = {p.name for p in local.space.parameters if p.epilogue}
             total = reduce(stage.op.run(local, values, {name: v for name, v in named.items() if name not in epilogue}))
@@ -81,12 +91,13 @@ def needed_box(maps: Maps, box: Box) -> Box:
     return Box(tuple(lo.tolist()), tuple(hi.tolist()))
 
 
-def _local_stage(stage: Stage, inputs: Sequence[TensorSpec], box: Box) -> LocalStage:
+def _local_stage(stage: Stage, inputs: Sequence[TensorSpec], box: Box, all_reduce: AllReduce | None) -> LocalStage:
     needs = tuple(needed_box(maps, box) for maps in stage.space.needs)
     chains = tuple(_chain(*row) for row in zip(stage.views, inputs, stage.outside(needs), strict=True))
     places = range(stage.parameters.stop)[stage.parameters]
     parameters = {p.name: i for p, i in zip(stage.space.parameters, places, strict=True)}
-    return LocalStage(stage, Local(stage.space, stage.specs, box, needs), chains, parameters)
+    local = Local(stage.space, stage.specs, box, needs, all_reduce=all_reduce)
+    return LocalStage(stage, local, replace(local, training=False), chains, parameters)
 
 
 def _chain(views: Sequence[Op], spec: TensorSpec, wanted: Box) -> Chain:

@@ -75,7 +75,7 @@ def _messages(scheduled: ScheduledLayer, schedule: Schedule) -> Iterator[Message
 def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
     gradients = graph.gradients(layer)
     for stage, cell, group, (back, _) in zip(layer.stages, work.stages, work.statistics, gradients, strict=True):
-        out, box = stage.space.out, cell.local.out
+        out, box = stage.space.out, cell.training.out
         statistics = stage.statistics()
         if statistics is not None and group:
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block

@@ -78,7 +78,7 @@ class Schedule:
             for rank in range(self.comm.size):
                 groups = statistics(layer, place, rank, local_batch_norm=local)
                 self.statistics.update(group for group in groups if group)
-            mine = work(layer, number, place, self.comm.rank, local_batch_norm=local)
+            mine = work(layer, number, place, self.comm, local_batch_norm=local)
         return ScheduledLayer(
             layer,
             tuple(self._edge(layer, slot) for slot in range(len(layer.inputs))),

@@ -43,18 +43,20 @@ class Work:
             parameters,
             training=training,
             seed=lambda stage: combine(seed, self.number, stage),
-            all_reduce=lambda stage: _summing(comm, self.statistics[stage], self.name),
             reduce=None if reduction is None else lambda partial: _reduce_scatter(partial, comm, reduction, self.name),
         )
 
 
-def work(layer: Layer, number: int, place: Place, rank: int, *, local_batch_norm: bool) -> Work | None:
+def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_norm: bool) -> Work | None:
     """A rank's part of a layer, None where it has none. `number` is the layer's in the graph."""
+    rank = comm.rank
     cell, owned = place.computed.each[rank], place.owned.each[rank]
     if cell is None or owned is None:
         return None
-    stages = local_stages(layer.stages, layer.specs, cell, owned)
     summed = statistics(layer, place, rank, local_batch_norm=local_batch_norm)
+    stages = local_stages(
+        layer.stages, layer.specs, cell, owned, lambda stage: _summing(comm, summed[stage], layer.name)
+    )
     return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
 
 
