@@ -84,7 +84,12 @@ class Executor:
                 values.pop(name, None)
 
     def _redistribute(
-        self, run: Pass, edge: ScheduledEdge, values: Mapping[str, Tensor | None], types: Mapping[str, torch.dtype], user: Role
+        self,
+        run: Pass,
+        edge: ScheduledEdge,
+        values: Mapping[str, Tensor | None],
+        types: Mapping[str, torch.dtype],
+        user: Role,
     ) -> Tensor | None:
         """What this rank needs of a layer's output for another one."""
         x, dtype, way = values[edge.source], types[edge.source], edge.redistribution
