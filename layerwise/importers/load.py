@@ -40,6 +40,8 @@ class Network:
     keys: Mapping[str, str]  # names of its state dict -> names of the tensors in the graph
     structure: Structure | None = None  # how the model returns its outputs; None: a tuple, or a single one as it is
     built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of a module that this process built, by name
+    module: nn.Module | None = None  # what it was traced from; None: a file, or layers alone
+    itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
 
     def value(self, name: str) -> object:
         """A parameter's, buffer's or constant's own value; None where it has none."""
@@ -140,7 +142,7 @@ def network_of(
     known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built)
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module)
 
 
 def _value(read: Callable[[str], Mapping[str, object]], spec: str, name: str) -> object:

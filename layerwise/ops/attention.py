@@ -39,6 +39,10 @@ class Attention(Op):
     scale: float | None = None
     dropout: float = 0.0
 
+    @property
+    def random(self) -> bool:
+        return self.dropout > 0
+
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         q, k, v = inputs[:3]
         assert len(inputs) == 3 + self.mask, f"{self} of {len(inputs)} inputs"

@@ -184,6 +184,11 @@ class Op(ABC):
         return False
 
     @property
+    def random(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return False
+
+    @property
     def detaches(self) -> bool:
         """Whether no gradient goes back through it."""
         return False

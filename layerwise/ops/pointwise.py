@@ -247,6 +247,10 @@ class Dropout(_Pointwise):
     samples: bool = False  # stochastic depth
 
     @property
+    def random(self) -> bool:
+        return self.p > 0
+
+    @property
     def elementwise(self) -> bool:
         return not (self.channels or self.samples)
 

@@ -15,10 +15,19 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import Layer
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Parameter
 from layerwise.ops.random import combine, normal, uniform
+
+
+def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
+    """Of each tied parameter, how it is drawn: as the first layer that uses it would, where one had it as its own."""
+    return {
+        layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
+        for layer in reversed(graph.layers)
+        for i, p in enumerate(layer.tied)
+    }
 
 
 def drawn(name: str, p: Parameter, box: Box, seed: int, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from layerwise.partition.transfer import transfer
 from layerwise.run.guards.refusing import Names
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
-from layerwise.run.state.initial import initial
+from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
 
@@ -44,11 +44,7 @@ class State:
 
     def _fill(self) -> None:
         """Creates the boxes."""
-        users = {  # a tied parameter is drawn as the first layer that uses it would, where one has it as its own
-            layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
-            for layer in reversed(self.graph.layers)
-            for i, p in enumerate(layer.tied)
-        }
+        users = drawn_as(self.graph)
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)

@@ -1,0 +1,53 @@
+"""Calls: which call of the model a module computes for, forward or once more in a backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from layerwise.errors import LayerwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the model on this rank, by its samples of the global batch."""
+
+    seed: int  # of its random numbers
+    first: int = 0  # the first of this rank's samples
+    samples: int = 1  # how many it has
+    whole: int = 1  # how many all ranks have; on one device 1 of 1, whatever the batch
+
+
+class Calls:
+    """The call under way. Activation checkpointing computes modules again in the backward pass: for the same call."""
+
+    def __init__(self) -> None:
+        self.forward: Call | None = None
+        self._backward: tuple[int, Call | None] = (-1, None)  # of which pass; None: of several calls
+
+    def begin_backward(self, call: Call) -> None:
+        """A backward pass comes to the outputs of this call."""
+        task, (last, known) = torch._C._current_graph_task_id(), self._backward
+        self._backward = (task, call if task != last or known == call else None)
+
+    def now(self) -> Call | None:
+        """The call under way, None where a module is called by itself."""
+        if self.forward is not None or not in_backward():
+            return self.forward
+        return self.again()
+
+    def again(self) -> Call:
+        """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
+        call = self._backward[1]
+        if call is None:
+            raise LayerwiseError(
+                "torch.utils.checkpoint computes the model once more, and it is not known for which call: give each "
+                "call a backward pass of its own, and checkpoint with use_reentrant=False"
+            )
+        return call
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

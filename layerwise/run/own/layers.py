@@ -1,0 +1,118 @@
+"""Modules that compute otherwise: a batch norm with the statistics of all ranks, a dropout that draws by position.
+
+A replacement stands on its module as the instance's `forward`. So the module stays of its class, with its parameters,
+hooks and names, and no state dict has a word of it. A copy, or a pickle, of the module alone is plain PyTorch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.ops.random import combine, drop
+from layerwise.ops.statistics import normalised, update
+from layerwise.run.own.calls import Call, Calls
+from layerwise.run.own.replacements import Draws
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Replacement(Generic[M]):
+    """A module's `forward` within a call of the model, in training; otherwise its class's own."""
+
+    def __init__(self, module: M, calls: Calls) -> None:
+        self.module, self.calls = module, calls
+
+    def place(self) -> None:
+        """Puts it there."""
+        self.module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """The module is as it was."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        call = self.calls.now() if self.module.training else None
+        if call is None:
+            result: Tensor = type(self.module).forward(self.module, x)
+            return result
+        return self.compute(x, call)
+
+    # A compiler runs it as it is: its seeds are other numbers in every step.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def compute(self, x: Tensor, call: Call) -> Tensor:
+        """What the module makes of this rank's part of its input."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        made: Callable[..., Any] = memo[id(self.module)].forward  # its class's own, as it has no other yet
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
+
+
+class DropoutByPosition(Replacement[nn.Module]):
+    """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
+
+    def __init__(self, module: nn.Module, calls: Calls, draws: Draws) -> None:
+        super().__init__(module, calls)
+        self.draws, self.channels = draws, not isinstance(module, nn.Dropout)
+
+    def compute(self, x: Tensor, call: Call) -> Tensor:
+        """Of each element, or of each channel of a sample."""
+        shape = list(x.shape)
+        first = [0] * len(shape)
+        if self.draws.samples is not None:
+            rows = _rows_a_sample(x, self.draws.samples, call)
+            first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.whole * rows
+        rank = min(2, x.dim()) if self.channels else x.dim()
+        last = [a + n for a, n in zip(first, x.shape, strict=True)]
+        seed = combine(call.seed, self.draws.number, self.draws.stage)
+        made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
+        return x.copy_(made) if self.module.inplace else made
+
+
+class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
+    """Normalises by the statistics of all ranks' samples. all_reduce: sums over them."""
+
+    def __init__(
+        self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(module, calls)
+        self.all_reduce = all_reduce
+
+    def compute(self, x: Tensor, call: Call) -> Tensor:
+        """As `layerwise.ops.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
+        module = self.module
+        module._check_input_dim(x)
+        count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
+        mean, var = module.running_mean, module.running_var
+        y, *moments = normalised(
+            x, module.weight, module.bias, count=count, eps=module.eps, all_reduce=self.all_reduce, shift=mean
+        )
+        if mean is not None and var is not None:
+            assert module.momentum is not None
+            update((mean, var), *moments, count=count, momentum=module.momentum)
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+        return y
+
+
+def _rows_a_sample(x: Tensor, dim: int, call: Call) -> int:
+    """Rows of x for each of this rank's samples."""
+    rows, left = divmod(x.shape[dim], call.samples)
+    if left:
+        raise LayerwiseError(
+            f"a tensor of shape {tuple(x.shape)} does not have its dimension {dim} along the {call.samples} samples: "
+            "whose rows these are in the batch of all ranks is not known"
+        )
+    return rows
+
+

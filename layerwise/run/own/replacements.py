@@ -1,0 +1,153 @@
+"""Replacements: what of a module depends on more than a rank's own samples, and is computed otherwise.
+
+A plan that splits samples only is run by the module itself. Two kinds of its modules would not give one device's
+numbers then: batch norms, whose statistics are those of all samples, and dropouts, whose draws go by position.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from layerwise.config import Config
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.importers.load import Network
+from layerwise.ops.base import Role, Stage
+from layerwise.ops.norm import BatchNorm
+from layerwise.ops.pointwise import Dropout
+from layerwise.ops.view import Permute
+from layerwise.partition.groups import statistics
+from layerwise.partition.place import Place
+from layerwise.plan import Plan
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.schedule.place import places
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How a dropout draws."""
+
+    number: int  # its layer's in the graph
+    stage: int  # its stage's in the layer
+    samples: int | None  # the dimension of its input that samples are along
+
+
+@dataclass(frozen=True, slots=True)
+class Replacements:
+    """What is replaced, by the module's path."""
+
+    dropouts: Mapping[str, Draws] = field(default_factory=dict)
+    batch_norms: Mapping[str, str] = field(default_factory=dict)  # the name of the layer
+
+
+def replacements(
+    network: Network, graph: LayerGraph, plan: Plan, size: int, options: RuntimeOptions
+) -> Replacements | None:
+    """What to replace in the network's own module so that it runs the plan; None where it cannot.
+
+    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the whole network
+    of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's that is called
+    once.
+    """
+    module = network.module
+    if module is None or options.recompute or not _has_values(network, module):
+        return None
+    if size > 1 and not (_only_samples(graph, plan) and _constants_alike(network, graph)):
+        return None
+    modules = dict(module.named_modules(remove_duplicate=False))
+    dropouts: dict[str, Draws] = {}
+    batch_norms: dict[str, str] = {}
+    calls = Counter(_module_of(name) for layer in network.graph.layers for name in (layer.name, *layer.epilogue))
+    where = places(graph, plan) if size > 1 else {}
+    for number, layer in enumerate(graph.layers):
+        groups = _shared(layer, where, size, options)
+        for i, (stage, name) in enumerate(zip(layer.stages, (layer.name, *layer.epilogue), strict=True)):
+            if stage.op.random:
+                if not _is(modules.get(name), DROPOUTS) or calls[name] > 1 or _permuted(network.graph, name, stage):
+                    return None
+                dropouts[name] = Draws(number, i, network.graph[name].out.index("n"))
+            if groups[i]:
+                path = _path_of_parameters(layer, stage) or name
+                if not _is(modules.get(path), BATCH_NORMS) or not isinstance(stage.op, BatchNorm):
+                    return None
+                if path in batch_norms or calls[path] > 1:
+                    return None
+                batch_norms[path] = layer.name
+    return Replacements(dropouts, batch_norms)
+
+
+def _has_values(network: Network, module: nn.Module) -> bool:
+    """Whether all that is on the meta device can be given values: what the state dict has."""
+    kept = set(network.keys)
+    constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in kept)
+    attributes = (value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor))
+    return not any(tensor.is_meta for tensors in (constants, attributes) for tensor in tensors)
+
+
+def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
+    """Whether every rank computes all of the network, for its own samples."""
+    if plan.io != "sample" or graph.batch < plan.gpus:
+        return False
+    everywhere = Config.of({"n": plan.gpus})
+    return all(
+        layer.end
+        or (layer.role is Role.TIED and plan.strategy[layer.name].total == 1)
+        or (plan.strategy[layer.name].degrees == everywhere.degrees and layer.out.index("n") is not None)
+        for layer in graph.layers
+    )
+
+
+def _constants_alike(network: Network, graph: LayerGraph) -> bool:
+    """Whether constants with a row a sample have the same for all: each rank makes its own."""
+    for layer in graph.layers:
+        if layer.role is Role.CONSTANT and layer.out.index("n") is not None:
+            value = network.value(layer.name if layer.name in network.stored else layer.name.partition(":")[0])
+            rows = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+            if layer.out.index("n") != 0 or not rows.ndim or not bool((rows == rows[:1]).all()):
+                return False
+    return True
+
+
+def _shared(layer: Layer, where: Mapping[str, Place], size: int, options: RuntimeOptions) -> tuple[bool, ...]:
+    """For each stage, whether its statistics are those of several ranks."""
+    if size == 1 or layer.role is not Role.COMPUTE:
+        return (False,) * len(layer.stages)
+    groups = statistics(layer, where[layer.name], 0, local_batch_norm=options.local_batch_norm)
+    return tuple(bool(group) for group in groups)
+
+
+def _module_of(name: str) -> str:
+    """The path in a layer's name: further calls of a module are called `path:2`."""
+    return name.partition(":")[0]
+
+
+def _path_of_parameters(layer: Layer, stage: Stage) -> str | None:
+    """The module that has all parameters and buffers of a stage."""
+    paths = {name.rpartition(".")[0] for name in layer.parameters[stage.parameters]}
+    return paths.pop() if len(paths) == 1 else None
+
+
+def _is(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether it computes as one of these does: it, or a subclass with the same `forward`."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+def _permuted(graph: LayerGraph, name: str, stage: Stage) -> bool:
+    """Whether the plan moved a dropout to the other side of a transpose, so that its positions are others."""
+    layer = graph[name]
+    if stage.space.out.shape == layer.out.shape and stage.space.out.dims == layer.out.dims:
+        return False
+    source = graph[layer.inputs[0]]
+    while source.op.view or source.op.elementwise:
+        if isinstance(source.op, Permute):
+            return True
+        source = graph[source.inputs[0]]
+    return layer.out.index("n") not in (0, None)
