@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 
 SHARE = 0.1  # of a step's time that communication may take with sync_every="auto"

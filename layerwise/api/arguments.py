@@ -9,8 +9,8 @@ from torch import Tensor
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.run.module import ParallelModule
 from layerwise.run.options import plan_digest
+from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
 
 

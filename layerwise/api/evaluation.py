@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerwise.api import losses
 from layerwise.api.feed import Feed
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import filled_batches
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of some samples -> the mean over these

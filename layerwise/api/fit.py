@@ -29,7 +29,7 @@ from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import order
 from layerwise.train.loop import least
 

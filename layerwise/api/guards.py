@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.optimizers import before_every_step
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 
 # The parameters of models that were made parallel, and not trained since.
 _originals = WeakIdKeyDictionary()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 
 
 class ByPosition(nn.Module):

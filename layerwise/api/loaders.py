@@ -19,7 +19,7 @@ from layerwise.api.split import Share
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
 from layerwise.ops.loss import Loss
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.place import samples
 from layerwise.train.loop import least
 

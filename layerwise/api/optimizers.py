@@ -12,7 +12,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
 from layerwise.run.guards.optimizers import suits
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]

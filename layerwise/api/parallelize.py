@@ -36,8 +36,8 @@ from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import build_module
-from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.run.parallel import ParallelModule
 from layerwise.version import __version__
 
 Examples = ExampleInputs | Mapping[str, Tensor]

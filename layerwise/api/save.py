@@ -14,7 +14,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import writing
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 
 
 def save(model: nn.Module, file: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from layerwise.api.arguments import at_least_1
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 
 Remainder = Literal["short", "repeat", "leave out"]
 

@@ -20,8 +20,9 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards.hooks import check_modules
-from layerwise.run.module import LossFunction, ParallelModule
+from layerwise.run.module import LayeredModule, LossFunction
 from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.broadcast import broadcast_values
 from layerwise.tensorfile import dtype_name
 
@@ -104,7 +105,7 @@ def build_module(
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    module = ParallelModule(replace(network, graph=graph), plan, comm, options, loss)
+    module: ParallelModule = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
     if weights is not None:
         module.load_state_dict(weights)
     return module

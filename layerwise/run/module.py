@@ -1,9 +1,8 @@
-"""ParallelModule: a plan as an nn.Module, with the habits of DistributedDataParallel."""
+"""LayeredModule: a plan that is run layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, Kind
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
@@ -23,14 +22,13 @@ from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
-from layerwise.run.execute.predicted_bytes import predicted_bytes
-from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.box_gradient import plain
+from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.inputs import Inputs
-from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.state.shard import Shard
@@ -40,35 +38,27 @@ from layerwise.run.trace import Trace
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-class ParallelModule(Refusing):
-    """One rank's part of a planned network.
+class LayeredModule(Refusing, ParallelModule):
+    """One rank's part of a planned network, of which it goes through all layers.
 
-    With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
-    the mean over these, and the backward pass makes gradients of the mean over the global batch. With io "free" (a
-    batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a mean over samples
-    and positions, `module(*inputs, target)` is the global mean on every rank, and no output is gathered; without one
-    every rank gets the whole outputs, and all must compute the same loss of them.
+    With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
+    mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
+    gathered; without one every rank gets the whole outputs, and all must compute the same loss of them.
 
     Parameters are this rank's boxes, under the model's names. Where the plan splits them (`cut`), their gradients are
-    for element-wise use only: their norm is that of `clip_grad_norm_`. Every rank must call forward and backward alike.
-    Inputs get no gradients.
+    for element-wise use only: their norm is that of `clip_grad_norm_`.
     """
 
     def __init__(
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
     ) -> None:
-        super().__init__()
-        self.plan, self.comm, self.options, self.loss, self.io = plan, comm, options, loss, plan.io
-        self.graph: LayerGraph = network.graph
-        self.device, self.dtype = options.device, options.dtype
-        self.steps = 0  # training forwards done: the random numbers of each step follow from it
+        super().__init__(network.graph, plan, comm, options)
+        self.loss = loss
         self._whole_classes = loss is not None
         self._structure = network.structure
         self._executors: dict[tuple[int, frozenset[str]], Executor] = {}
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
-        self._synchronise = True
-        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         self._state = State(network, boxes, comm, options)
         self._tree = self._state.tree  # registered: its tensors are this module's
@@ -99,9 +89,6 @@ class ParallelModule(Refusing):
             for name, p in self.named_parameters():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
-
-    def _prepare(self, kind: Kind, groups: set[Group]) -> None:
-        self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
 
     def _executor(self, batch: int, differentiated: frozenset[str] = frozenset()) -> Executor:
         """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
@@ -144,10 +131,6 @@ class ParallelModule(Refusing):
         self._trace = trace
         for executor in self._executors.values():
             executor.trace = trace
-
-    def share(self, batch: int | None = None) -> slice:
-        """Which samples of a global batch (default: the plan's) this rank feeds."""
-        return self._inputs.share(batch)
 
     def forward(self, *inputs: Tensor, batch: int | None = None) -> Any:
         """Outputs of this rank's samples (io sample), or see the class. `batch`: the global one, where it is short.
@@ -200,15 +183,6 @@ class ParallelModule(Refusing):
                 "model parallel again, with requires_grad=True from the beginning"
             )
 
-    def begin(self) -> None:
-        """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
-        number = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass[0] != number:
-            self._check_hooks()
-            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self._trace)
-            self._pass = number, gradients
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, gradients))
-
     def _made(self, name: str, leaf: Tensor) -> None:
         """Autograd has added up the gradient of what the layers compute with in place of a parameter."""
         self.begin()
@@ -218,21 +192,14 @@ class ParallelModule(Refusing):
         with torch.no_grad():
             self._pass[1].add(name, gradient)
 
-    def _finish(self, gradients: Gradients) -> None:
-        self._pass = None
-        with torch.no_grad():
-            gradients.finish()
+    def _begun(self) -> None:
+        self._check_hooks()
 
     def _check_hooks(self) -> None:
         held = self._reducer.parameters
         check_parameters(held.items(), partial_sums=self.comm.size > 1)
         if self._tied and self.comm.size == 1:
             check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
-
-    @property
-    def summed(self) -> bool:
-        """Whether all gradients that parameters have now are sums over the ranks."""
-        return self._synchronise and not self._reducer.local
 
     def _held(self) -> Mapping[str, Tensor]:
         """What the layers compute with, by name; collected anew where some were replaced, by `to` for example.
@@ -254,7 +221,7 @@ class ParallelModule(Refusing):
         leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._known, self._initial = None, {}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -285,29 +252,9 @@ class ParallelModule(Refusing):
         # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
         return sum_of_losses(mine.to(torch.promote_types(self.dtype, torch.float32)), self.comm)
 
-    def predicted_bytes(self) -> dict[Kind, float | None]:
-        """What the plan says that all ranks together send in a training step, at this module's element types.
-
-        By kind; None where the plan says nothing of it. Every rank calls this.
-        """
-        planned = dict(self.plan.predicted)
-        if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
-            planned.pop("statistics_bytes", None)  # of other statistics
-        return predicted_bytes(planned, self.schedule, self._reducer)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it the backward pass leaves gradients unsynchronised; the next one outside sums them all."""
-        before, self._synchronise = self._synchronise, False
-        try:
-            yield
-        finally:
-            self._synchronise = before
-
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer that this rank holds; their tensors may be written to."""
         self._initial = {}
-        return self._state.shards()
+        return super().shards()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -331,36 +278,8 @@ class ParallelModule(Refusing):
             )
         return {prefix + shard.key: shard.tensor for shard in self._state.shards()}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        return self._state.full_state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes this rank's `state_dict` or a whole one; another rank's or plan's boxes are refused, strict or not."""
         self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
-
-        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
-        LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
-        """
-        if not float(norm_type) > 0:
-            raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
-        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, plain(p.grad)) for name, p in self._tree.named_parameters() if p.grad is not None]
-        mine = [g for name, _, g in held if self._state.sharing(name)[0] == self.comm.rank]
-        if mine:
-            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
-            norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
-        if self.comm.size > 1:
-            self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
-        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, _, gradient in held:
-            gradient *= scale.to(gradient.dtype)
-        return norm

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from layerwise.run.module import ParallelModule
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.parallel import ParallelModule
 
 ARITHMETIC = {  # --dtype: the type of parameters, and autocast's
     "float64": (torch.float64, None),

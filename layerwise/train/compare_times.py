@@ -14,7 +14,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.execute.reducer import WAITING
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import Trace, clock_offset
 from layerwise.train.report import seconds_text
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Kind
 from layerwise.importers.torch.structure import tensors
 from layerwise.plan import Plan
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 from layerwise.train.data import Data, StepSampler
 

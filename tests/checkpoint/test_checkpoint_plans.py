@@ -19,7 +19,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, difference, random_plan, small
 

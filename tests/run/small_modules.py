@@ -15,7 +15,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
 

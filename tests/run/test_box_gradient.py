@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
 

@@ -15,7 +15,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
 

@@ -14,7 +14,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
 from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused, traced
 

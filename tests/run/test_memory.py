@@ -20,7 +20,7 @@ from layerwise import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import weights_file
 from tests.comm.thread import run_threads
 from tests.run import small_plans

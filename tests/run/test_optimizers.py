@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 

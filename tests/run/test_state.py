@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.comm.pool import run_ranks
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 

@@ -7,11 +7,10 @@ numbers then: batch norms, whose statistics are those of all samples, and dropou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from layerwise.config import Config
@@ -19,7 +18,6 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Dropout
 from layerwise.ops.view import Permute
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import Place

@@ -1,0 +1,156 @@
+"""ParallelModule: a plan as an nn.Module, with the habits of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm, Group, Kind
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.plan import Plan
+from layerwise.run.execute.predicted_bytes import predicted_bytes
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.box_gradient import plain
+from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.place import samples
+from layerwise.run.state.shard import Shard
+from layerwise.run.trace import Trace
+
+
+class HeldState(Protocol):
+    """What a rank holds of the model."""
+
+    def shards(self) -> list[Shard]: ...
+
+    def full_state_dict(self) -> dict[str, Tensor]: ...
+
+    def sharing(self, name: str) -> Group:
+        """The ranks that hold the same box of a parameter as this one."""
+
+
+class ParallelModule(nn.Module):
+    """One rank's part of a planned network.
+
+    With io "sample" each rank calls it with its own samples (`share` says which) and gets their outputs; its loss is
+    the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
+    forward and backward alike.
+
+    There are two of them: `layerwise.run.own` calls the model as the user wrote it, where the plan splits samples only,
+    and `LayeredModule` goes through the plan's layers.
+    """
+
+    _state: HeldState
+    _tree: nn.Module  # has the parameters and buffers, by the model's names
+    _reducer: GradientReducer
+    cut = False  # whether some rank holds not all of some parameter that is trained
+
+    def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
+        super().__init__()
+        self.plan, self.comm, self.options, self.io, self.graph = plan, comm, options, plan.io, graph
+        self.device, self.dtype = options.device, options.dtype
+        self.steps = 0  # training forwards done: the random numbers of each step follow from it
+        self._synchronise = True
+        self._pass: tuple[int, Gradients] | None = None  # the backward pass that runs, by autograd's number
+
+    @property
+    @abstractmethod
+    def schedule(self) -> Schedule:
+        """What this rank does of the plan, at the plan's batch."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> Trace | None:
+        """Collects spans of what this rank does, where set."""
+
+    @trace.setter
+    @abstractmethod
+    def trace(self, trace: Trace | None) -> None: ...
+
+    def _prepare(self, kind: Kind, groups: set[Group]) -> None:
+        self.comm.prepare(sorted(group for group in groups if len(group) > 1), kind)
+
+    def share(self, batch: int | None = None) -> slice:
+        """Which samples of a global batch (default: the plan's) this rank feeds."""
+        return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
+
+    def begin(self) -> None:
+        """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
+        number = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass[0] != number:
+            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
+            self._pass = number, gradients
+            self._begun()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, gradients))
+
+    @abstractmethod
+    def _begun(self) -> None:
+        """A backward pass has begun."""
+
+    def _finish(self, gradients: Gradients) -> None:
+        self._pass = None
+        with torch.no_grad():
+            gradients.finish()
+
+    @property
+    def summed(self) -> bool:
+        """Whether all gradients that parameters have now are sums over the ranks."""
+        return self._synchronise and not self._reducer.local
+
+    def predicted_bytes(self) -> dict[Kind, float | None]:
+        """What the plan says that all ranks together send in a training step, at this module's element types.
+
+        By kind; None where the plan says nothing of it. Every rank calls this.
+        """
+        planned = dict(self.plan.predicted)
+        if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
+            planned.pop("statistics_bytes", None)  # of other statistics
+        return predicted_bytes(planned, self.schedule, self._reducer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it the backward pass leaves gradients unsynchronised; the next one outside sums them all."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def shards(self) -> list[Shard]:
+        """Every parameter and buffer that this rank holds; their tensors may be written to."""
+        return self._state.shards()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        return self._state.full_state_dict()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+
+        As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
+        LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.
+        """
+        if not float(norm_type) > 0:
+            raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
+        norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
+        held = [(name, p, plain(p.grad)) for name, p in self._tree.named_parameters() if p.grad is not None]
+        mine = [g for name, _, g in held if self._state.sharing(name)[0] == self.comm.rank]
+        if mine:
+            each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
+            norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)
+        if self.comm.size > 1:
+            self.comm.all_reduce(norms, tuple(range(self.comm.size)), "io", "norm of the gradients").wait()
+        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise LayerwiseError(f"the norm of the gradients is {float(norm)}: they are not clipped")
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, _, gradient in held:
+            gradient *= scale.to(gradient.dtype)
+        return norm
