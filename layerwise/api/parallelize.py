@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -34,8 +35,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
-from layerwise.run.guards.hooks import check_modules
+from layerwise.run.guards.hooks import check_norms, without_hooks
 from layerwise.run.load import build_module
+from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
 from layerwise.run.parallel import ParallelModule
 from layerwise.version import __version__
@@ -131,7 +133,7 @@ def parallelize(
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     check(model, optimizer, sync_every, memory_limit, batch)
     if isinstance(model, nn.Module):
-        check_modules(model)
+        check_norms(model)
     if isinstance(example_inputs, DataLoader):
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")
@@ -171,7 +173,10 @@ def parallelize(
         "names of inputs": ", ".join(names),
     }
     world.comm.handshake(facts(wanted, examples, arguments))  # before the work that they are for
-    imported = network(model, examples, samples)
+    with without_hooks(original) if isinstance(original, nn.Module) else nullcontext():
+        imported = network(model, examples, samples)
+    if isinstance(original, nn.Module):
+        imported = replace(imported, module=original, itself=True)
     dtype = dtype_of(imported)
     world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
     graph = fuse(imported.graph) if wanted is None or wanted.fused else imported.graph
@@ -187,9 +192,10 @@ def parallelize(
     if isinstance(original, nn.Module):
         module.train(original.training)
         watch(original, module)
-    without_autocast(module)
-    if names:
-        by_name(module, names)
+    if isinstance(module, LayeredModule):
+        without_autocast(module)
+        if names:
+            by_name(module, names)
     note = _accumulate(module, sync_every)
     if choice is not None and verbose:
         noted = replace(choice, notes=(*choice.notes, *machine.notes, *note))

@@ -40,10 +40,6 @@ class Inputs:
             if layer.role is Role.CONSTANT
         }
 
-    def share(self, batch: int | None = None) -> slice:
-        """Which samples of a global batch (default: the plan's) this rank feeds."""
-        return samples(self.plan, self.plan.batch if batch is None else batch)[self.comm.rank]
-
     def batch(self, inputs: Sequence[Tensor], batch: int | None, *, target: bool) -> int:
         """The global batch that these are of. LayerwiseError where they are too many, or not this rank's share."""
         if len(inputs) != len(self._layers):
@@ -56,29 +52,7 @@ class Inputs:
                 raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: give a tensor")
         pairs = zip(self._layers, inputs, strict=True)
         fed = next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
-        share = self.share()
-        if batch is None:
-            batch = fed if self.plan.io == "free" else fed * self.comm.size
-            if self.plan.io == "sample" and fed == share.stop - share.start:
-                batch = self.plan.batch
-            elif self.plan.io == "sample":
-                self._agree(fed)
-        share = self.share(batch)
-        if fed != share.stop - share.start or fed == 0:
-            raise LayerwiseError(
-                f"rank {self.comm.rank} was given {fed} samples; of a global batch of {batch} its share is "
-                f"{share.stop - share.start}: give module(..., batch=B) the number of samples of all ranks"
-            )
-        return batch
-
-    def _agree(self, fed: int) -> None:
-        """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
-        counts = self.comm.all_gather_text(str(fed)) if self.comm.size > 1 else []
-        if len(set(counts)) > 1:
-            raise LayerwiseError(
-                f"the ranks were given {', '.join(counts)} samples: give module(..., batch=B) the number of samples of "
-                "all ranks, and each rank its share"
-            )
+        return global_batch(self.plan, self.comm, fed, batch)
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
         """The inputs of which gradients are wanted. scales: of the outputs' gradients.
@@ -118,6 +92,37 @@ class Inputs:
                 f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
             )
         return x.to(schedule.options.element_type(spec.dtype, schedule.graph))
+
+
+def global_batch(plan: Plan, comm: Comm, fed: int, batch: int | None) -> int:
+    """The samples of all ranks, of which this one has `fed`; batch: what the caller says that they are.
+
+    LayerwiseError where this rank's are not its share of it.
+    """
+    share = samples(plan, plan.batch)[comm.rank]
+    if batch is None:
+        batch = fed if plan.io == "free" else fed * comm.size
+        if plan.io == "sample" and fed == share.stop - share.start:
+            batch = plan.batch
+        elif plan.io == "sample":
+            _agree(comm, fed)
+    share = samples(plan, batch)[comm.rank]
+    if fed != share.stop - share.start or fed == 0:
+        raise LayerwiseError(
+            f"rank {comm.rank} was given {fed} samples; of a global batch of {batch} its share is "
+            f"{share.stop - share.start}: give module(..., batch=B) the number of samples of all ranks"
+        )
+    return batch
+
+
+def _agree(comm: Comm, fed: int) -> None:
+    """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
+    counts = comm.all_gather_text(str(fed)) if comm.size > 1 else []
+    if len(set(counts)) > 1:
+        raise LayerwiseError(
+            f"the ranks were given {', '.join(counts)} samples: give module(..., batch=B) the number of samples of "
+            "all ranks, and each rank its share"
+        )
 
 
 def _constant(network: Network, name: str) -> Tensor:

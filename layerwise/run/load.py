@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +20,12 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
-from layerwise.run.guards.hooks import check_modules
+from layerwise.run.guards.hooks import check_modules, check_norms, without_hooks
 from layerwise.run.module import LayeredModule, LossFunction
 from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
+from layerwise.run.own.module import Facts, OwnModule
+from layerwise.run.own.replacements import replacements
+from layerwise.run.own.values import settle
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.broadcast import broadcast_values
 from layerwise.tensorfile import dtype_name
@@ -68,12 +72,13 @@ def load(
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
-        check_modules(model)
-        network = network_of(model, example_inputs, plan.batch, plan.model)
+        check_norms(model)
+        with without_hooks(model):
+            network = replace(network_of(model, example_inputs, plan.batch, plan.model), itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
     elif isinstance(model, Network):
-        network = model
+        network = replace(model, itself=False)
     else:
         network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
     return build_module(plan, network, comm, options, loss=loss, weights=weights)
@@ -105,10 +110,31 @@ def build_module(
         raise LayerwiseError(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
-    module: ParallelModule = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+    module = _module(network, graph, plan, comm, options, loss)
     if weights is not None:
         module.load_state_dict(weights)
     return module
+
+
+def _module(
+    network: Network,
+    graph: LayerGraph,
+    plan: Plan,
+    comm: Comm,
+    options: RuntimeOptions,
+    loss: LossFunction | None,
+) -> ParallelModule:
+    """The network's own module where it can run the plan, else one that goes through the plan's layers."""
+    to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
+    if to_replace is None:
+        if network.module is not None and network.itself:
+            check_modules(network.module)
+        return LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+    assert network.module is not None
+    module = network.module if network.itself else copy.deepcopy(network.module)
+    settle(module, network, graph, options)
+    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.graph.dtype)
+    return OwnModule(module, facts)
 
 
 def _check_types(graph: LayerGraph, dtype: torch.dtype) -> None:

@@ -55,6 +55,7 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
         shared = [name for name in order if len(groups[name]) > 1]
@@ -64,6 +65,13 @@ class GradientReducer:
             names = [shared[i] for i in places]
             self.buckets.append(Bucket(groups[names[0]], names))
             self.of |= dict.fromkeys(names, self.buckets[-1])
+
+    def zero(self, like: Tensor) -> Tensor:
+        """What a gradient is added to, so that it has no -0.0 (see `Gradients`)."""
+        key = like.dtype, like.device
+        if key not in self._zeros:
+            self._zeros[key] = like.new_zeros(())
+        return self._zeros[key]
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
         """Where the training loop looks for it."""
@@ -80,7 +88,7 @@ class Gradients:
         self.reducer, self.comm, self.synchronise, self.trace = reducer, comm, synchronise, trace
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
-        self.made = False  # whether there is a gradient at all
+        self.made: set[str] = set()  # of which parameters there is one
         for bucket in reducer.buckets:
             bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
             bucket.left = not bucket.missing  # all of it is frozen
@@ -96,7 +104,7 @@ class Gradients:
         bucket, p = reducer.of.get(name), reducer.parameters[name]
         if not p.requires_grad:  # frozen after loading
             return
-        self.made = True
+        self.made.add(name)
         if bucket is None:
             self.alone[name] = gradient if reducer.scale == 1 else gradient * reducer.scale
             return
@@ -125,23 +133,22 @@ class Gradients:
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
         local, held = self.reducer.local, None if p.grad is None else plain(p.grad)
+        zero, scale = self.reducer.zero(view), self.reducer.scale
         if held is None:
             local.pop(name, None)
-            torch.mul(gradient, self.reducer.scale, out=view)
-            return
-        gradient = gradient * self.reducer.scale
-        if name in local:
-            summed, total = local[name], gradient + held
+            torch.add(zero, gradient, alpha=scale, out=view)
+        elif name in local:
+            summed, total = local[name], torch.add(held, gradient, alpha=scale)
             if self.synchronise and summed is not None:
                 total -= summed
                 self.earlier[name] = summed
-            view.copy_(total)
+            torch.add(zero, total, out=view)
         elif self.synchronise:
             self.earlier[name] = held.clone() if _same(held, view) else held
-            view.copy_(gradient)
+            torch.add(zero, gradient, alpha=scale, out=view)
         else:
             local[name] = held.clone()
-            view.copy_(gradient + held)
+            torch.add(held, gradient, alpha=scale, out=view)
         p.grad = None  # what autograd adds here from now on, of a weight penalty, is not of the module
 
     def finish(self) -> None:
@@ -149,9 +156,7 @@ class Gradients:
         reducer = self.reducer
         if not self.made:
             return
-        unused = [name for bucket in reducer.buckets for name in bucket.names if name in bucket.missing]
-        for name in unused:
-            self.add(name, torch.zeros_like(reducer.parameters[name]))
+        unused = self._without_gradient()
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
         if running:
             with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
@@ -165,9 +170,8 @@ class Gradients:
                 if not p.requires_grad:
                     continue
                 view = reducer.views[name]
-                if name in unused and not view.any():  # PyTorch would make no gradient of it
-                    p.grad = self.earlier.get(name, p.grad)
-                    continue
+                if name in unused and (not self.synchronise or bool(torch.signbit(view.reshape(-1)[:1]).all())):
+                    continue  # on no rank
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
                         view += plain(more)
@@ -180,8 +184,32 @@ class Gradients:
             p = reducer.parameters[name]
             reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
         if self.synchronise:
-            for p in reducer.parameters.values():
-                call_hooks(p)
+            for name in self.made:
+                call_hooks(reducer.parameters[name])
+
+    def _without_gradient(self) -> set[str]:
+        """Fills the buckets, for parameters that the loss does not depend on. Returns their names.
+
+        Where no rank has a gradient the parameter is to be left as it is, as on one device. So they stand for zeros
+        with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
+        """
+        reducer, unused = self.reducer, set[str]()
+        for bucket in reducer.buckets:
+            for name in [name for name in bucket.names if name in bucket.missing]:
+                p = reducer.parameters[name]
+                if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
+                    self.add(name, torch.zeros_like(p))
+                    continue
+                if bucket.flat is None:
+                    self._allocate(bucket)
+                if p.grad is not None and _same(p.grad, reducer.views[name]):
+                    reducer.hand_out(p, plain(p.grad).clone())
+                reducer.views[name].fill_(-0.0)
+                bucket.missing.discard(name)
+                unused.add(name)
+        if self.synchronise:
+            self._leave()
+        return unused
 
     def _allocate(self, bucket: Bucket) -> None:
         parameters = [self.reducer.parameters[name] for name in bucket.names]

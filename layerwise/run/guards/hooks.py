@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -75,9 +76,8 @@ def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_
             )
 
 
-def check_modules(model: nn.Module) -> None:
-    """LayerwiseError where a model that is to be traced has hooks that would be called while tracing, or never."""
-    check_parameters(model.named_parameters(), partial_sums=True)
+def check_norms(model: nn.Module) -> None:
+    """LayerwiseError where a model that is to be traced has a spectral norm."""
     for name, module in model.named_modules():
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in (module, *forward)):
@@ -85,6 +85,13 @@ def check_modules(model: nn.Module) -> None:
                 f"module {name!r} has a spectral norm, whose vectors would not move with every step: remove it "
                 "(torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations)"
             )
+
+
+def check_modules(model: nn.Module) -> None:
+    """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
+    check_parameters(model.named_parameters(), partial_sums=True)
+    for name, module in model.named_modules():
+        forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
@@ -93,6 +100,24 @@ def check_modules(model: nn.Module) -> None:
                 f"{where} has a {kind} hook, which would not be called in training: remove it before the model is made "
                 "parallel, and let the model return what it is for"
             )
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Within it forward hooks are not called, but for those that are a part of how the model computes."""
+    kept = [
+        (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
+    ]
+    try:
+        for hooks, each in kept:
+            for number, hook in each.items():
+                if not _of(hook, model):
+                    del hooks[number]
+        yield
+    finally:
+        for hooks, each in kept:
+            hooks.clear()
+            hooks.update(each)
 
 
 def _of(hook: Any, model: nn.Module) -> bool:

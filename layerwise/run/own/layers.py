@@ -114,5 +114,3 @@ def _rows_a_sample(x: Tensor, dim: int, call: Call) -> int:
             "whose rows these are in the batch of all ranks is not known"
         )
     return rows
-
-

@@ -7,19 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm
+from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
-from layerwise.importers.load import Network
 from layerwise.run.state.shard import Shard
 
 
 class OwnState:
     """Shards and the whole state dict, by the names that the network has."""
 
-    def __init__(self, network: Network, graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
-        self.module, self.comm, self._keys = module, comm, dict(network.keys)
+    def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
+        self.module, self.comm, self._keys = module, comm, keys
         self._aliases: dict[str, list[str]] = {}
         for key, name in self._keys.items():
             if key != name:
@@ -41,6 +40,10 @@ class OwnState:
                 trainable = isinstance(tensor, nn.Parameter)
                 shards.append(Shard(name, aliases, box.shape, box, tensor.detach(), trainable, first))
         return shards
+
+    def sharing(self, name: str) -> Group:
+        """All ranks hold it."""
+        return tuple(range(self.comm.size))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies on the CPU; rank 0's, where ranks have running statistics of their own."""

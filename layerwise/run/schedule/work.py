@@ -55,12 +55,13 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
         return None
     summed = statistics(layer, place, rank, local_batch_norm=local_batch_norm)
     stages = local_stages(
-        layer.stages, layer.specs, cell, owned, lambda stage: _summing(comm, summed[stage], layer.name)
+        layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name)
     )
     return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
 
 
-def _summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:
+def summing(comm: Comm, group: Group, what: str) -> Callable[[Tensor], Tensor] | None:
+    """Sums a tensor over a group; None where it is none. `what`: for error messages."""
     if not group:
         return None
 

@@ -1,0 +1,157 @@
+"""Leaves: the model's own parameters as the leaves of autograd, whose gradients are averaged over the ranks.
+
+Autograd adds to `.grad`, also what is not of the model (a weight penalty). So at the beginning of a backward pass what
+the parameters have is put aside; each gradient that the pass makes is handed to the reducer; and at the end of the pass
+every parameter is given what one device's would have.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.run.execute.reducer import Gradients
+from layerwise.run.guards.hooks import call_hooks
+
+Hook = Callable[[nn.Parameter], None]
+
+
+class Hooks(OrderedDict[int, Hook]):
+    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is this module's.
+
+    The user's are kept beside: they are called when the gradient is that of all ranks.
+    """
+
+    def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
+        super().__init__()
+        super().__setitem__(-1, own)
+        self.users: dict[int, Hook] = OrderedDict() if users is None else users
+
+    def __setitem__(self, number: int, hook: Hook) -> None:
+        self.users[number] = hook
+
+    def __delitem__(self, number: int) -> None:
+        del self.users[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.users
+
+    def values(self) -> Any:
+        """The user's. (Autograd, in C++, does not ask here.)"""
+        return self.users.values()
+
+
+class Leaves:
+    """The parameters whose gradients are averaged, by name. summed: whether gradients are so at present."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], comm: Comm, summed: Callable[[], bool]) -> None:
+        self.parameters, self.comm, self.summed = parameters, comm, summed
+        self._before: dict[str, Tensor | None] = {}  # what parameters had when the pass began, and have not yet again
+        self._gradients: Gradients | None = None
+        self._astray: list[str] = []  # had a gradient before a pass through the model's call began
+        self._nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
+        me = weakref.ref(self)
+        for name, p in parameters.items():
+            users = p._post_accumulate_grad_hooks
+            users = users.users if isinstance(users, Hooks) else users
+            p._post_accumulate_grad_hooks = Hooks(partial(_made, me, name), users)
+
+    def begin(self, gradients: Gradients) -> None:
+        """A backward pass comes through the model."""
+        self._restore()  # of a pass that did not end, for an error
+        self._gradients = gradients
+        for name, p in self.parameters.items():
+            self._before[name], p.grad = p.grad, None
+
+    def made(self, name: str) -> None:
+        """Autograd has added to a parameter's `.grad`."""
+        if self._gradients is None:
+            self._stray(name)
+            return
+        p = self.parameters[name]
+        if name not in self._before:
+            raise LayerwiseError(
+                f"parameter {name!r} was given a gradient twice in one backward pass, as torch.utils.checkpoint with "
+                "use_reentrant=True does to what is used twice: give it use_reentrant=False"
+            )
+        gradient, p.grad = p.grad, self._before.pop(name)
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise LayerwiseError(
+                f"parameter {name!r} has a sparse gradient, which several ranks cannot average: build its embedding "
+                "with sparse=False"
+            )
+        with torch.no_grad():
+            self._gradients.add(name, gradient)
+
+    def finish(self) -> None:
+        """The pass has ended: parameters that it made no gradient of have what they had."""
+        rest = list(self._before)
+        self._restore()
+        for name in rest:
+            if _only_returned(self._nodes.get(name)):
+                raise LayerwiseError(
+                    f"torch.autograd.grad with respect to parameter {name!r} would give the gradient of this rank's "
+                    "samples only: call loss.backward(), which averages over the ranks, and take its .grad"
+                )
+
+    def _restore(self) -> None:
+        for name, gradient in self._before.items():
+            self.parameters[name].grad = gradient
+        self._before, self._gradients = {}, None
+
+    def _stray(self, name: str) -> None:
+        """A gradient of something else than the model's call: a weight penalty, or a part of the model alone."""
+        if not self.summed():
+            raise LayerwiseError(
+                f"parameter {name!r} is used outside the model, by a weight penalty in the loss for "
+                "example, while gradients wait for their sum over the ranks, to which that would not belong: leave "
+                "no_sync() and sync_every out, or give the optimizer a weight_decay instead"
+            )
+        if not self._astray:
+            torch.autograd.Variable._execution_engine.queue_callback(self._check_strays)
+        self._astray.append(name)
+
+    def _check_strays(self) -> None:
+        """LayerwiseError unless they are the same on all ranks."""
+        names, self._astray = self._astray, []
+        ranks = self.comm.all_gather_object({name: _digest(self.parameters[name].grad) for name in names})
+        for name in names:
+            if any(one.get(name) != ranks[0].get(name) for one in ranks):
+                raise LayerwiseError(
+                    f"parameter {name!r} was given a gradient that is another one on every rank, by a part of the "
+                    "model that was called alone: call the model itself, which averages over the ranks"
+                )
+            call_hooks(self.parameters[name])
+
+
+def _made(leaves: weakref.ref[Leaves], name: str, _: nn.Parameter) -> None:
+    held = leaves()
+    if held is not None:
+        held.made(name)
+
+
+def _only_returned(node: Any) -> bool:
+    """Whether the running backward pass is a torch.autograd.grad with respect to this leaf."""
+    try:
+        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
+        return True
+    return False
+
+
+def _digest(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    flat = gradient.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)

@@ -1,0 +1,356 @@
+"""OwnModule: a plan that splits samples only, run by the model as the user wrote it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.base import Role
+from layerwise.ops.random import combine
+from layerwise.plan import Plan
+from layerwise.run.execute.autograd import factors
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.inputs import global_batch
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.own.calls import Call, Calls, in_backward
+from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
+from layerwise.run.own.leaves import Leaves
+from layerwise.run.own.replacements import Replacements
+from layerwise.run.own.state import OwnState
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.work import summing
+from layerwise.run.trace import Trace
+from layerwise.tensorfile import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a module is run by. Copies of the module share it."""
+
+    graph: LayerGraph
+    plan: Plan
+    comm: Comm
+    options: RuntimeOptions
+    replacements: Replacements
+    keys: Mapping[str, str]  # names of the state dict -> names of the tensors in the graph
+    dtype: str  # of the network, before the options
+
+
+class OwnModule(ParallelModule):
+    """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
+
+    Its parameters, buffers and modules are this module's, under their names, and what this module does not have
+    (methods, a config) is read from it, and written to it. `module` is the user's itself.
+
+    On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the
+    average is the gradient of the mean over all samples, also where ranks have unequal numbers. Gradients of inputs are
+    those of this rank's own loss.
+    """
+
+    def __init__(self, module: nn.Module, facts: Facts) -> None:
+        self.__dict__["module"] = module
+        super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
+        # This module's, too: so it has all that an nn.Module has.
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self._facts, self._calls = facts, Calls()
+        self._state = OwnState(facts.keys, facts.graph, module, facts.comm)
+        self._schedule: Schedule | None = None
+        self._trace: Trace | None = None
+        self._replaced = list(self._replacements(facts))
+        for replaced in self._replaced:
+            replaced.place()
+        self._samples_in = _samples_in(facts.graph, module)
+        moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
+        self._moved = self._move if moves else None
+        self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
+        self._follow()
+
+    def _replacements(self, facts: Facts) -> Iterator[Replacement[Any]]:
+        comm, everyone = facts.comm, tuple(range(facts.comm.size))
+        for path, draws in facts.replacements.dropouts.items():
+            yield DropoutByPosition(self.module.get_submodule(path), self._calls, draws)
+        for path, layer in facts.replacements.batch_norms.items():
+            norm = self.module.get_submodule(path)
+            assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+            all_reduce = summing(comm, everyone, layer)
+            assert all_reduce is not None
+            yield GlobalBatchNorm(norm, self._calls, all_reduce)
+
+    def _follow(self) -> None:
+        """Gradients are averaged from now on."""
+        size = self.comm.size
+        if size == 1:
+            self._reducer = GradientReducer({}, [], {})
+            return
+        everyone = tuple(range(size))
+        held = self.module.state_dict(keep_vars=True)
+        order = [name for layer in reversed(self.graph.layers) for name in reversed(layer.parameters)]
+        order += [layer.name for layer in reversed(self.graph.layers) if layer.role is Role.TIED]
+        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
+        names = [name for name in reversed(last) if held[name].requires_grad]
+        untrained = {name for layer in self.graph.layers for name in layer.frozen}
+        names = [name for name in names if name not in untrained]
+        parameters = {name: held[name] for name in names}
+        self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
+        self._leaves = Leaves(parameters, self.comm, lambda: self.summed)
+        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
+        for kind in ("sync", "io", "statistics"):
+            self._prepare(kind, {everyone})
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
+        if self._plain and "batch" not in named:
+            return self.module(*inputs, **named)
+        batch = named.pop("batch") if "batch" in named and not self._takes_batch else None
+        call = self._call(inputs, named, batch)
+        if self._moved is not None:
+            inputs, named = pytree.tree_map_only(Tensor, self._moved, (inputs, named))
+        if self.comm.size > 1 and torch.is_grad_enabled():
+            inputs, named = pytree.tree_map_only(Tensor, self._entering, (inputs, named))
+        before, self._calls.forward = self._calls.forward, call
+        try:
+            with self._autocast():
+                outputs = self.module(*inputs, **named)
+        finally:
+            self._calls.forward = before
+        if not torch.is_grad_enabled() or (self.comm.size == 1 and not self._replaced):
+            return outputs
+        return pytree.tree_map_only(Tensor, lambda x: self._leaving(x, call), outputs)
+
+    @property
+    def _takes_batch(self) -> bool:
+        """Whether the model has an input of this name itself."""
+        return "batch" in inspect.signature(self.module.forward).parameters
+
+    def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> Call:
+        """This call of the model."""
+        if self.training and in_backward():
+            return self._calls.again()
+        seed = combine(self.options.seed, self.steps)
+        self.__dict__["steps"] += self.training
+        if self.comm.size == 1:
+            if batch is not None:
+                global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
+            return Call(seed)
+        check_parameters(self._reducer.parameters.items(), partial_sums=True)
+        self._check_frozen()
+        self.comm.at(self.steps, "the model")
+        whole = global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
+        share = self.share(whole)
+        return Call(seed, share.start, share.stop - share.start, whole)
+
+    def _fed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+        """This rank's samples."""
+        number, name = self._samples_in
+        x = inputs[number] if number < len(inputs) else named.get(name)
+        if not isinstance(x, Tensor) or not x.dim():
+            leaves = pytree.tree_leaves((inputs, named))
+            x = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+        if x is None:
+            raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
+        return x.shape[0]
+
+    def _check_frozen(self) -> None:
+        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
+        if thawed is not None:
+            raise LayerwiseError(
+                f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
+                "model parallel again, with requires_grad=True from the beginning"
+            )
+
+    def _move(self, x: Tensor) -> Tensor:
+        """To the run's device, and to its element type from the network's."""
+        return x.to(self.options.device, self.options.element_type(dtype_name(x.dtype), self.graph))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.options.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.options.device.type, self.options.autocast)
+
+    def _entering(self, x: Tensor) -> Tensor:
+        """An input. Where its gradient is differentiated again, the pass that does begins there."""
+        if not x.requires_grad:
+            return x
+        x = x.view_as(x)
+
+        def at_gradient(gradient: Tensor) -> None:
+            if gradient.requires_grad:
+                gradient.register_hook(lambda _: self.begin())
+
+        x.register_hook(at_gradient)
+        return x
+
+    def _leaving(self, x: Tensor, call: Call) -> Tensor:
+        """An output, whose gradient comes first in a backward pass."""
+        if not x.requires_grad:
+            return x
+        size = self.comm.size
+        scale = 1.0 if size == 1 else factors(self.graph, call.samples / call.whole)[0] * size
+        if x.is_leaf or scale != 1:
+            x = x.view_as(x)  # with a gradient of its own
+
+        def at_gradient(gradient: Tensor) -> Tensor | None:
+            self._calls.begin_backward(call)
+            if size > 1:
+                self.begin()
+            return None if scale == 1 else gradient * scale
+
+        x.register_hook(at_gradient)
+        return x
+
+    def _begun(self) -> None:
+        if self.comm.size > 1:
+            assert self._pass is not None
+            self.comm.at(self.steps, "the model (backward)")
+            self._leaves.begin(self._pass[1])
+
+    def _finish(self, gradients: Gradients) -> None:
+        if self.comm.size > 1:
+            self._leaves.finish()
+        super()._finish(gradients)
+
+    @property
+    def _tree(self) -> nn.Module:  # type: ignore[override]
+        return self.module
+
+    @property
+    def schedule(self) -> Schedule:
+        """What this rank does of the plan, at the plan's batch: for reports."""
+        if self._schedule is None:
+            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, whole_classes=False)
+        return self._schedule
+
+    @property
+    def trace(self) -> Trace | None:
+        """Collects spans of what this rank does, where set."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+
+    # What an nn.Module has, of the user's module.
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The module's own."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass  # nn.Module sets it when it is made
+
+    def train(self, mode: bool = True) -> OwnModule:
+        """Of the user's module."""
+        self.module.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_plain" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The user's module and all in it."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> OwnModule:
+        """To the user's module and all in it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnModule:
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._follow()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As the user's module does, which raises LayerwiseError here. assign: on one device."""
+        if assign and self.comm.size > 1:
+            raise LayerwiseError("load_state_dict(assign=True) would replace parameters: give assign=False")
+        return self._state.load(state_dict, strict=strict, assign=assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnModule:
+        made = OwnModule(copy.deepcopy(self.module, memo), self._facts)
+        memo[id(self)] = made
+        made.__dict__["steps"] = self.steps
+        return made
+
+    def __reduce__(self) -> Any:
+        if self.comm.size > 1:
+            raise LayerwiseError(
+                "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state "
+                "dict, and model.module is the model itself"
+            )
+        return _unpickled, (self.module, self._facts, self.steps)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """LayerwiseError on several ranks."""
+        if self.comm.size > 1:
+            self._refuse_compile()
+        super().compile(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _refuse_compile(self) -> NoReturn:
+        raise LayerwiseError("torch.compile of the parallel module is not supported on several ranks: leave it out")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+        raise LayerwiseError(
+            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
+            "ranks' parts of parameters with rank 0's"
+        )
+
+
+def _unpickled(module: nn.Module, facts: Facts, steps: int) -> OwnModule:
+    made = OwnModule(module, facts)
+    made.__dict__["steps"] = steps
+    return made
+
+
+def _samples_in(graph: LayerGraph, module: nn.Module) -> tuple[int, str]:
+    """Which input has a row a sample, by place and by name."""
+    inputs = [layer for layer in graph.layers if layer.role is Role.INPUT]
+    number = next((i for i, layer in enumerate(inputs) if layer.out.index("n") == 0), 0)
+    return number, dict(enumerate(inspect.signature(module.forward).parameters)).get(number, "")
