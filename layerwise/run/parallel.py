@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -88,7 +88,8 @@ class ParallelModule(nn.Module):
             gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
             self._pass = number, gradients
             self._begun()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, gradients))
+            end = _End(partial(self._finish, gradients), partial(self._failed, gradients))
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @abstractmethod
     def _begun(self) -> None:
@@ -98,6 +99,10 @@ class ParallelModule(nn.Module):
         self._pass = None
         with torch.no_grad():
             gradients.finish()
+
+    def _failed(self, gradients: Gradients) -> None:
+        """A backward pass was ended by an error."""
+        self._pass = None
 
     @property
     def summed(self) -> bool:
@@ -154,3 +159,19 @@ class ParallelModule(nn.Module):
         for _, _, gradient in held:
             gradient *= scale.to(gradient.dtype)
         return norm
+
+
+class _End:
+    """What autograd calls when a backward pass has ended, or lets go of where an error has ended it."""
+
+    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._finish, self._fail = finish, fail
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._finish()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._fail()

@@ -90,6 +90,9 @@ class Gradients:
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
         for bucket in reducer.buckets:
+            if bucket.handle is not None:  # of a pass that was ended by an error
+                bucket.handle.wait()
+                bucket.handle = None
             bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:

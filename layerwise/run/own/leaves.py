@@ -68,7 +68,6 @@ class Leaves:
 
     def begin(self, gradients: Gradients) -> None:
         """A backward pass comes through the model."""
-        self._restore()  # of a pass that did not end, for an error
         self._gradients = gradients
         for name, p in self.parameters.items():
             self._before[name], p.grad = p.grad, None
@@ -104,6 +103,19 @@ class Leaves:
                     f"torch.autograd.grad with respect to parameter {name!r} would give the gradient of this rank's "
                     "samples only: call loss.backward(), which averages over the ranks, and take its .grad"
                 )
+
+    def fail(self) -> None:
+        """The pass was ended by an error: parameters have what they had."""
+        earlier = {} if self._gradients is None else self._gradients.earlier
+        for name, gradient in earlier.items():
+            self.parameters[name].grad = gradient
+        self._restore()
+
+    def release(self) -> None:
+        """Autograd calls the user's hooks itself again."""
+        for p in self.parameters.values():
+            if isinstance(p._post_accumulate_grad_hooks, Hooks):
+                p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
 
     def _restore(self) -> None:
         for name, gradient in self._before.items():

@@ -223,6 +223,11 @@ class OwnModule(ParallelModule):
             self._leaves.finish()
         super()._finish(gradients)
 
+    def _failed(self, gradients: Gradients) -> None:
+        super()._failed(gradients)
+        if self.comm.size > 1:
+            self._leaves.fail()
+
     @property
     def _tree(self) -> nn.Module:  # type: ignore[override]
         return self.module
@@ -334,6 +339,19 @@ class OwnModule(ParallelModule):
 
     def _refuse_compile(self) -> NoReturn:
         raise LayerwiseError("torch.compile of the parallel module is not supported on several ranks: leave it out")
+
+    @property
+    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
+        if self.comm.size > 1:
+            self._refuse_compile()
+        raise AttributeError("_initialize_hook")
+
+    def release(self) -> None:
+        """The user's module is as it was, but for its values: this one is not to be called any more."""
+        for replaced in self._replaced:
+            replaced.remove()
+        if self.comm.size > 1:
+            self._leaves.release()
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
