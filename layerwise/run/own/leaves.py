@@ -68,6 +68,11 @@ class Leaves:
 
     def begin(self, gradients: Gradients) -> None:
         """A backward pass comes through the model."""
+        if self._gradients is not None:
+            raise LayerwiseError(
+                "a backward pass goes through the model within another one, as torch.utils.checkpoint with "
+                "use_reentrant=True makes it: give it use_reentrant=False"
+            )
         self._gradients = gradients
         for name, p in self.parameters.items():
             self._before[name], p.grad = p.grad, None
