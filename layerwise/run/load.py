@@ -21,12 +21,12 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards.hooks import check_modules, check_norms, without_hooks
-from layerwise.run.module import LayeredModule, LossFunction
+from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
 from layerwise.run.own.module import Facts, OwnModule
 from layerwise.run.own.replacements import replacements
 from layerwise.run.own.values import settle
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.state.broadcast import broadcast_values
 from layerwise.tensorfile import dtype_name
 

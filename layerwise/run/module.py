@@ -28,14 +28,12 @@ from layerwise.run.guards.optimizers import watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class LayeredModule(Refusing, ParallelModule):
@@ -48,6 +46,8 @@ class LayeredModule(Refusing, ParallelModule):
     Parameters are this rank's boxes, under the model's names. Where the plan splits them (`cut`), their gradients are
     for element-wise use only: their norm is that of `clip_grad_norm_`.
     """
+
+    _state: State
 
     def __init__(
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None

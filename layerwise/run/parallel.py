@@ -24,6 +24,8 @@ from layerwise.run.schedule.place import samples
 from layerwise.run.state.shard import Shard
 from layerwise.run.trace import Trace
 
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
 
 class HeldState(Protocol):
     """What a rank holds of the model."""
@@ -50,6 +52,7 @@ class ParallelModule(nn.Module):
     _state: HeldState
     _tree: nn.Module  # has the parameters and buffers, by the model's names
     _reducer: GradientReducer
+    loss: LossFunction | None = None  # with which it is called, where it makes that itself
     cut = False  # whether some rank holds not all of some parameter that is trained
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:

@@ -58,10 +58,10 @@ class Replacement(Generic[M]):
         return getattr, (self.module, "forward")
 
 
-class DropoutByPosition(Replacement[nn.Module]):
+class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
     """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
 
-    def __init__(self, module: nn.Module, calls: Calls, draws: Draws) -> None:
+    def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
         super().__init__(module, calls)
         self.draws, self.channels = draws, not isinstance(module, nn.Dropout)
 
@@ -91,7 +91,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
     def compute(self, x: Tensor, call: Call) -> Tensor:
         """As `layerwise.ops.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
         module = self.module
-        module._check_input_dim(x)
+        module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
         mean, var = module.running_mean, module.running_var
         y, *moments = normalised(

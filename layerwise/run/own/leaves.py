@@ -161,7 +161,7 @@ def _made(leaves: weakref.ref[Leaves], name: str, _: nn.Parameter) -> None:
 def _only_returned(node: Any) -> bool:
     """Whether the running backward pass is a torch.autograd.grad with respect to this leaf."""
     try:
-        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
         return True
     return False

@@ -60,6 +60,9 @@ class OwnModule(ParallelModule):
     those of this rank's own loss.
     """
 
+    module: nn.Module
+    _state: OwnState
+
     def __init__(self, module: nn.Module, facts: Facts) -> None:
         self.__dict__["module"] = module
         super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
@@ -82,7 +85,9 @@ class OwnModule(ParallelModule):
     def _replacements(self, facts: Facts) -> Iterator[Replacement[Any]]:
         comm, everyone = facts.comm, tuple(range(facts.comm.size))
         for path, draws in facts.replacements.dropouts.items():
-            yield DropoutByPosition(self.module.get_submodule(path), self._calls, draws)
+            dropout = self.module.get_submodule(path)
+            assert isinstance(dropout, nn.modules.dropout._DropoutNd)
+            yield DropoutByPosition(dropout, self._calls, draws)
         for path, layer in facts.replacements.batch_norms.items():
             norm = self.module.get_submodule(path)
             assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
@@ -189,9 +194,9 @@ class OwnModule(ParallelModule):
 
         def at_gradient(gradient: Tensor) -> None:
             if gradient.requires_grad:
-                gradient.register_hook(lambda _: self.begin())
+                gradient.register_hook(lambda _: self.begin())  # type: ignore[no-untyped-call]
 
-        x.register_hook(at_gradient)
+        x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
         return x
 
     def _leaving(self, x: Tensor, call: Call) -> Tensor:
@@ -209,7 +214,7 @@ class OwnModule(ParallelModule):
                 self.begin()
             return None if scale == 1 else gradient * scale
 
-        x.register_hook(at_gradient)
+        x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
         return x
 
     def _begun(self) -> None:
@@ -251,7 +256,7 @@ class OwnModule(ParallelModule):
     # What an nn.Module has, of the user's module.
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The module's own."""
         return self.module.training
 
@@ -292,7 +297,7 @@ class OwnModule(ParallelModule):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The user's module and all in it."""
-        return self.module.named_modules(*args, **kwargs)
+        yield from self.module.named_modules(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> OwnModule:
         """To the user's module and all in it."""
@@ -335,7 +340,7 @@ class OwnModule(ParallelModule):
         """LayerwiseError on several ranks."""
         if self.comm.size > 1:
             self._refuse_compile()
-        super().compile(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super().compile(*args, **kwargs)
 
     def _refuse_compile(self) -> NoReturn:
         raise LayerwiseError("torch.compile of the parallel module is not supported on several ranks: leave it out")

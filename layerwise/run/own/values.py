@@ -35,7 +35,7 @@ def settle(module: nn.Module, network: Network, graph: LayerGraph, options: Runt
         return tensor.to(options.device, options.element_type(dtype_name(tensor.dtype), graph))
 
     if any(run_as(t) is not t for t in (*module.parameters(), *module.buffers())):
-        module._apply(run_as)
+        module._apply(run_as)  # type: ignore[no-untyped-call]
 
 
 def _made(
