@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.errors import LayerwiseError
-from tests.api.script import data, network
+from tests.api.script import Layered, data, network
 
 X, Y = data().tensors[0][:4], data().tensors[1][:4]
 QUIET = {"verbose": False, "measure_s": 0}
@@ -20,8 +20,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     return loss.detach()
 
 
-def test_an_optimizer_of_before_raises_at_its_step() -> None:
+def test_an_optimizer_of_before_is_right_where_the_model_itself_is_run() -> None:
     model = network()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    module = layerwise.parallelize(model, X, **QUIET)
+    assert step(module, early) > step(module, early)
+
+
+def test_an_optimizer_of_before_raises_at_its_step() -> None:
+    model = Layered()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     module = layerwise.parallelize(model, X, **QUIET)
     with pytest.raises(LayerwiseError, match="build the optimizer over the returned model's parameters"):
@@ -31,20 +38,23 @@ def test_an_optimizer_of_before_raises_at_its_step() -> None:
 
 
 def test_the_original_may_be_trained_by_itself() -> None:
-    model = network()
+    model = Layered()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layerwise.parallelize(model, X, **QUIET)
     assert step(model, optimizer) > step(model, optimizer)
 
 
 def test_autocast() -> None:
-    module = layerwise.parallelize(network().float(), X.float(), **QUIET)
+    module = layerwise.parallelize(Layered().float(), X.float(), **QUIET)
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(LayerwiseError, match=r"torch\.autocast .* not supported"),
     ):
         module(X.float())
     assert module(X.float()).dtype == torch.float32
+    module = layerwise.parallelize(network().float(), X.float(), **QUIET)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(X.float()).dtype == torch.bfloat16
 
 
 def test_a_parallel_module_is_parallel_already() -> None:

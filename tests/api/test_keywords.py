@@ -25,9 +25,25 @@ def test_the_numbers_are_those_of_the_model() -> None:
         assert apart(whole, model.state_dict()) <= 1e-9
 
 
+class Drawing(torch.nn.Module):
+    """Draws without a module of PyTorch's, so it is run layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = named()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.named(input_ids, labels)
+        return {**made, "logits": torch.nn.functional.dropout(made["logits"], 1e-9)}
+
+
 def test_the_names_must_be_those_that_were_traced() -> None:
-    model = layerwise.parallelize(named(), words(), verbose=False)
+    """Where it is run layer by layer; the model itself is called as it is."""
     labels, ids = words().values()
+    native, itself = named(), layerwise.parallelize(named(), words(), verbose=False)
+    assert itself(ids, labels)["loss"].item() == native(input_ids=ids, labels=labels)["loss"].item()
+    assert torch.equal(itself(input_ids=ids)["logits"], native(ids)["logits"])
+    model = layerwise.parallelize(Drawing(), words(), verbose=False).eval()
     assert model(labels, ids)["loss"].item() == model(input_ids=ids, labels=labels)["loss"].item()
     with pytest.raises(LayerwiseError, match="'labels' is missing"):
         model(input_ids=ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -72,6 +73,16 @@ def equal(found: Mapping[str, Tensor | None], single: Mapping[str, Tensor | None
         assert (here is None) == (value is None), name
         if here is not None and value is not None:
             assert difference(here, value) <= 1e-9, name
+
+
+def layered(network: Network) -> Network:
+    """The same, to be run layer by layer whatever the plan."""
+    return replace(network, module=None)
+
+
+@cache
+def layered_mlp() -> tuple[nn.Module, Network]:
+    return mlp()[0], layered(mlp()[1])
 
 
 @cache

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.run.guards.box_gradient import plain
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, mlp, on_ranks, plan_of, refused, traced
+from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced
 
 Loop = Callable[[nn.Module, Tensor], list[Tensor]]  # of a module and a rank's samples: numbers of these samples
 CUTS: list[tuple[int, Mapping[str, int]]] = [
@@ -176,7 +176,7 @@ def test_gradients_with_respect_to_parameters_are_loud(degrees: Mapping[str, int
         with pytest.raises(RuntimeError, match="not have been used in the graph"):
             torch.autograd.grad(out, list(made.parameters()))
 
-    on_ranks(network, rank, 2, plan_of(network, 2, degrees))
+    on_ranks(layered(network), rank, 2, plan_of(network, 2, degrees))
 
 
 def test_gradients_of_inputs_of_unlike_shares_are_refused() -> None:

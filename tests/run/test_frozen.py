@@ -22,6 +22,7 @@ from layerwise.run.load import load
 from layerwise.search.baselines import baseline
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, check_equal, difference, random_plan, train
+from tests.run.small_modules import layered
 
 
 class Net(nn.Module):
@@ -153,7 +154,8 @@ def test_weight_decay_leaves_alone_what_no_gradient_reaches() -> None:
 def test_thawing_later_is_refused() -> None:
     """Its gradients would differ between the ranks, without a word. Freezing more is no such thing."""
     given, _ = frozen_case("the trunk")
-    module = load(random_plan(given.graph, 1, 0, "sample"), given.network, dtype=torch.float64, comm=SoloComm())
+    plan, network = random_plan(given.graph, 1, 0, "sample"), layered(given.network)
+    module = load(plan, network, dtype=torch.float64, comm=SoloComm())
     named = dict(module.named_parameters())
     named["head.bias"].requires_grad_(False)
     module(given.inputs[0]).sum().backward()

@@ -1,4 +1,4 @@
-"""Guards: what a loop does around a parallel module and would not come out as on one device is refused."""
+"""Guards: what a loop does around a module that is run layer by layer and would not come out right is refused."""
 
 import copy
 import pickle
@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.hooks import check_modules
+from layerwise.run.guards.hooks import check_modules, check_norms
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused
+from tests.run.small_modules import SAMPLES, equal, gradients, loss, on_ranks, plan_of, refused
+from tests.run.small_modules import layered_mlp as mlp
 
 CUT = {"c": 2}
 Act = Callable[[ParallelModule], object]
@@ -162,7 +163,7 @@ def test_hooks_of_the_models_layers_are_refused(register: str, message: str) -> 
     module, network = copy.deepcopy(mlp()[0]), mlp()[1]
     getattr(module[0], register)(lambda *_: None)
     with pytest.raises(LayerwiseError, match=f"{message}, which would not be called in training"):
-        load(plan_of(network, 1), module, example_inputs=(SAMPLES[0],))
+        load(plan_of(network, 1), module, example_inputs=(SAMPLES[0],), checkpoint_activations=True)
 
 
 def test_hooks_of_the_models_parameters_are_refused() -> None:
@@ -185,7 +186,7 @@ def test_a_spectral_norm_is_refused(norm: Callable[[nn.Module], nn.Module]) -> N
     module = copy.deepcopy(mlp()[0])
     norm(module[0])
     with pytest.raises(LayerwiseError, match="has a spectral norm, whose vectors would not move with every step"):
-        check_modules(module)
+        check_norms(module)
 
 
 def test_hooks_of_the_parallel_module_itself_are_called() -> None:

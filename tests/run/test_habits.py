@@ -16,7 +16,19 @@ from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
-from tests.run.small_modules import SAMPLES, equal, gradients, loss, mlp, on_ranks, plan_of, refused, traced
+from tests.run.small_modules import (
+    SAMPLES,
+    equal,
+    gradients,
+    layered,
+    layered_mlp,
+    loss,
+    mlp,
+    on_ranks,
+    plan_of,
+    refused,
+    traced,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -133,14 +145,14 @@ def test_ranks_that_feed_as_many_samples_as_each_other(fed: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_input_of_another_element_type_is_refused(ranks: int) -> None:
     """As PyTorch's linear layer refuses it."""
-    _, network = mlp()
+    _, network = layered_mlp()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for text in refused(network, lambda made, dtype=dtype: made(SAMPLES[0][made.share()].to(dtype)), ranks):
             assert text.startswith(f"input 'input' is {str(dtype)[6:]}, but the model was made parallel for float64:")
 
 
 def test_an_input_that_is_no_tensor_is_refused() -> None:
-    _, network = mlp()
+    _, network = layered_mlp()
     for text in refused(network, lambda made: made(SAMPLES[0][made.share()].numpy())):
         assert text == "input 'input' is of type ndarray: give a tensor"
 
@@ -159,7 +171,7 @@ class Ids(nn.Module):
 def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None:
     torch.manual_seed(0)
     module, numbers = Ids().double(), torch.arange(8) % 5
-    network = network_of(module, (numbers, numbers, numbers), 8, "test")
+    network = layered(network_of(module, (numbers, numbers, numbers), 8, "test"))
     single = module(numbers, numbers, numbers)
     assert torch.equal(single, module(numbers.int(), numbers, numbers))
 
@@ -177,7 +189,7 @@ def test_whole_numbers_of_another_type_are_taken_as_pytorch_takes_them() -> None
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_norm_of_one_value_a_channel_names_its_layer(ranks: int) -> None:
-    network = traced(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double(), SAMPLES[0][:2])
+    network = layered(traced(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double(), SAMPLES[0][:2]))
 
     def rank(comm: Comm) -> str:
         plan = plan_of(network, ranks)

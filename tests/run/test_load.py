@@ -18,7 +18,7 @@ from layerwise.importers.load import Network, network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
-from tests.run.small_modules import SAMPLES, equal, mlp, plan_of, traced
+from tests.run.small_modules import SAMPLES, equal, layered, mlp, plan_of, traced
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_norm_called_twice_is_refused(ranks: int) -> None:
-    network = traced(Twice().double())
+    network = layered(traced(Twice().double()))
 
     def rank(comm: Comm) -> str:
         with pytest.raises(LayerwiseError) as raised:

@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.comm.pool import run_ranks
-from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
+from tests.run.small_modules import SAMPLES, layered_mlp, loss, mlp, on_ranks, plan_of, refused
 
 CUT = {"c": 2}
 
@@ -73,7 +73,7 @@ def test_a_rank_takes_its_own_and_the_whole_state_dict(degrees: dict[str, int]) 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_another_ranks_or_plans_boxes_are_refused(strict: bool) -> None:
-    _, network = mlp()
+    _, network = layered_mlp()
     boxes = on_ranks(network, own, 2, plan_of(network, 2, CUT))
     whole = on_ranks(network, own, 2)
     thirds = on_ranks(network, own, 3, plan_of(network, 3, {"c": 3}))
@@ -113,7 +113,7 @@ def test_nothing_is_loaded_where_something_is_refused() -> None:
 
 
 def test_the_state_dict_of_a_module_around_it_is_refused() -> None:
-    _, network = mlp()
+    _, network = layered_mlp()
     for text in refused(network, lambda made: nn.Sequential(made, nn.Linear(3, 3)).state_dict()):
         assert "inside another module, whose state dict cannot have it" in text
     (state,) = on_ranks(network, lambda made: made.state_dict(prefix="model."), 1)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -72,6 +73,7 @@ class OwnModule(ParallelModule):
         self._facts, self._calls = facts, Calls()
         self._state = OwnState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
+        self._scales: dict[tuple[int, int], float] = {}
         self._trace: Trace | None = None
         self._replaced = list(self._replacements(facts))
         for replaced in self._replaced:
@@ -124,8 +126,9 @@ class OwnModule(ParallelModule):
         call = self._call(inputs, named, batch)
         if self._moved is not None:
             inputs, named = pytree.tree_map_only(Tensor, self._moved, (inputs, named))
+        scale = 1.0 if self.comm.size == 1 else self._scale(call)
         if self.comm.size > 1 and torch.is_grad_enabled():
-            inputs, named = pytree.tree_map_only(Tensor, self._entering, (inputs, named))
+            inputs, named = pytree.tree_map_only(Tensor, partial(self._entering, scale=scale), (inputs, named))
         before, self._calls.forward = self._calls.forward, call
         try:
             with self._autocast():
@@ -134,7 +137,7 @@ class OwnModule(ParallelModule):
             self._calls.forward = before
         if not torch.is_grad_enabled() or (self.comm.size == 1 and not self._replaced):
             return outputs
-        return pytree.tree_map_only(Tensor, lambda x: self._leaving(x, call), outputs)
+        return pytree.tree_map_only(Tensor, partial(self._leaving, call=call, scale=scale), outputs)
 
     @property
     def _takes_batch(self) -> bool:
@@ -186,10 +189,22 @@ class OwnModule(ParallelModule):
             return nullcontext()
         return torch.autocast(self.options.device.type, self.options.autocast)
 
-    def _entering(self, x: Tensor) -> Tensor:
+    def _scale(self, call: Call) -> float:
+        """Of the outputs' gradients: their mean over the ranks is then that of the loss of all samples."""
+        key = call.samples, call.whole
+        if key not in self._scales:
+            self._scales[key] = factors(self.graph, call.samples / call.whole)[0] * self.comm.size
+        return self._scales[key]
+
+    def _entering(self, x: Tensor, scale: float) -> Tensor:
         """An input. Where its gradient is differentiated again, the pass that does begins there."""
         if not x.requires_grad:
             return x
+        if scale != 1:
+            raise LayerwiseError(
+                "an input requires a gradient, which is made only where all ranks feed equally many samples and the "
+                "loss is a mean: give it detached, or such a batch"
+            )
         x = x.view_as(x)
 
         def at_gradient(gradient: Tensor) -> None:
@@ -199,18 +214,16 @@ class OwnModule(ParallelModule):
         x.register_hook(at_gradient)  # type: ignore[no-untyped-call]
         return x
 
-    def _leaving(self, x: Tensor, call: Call) -> Tensor:
+    def _leaving(self, x: Tensor, call: Call, scale: float) -> Tensor:
         """An output, whose gradient comes first in a backward pass."""
         if not x.requires_grad:
             return x
-        size = self.comm.size
-        scale = 1.0 if size == 1 else factors(self.graph, call.samples / call.whole)[0] * size
         if x.is_leaf or scale != 1:
             x = x.view_as(x)  # with a gradient of its own
 
         def at_gradient(gradient: Tensor) -> Tensor | None:
             self._calls.begin_backward(call)
-            if size > 1:
+            if self.comm.size > 1:
                 self.begin()
             return None if scale == 1 else gradient * scale
 

@@ -22,6 +22,7 @@ from layerwise.ops.view import Permute
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import Place
 from layerwise.plan import Plan
+from layerwise.run.execute.autograd import factors
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import places
 
@@ -52,13 +53,15 @@ def replacements(
     """What to replace in the network's own module so that it runs the plan; None where it cannot.
 
     graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the whole network
-    of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's that is called
-    once.
+    of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's; a dropout is
+    to be called once.
     """
     module = network.module
     if module is None or options.recompute or not _has_values(network, module):
         return None
     if size > 1 and not (_only_samples(graph, plan) and _constants_alike(network, graph)):
+        return None
+    if size > 1 and len(set(factors(graph, 0.5))) > 1:  # some outputs are sums over samples, and others are not
         return None
     modules = dict(module.named_modules(remove_duplicate=False))
     dropouts: dict[str, Draws] = {}
@@ -75,8 +78,6 @@ def replacements(
             if groups[i]:
                 path = _path_of_parameters(layer, stage) or name
                 if not _is(modules.get(path), BATCH_NORMS) or not isinstance(stage.op, BatchNorm):
-                    return None
-                if path in batch_norms or calls[path] > 1:
                     return None
                 batch_norms[path] = layer.name
     return Replacements(dropouts, batch_norms)
