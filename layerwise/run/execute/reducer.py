@@ -173,7 +173,7 @@ class Gradients:
                 if not p.requires_grad:
                     continue
                 view = reducer.views[name]
-                if name in unused and (not self.synchronise or bool(torch.signbit(view.reshape(-1)[:1]).all())):
+                if name in unused and (not self.synchronise or _none(view)):
                     continue  # on no rank
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
@@ -223,6 +223,12 @@ class Gradients:
         for name, p in zip(bucket.names, parameters, strict=True):
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
+
+
+def _none(view: Tensor) -> bool:
+    """Whether this is the sum of what `_without_gradient` filled in alone."""
+    first = view.reshape(-1)[:1]
+    return bool(((first == 0) & first.signbit()).all())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -23,6 +23,7 @@ from layerwise.plan import Plan
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.guards.optimizers import watch
 from layerwise.run.inputs import global_batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.own.calls import Call, Calls, in_backward
@@ -115,6 +116,7 @@ class OwnModule(ParallelModule):
         self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
         self._leaves = Leaves(parameters, self.comm, lambda: self.summed)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
+        watch(self.module.parameters(), cut=False)
         for kind in ("sync", "io", "statistics"):
             self._prepare(kind, {everyone})
 
