@@ -1,0 +1,90 @@
+"""What the loops are given: a network, its data, and how to make the network parallel or leave it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.comm.base import Comm
+
+BATCH, STEPS = 8, 3
+# Space, output channels and the contraction dimension split; every rank holds parts of parameters.
+SPLIT = {"first": {"h": 2}, "second": {"c": 2}, "hidden": {"c": 2}, "head": {"k": 2}}
+
+
+class Net(nn.Module):
+    """Convolutions, batch norm, linear layers; an attribute, a method and a configuration of its own."""
+
+    def __init__(self, seed: int = 0, *, smooth: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        # No bias before a batch norm: its gradient is zero but for rounding, and Adafactor would magnify that.
+        self.first = nn.Conv2d(1, 4, 3, padding=1, bias=smooth)
+        self.norm = nn.Identity() if smooth else nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, stride=2)
+        self.hidden, self.head = nn.Linear(64, 12), nn.Linear(12, 10)
+        self.config = {"classes": 10}
+        self.double()
+
+    def classes(self) -> int:
+        """Of the images."""
+        return int(self.config["classes"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.softplus(self.norm(self.first(x)))
+        x = torch.tanh(self.second(x)).flatten(1)
+        return self.head(torch.tanh(self.hidden(x)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank's, or one device's (`comm` None)."""
+
+    comm: Comm | None = None
+    strategy: str = "data"  # or "split"
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.comm is None else self.comm.rank
+
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's samples of a batch."""
+        return x if self.comm is None else x.chunk(self.comm.size)[self.comm.rank]
+
+    def parallel(self, model: nn.Module, **how: Any) -> Any:
+        """As a user's script has it."""
+        if self.comm is None:
+            return model
+        example = self.share(batch(0)[0])
+        names = {name for name, _ in model.named_children()}
+        split = {name: cut for name, cut in SPLIT.items() if name in names}
+        strategy: Any = "data" if self.strategy == "data" else split
+        return layerwise.parallelize(
+            model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how
+        )
+
+    def net(self, seed: int = 0, **options: Any) -> Any:
+        return self.parallel(Net(seed, **options))
+
+    def batches(self, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(steps):
+            x, y = batch(step)
+            yield self.share(x), self.share(y)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """All ranks' samples."""
+    draw = torch.Generator().manual_seed(step + 1)
+    x = torch.randn(BATCH, 1, 8, 8, generator=draw, dtype=torch.float64)
+    return x, torch.randint(0, 10, (BATCH,), generator=draw)
+
+
+def whole(model: nn.Module) -> Mapping[str, Tensor]:
+    """All of its state."""
+    full = getattr(model, "full_state_dict", model.state_dict)
+    return {f"state.{name}": value.detach().clone() for name, value in full().items()}
