@@ -88,7 +88,29 @@ def _function() -> Any:
     """The autograd function. Made here, as this module must be imported without torch."""
     import torch
     import torch.nn.functional as F
-    from torch.autograd.function import once_differentiable
+
+    class Summed(torch.autograd.Function):
+        """The sum over devices; back, the gradients' sum."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
+            ctx.all_reduce = all_reduce
+            return all_reduce(x.clone())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return Summed.apply(gradient, ctx.all_reduce), None  # type: ignore[no-untyped-call]
+
+    def differentiable(x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, ctx: Any) -> Tensor:
+        """The same of operators that can be differentiated as often as one likes: for gradients of gradients."""
+        rest, shape = (0, *range(2, x.dim())), (1, -1, *(1,) * (x.dim() - 2))
+        exact = x.to(shift.dtype) - shift.view(shape)
+        sums = Summed.apply(torch.stack([exact.sum(rest), exact.square().sum(rest)]), ctx.all_reduce)  # type: ignore[no-untyped-call]
+        mean, square = sums / ctx.count
+        y = (exact - mean.view(shape)) * (square - mean.square() + ctx.eps).rsqrt().view(shape)
+        y = y if weight is None else y * weight.view(shape)
+        made: Tensor = (y if bias is None else y + bias.view(shape)).to(x.dtype)
+        return made
 
     class Normalised(torch.autograd.Function):
         @staticmethod
@@ -110,16 +132,21 @@ def _function() -> Any:
             variance = (square - mean.square()).clamp_(min=0)
             if shift is not None:
                 mean = mean + shift
+            given = weight, bias
             weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
-            ctx.save_for_backward(x, weight, mean, variance)
+            ctx.save_for_backward(x, weight, mean, variance, *given)
             ctx.count, ctx.eps, ctx.all_reduce = count, eps, all_reduce
             ctx.mark_non_differentiable(mean, variance)
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), mean, variance
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-            x, weight, mean, variance = ctx.saved_tensors
+            x, weight, mean, variance, *given = ctx.saved_tensors
+            if torch.is_grad_enabled():  # to be differentiated once more
+                wanted = [t for t, needed in zip((x, *given), ctx.needs_input_grad, strict=False) if needed]
+                y = differentiable(x, given[0], given[1], mean, ctx)
+                made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+                return *(next(made) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 4
             # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics.
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]

@@ -11,7 +11,6 @@ import io
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-import layerwise
 from tests.loops.setting import Net, Setting, whole
 
 Numbers = Mapping[str, Any]

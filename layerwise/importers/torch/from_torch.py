@@ -123,10 +123,21 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
                 "give it a momentum, such as 0.1"
             )
     try:
-        with _EXPORTING, _quiet(), without_cache(model):
+        with _EXPORTING, _quiet(), _synchronised_anywhere(), without_cache(model):
             return torch.export.export(model, examples, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error
+
+
+@contextmanager
+def _synchronised_anywhere() -> Iterator[None]:
+    """SyncBatchNorm is a batch norm, also where it would refuse to run: statistics are those of the whole batch here."""
+    kind, own = nn.SyncBatchNorm, nn.SyncBatchNorm.forward
+    kind.forward = nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.forward = own  # type: ignore[method-assign]
 
 
 @contextmanager
