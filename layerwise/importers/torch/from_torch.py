@@ -131,7 +131,7 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
 
 @contextmanager
 def _synchronised_anywhere() -> Iterator[None]:
-    """SyncBatchNorm is a batch norm, and traced where it would refuse to run: here all have the whole batch's statistics."""
+    """SyncBatchNorm is traced where it would refuse to run: it is a batch norm, of the whole batch as all are here."""
     kind, own = nn.SyncBatchNorm, nn.SyncBatchNorm.forward
     kind.forward = nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
     try:
