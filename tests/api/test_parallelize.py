@@ -1,9 +1,6 @@
 """parallelize: a user's loop, unchanged, gives the numbers of one device and of plain PyTorch."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
@@ -18,9 +15,8 @@ from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from tests.api.ranks import trained
 from tests.api.script import BATCH, data, network, train
+from tests.comm.launch import ROOT, torchrun
 from tests.comm.pool import run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -48,17 +44,13 @@ def plain(steps: int) -> tuple[list[float], dict[str, Tensor]]:
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
     """Losses and states of two processes against plain PyTorch; the ranks build different models, rank 0's counts."""
     how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}, "measure_s": 0}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "tests/api/script.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path / "out"), json.dumps(how)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Sequential on 2 × cpu" in done.stdout
-    assert "{n=1, c=2}" in done.stdout
-    assert done.stdout.count("data parallelism") == 1
+    options = ("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    done = torchrun([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)], options=options)
+    assert done.codes == [0], done.stderr
+    (stdout,) = done.stdout
+    assert "Sequential on 2 × cpu" in stdout
+    assert "{n=1, c=2}" in stdout
+    assert stdout.count("data parallelism") == 1
     ranks = [load_file(tmp_path / f"out.{rank}") for rank in range(2)]
     model = network()
     losses = train(model, torch.utils.data.DataLoader(data(), BATCH))

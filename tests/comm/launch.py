@@ -1,7 +1,7 @@
 """Runs a command or a script on several ranks, as torchrun does, but forked from a server that has torch imported.
 
-torchrun itself takes ten seconds, most of them for imports. What it adds (its agent, the ends of the ranks) is tested
-once for every command, by a true torchrun.
+torchrun's own ranks take ten seconds, most of them for imports. What it adds (its agent, the ends of the ranks) is
+tested once for every command, by `torchrun` here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from layerwise.comm.start import leave
 from tests.comm.pool import context, environment
 
 PATIENCE_S = 120.0
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ def launch(command: Sequence[str], ranks: int = 2, variables: Mapping[str, str] 
             [Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks)] for name in ("stdout", "stderr")
         )
     return Done(codes, stdout, stderr)
+
+
+def torchrun(command: Sequence[str], ranks: int = 2, options: Sequence[str] = ("--standalone",)) -> Done:
+    """What `torchrun OPTIONS COMMAND` does: its agent is forked as ranks are elsewhere, and starts the ranks by itself.
+
+    In the result the agent and its ranks are one: a code, an output and an error output.
+    """
+    agent = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options, *command]
+    return launch(agent, 1, {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"})
 
 
 def _rank(command: list[str], folder: str, variables: dict[str, str], file: str) -> None:

@@ -1,8 +1,10 @@
 """What the ranks import, or make PyTorch import: once, in the server that they are forked from."""
 
+# ruff: noqa: F401
+
 import gc
 
-import pytest  # noqa: F401 (most functions that ranks call stand in test files)
+import pytest  # functions that ranks call stand in test files, too
 import torch
 import torch._dynamo
 import torch.nn.parallel
