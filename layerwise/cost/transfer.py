@@ -267,10 +267,6 @@ class _Dimension:
         b, vl, vh, column = self.needing.patterns(t, k, self.source)
         base = self.offset[a[:, None], b[None, :]][..., None]
         width = (b + 1)[None, :, None]
-
-        def sums(x: Ints, y: Ints) -> Floats:
-            values: Floats = self.flat[base + x[:, None, :] * width + y[None, :, :]]
-            return values
-
-        values: Floats = sums(uh, vh) - sums(ul, vh) - sums(uh, vl) + sums(ul, vl)
+        low, high = base + ul[:, None, :] * width, base + uh[:, None, :] * width
+        values: Floats = self.flat[high + vh] - self.flat[low + vh] - self.flat[high + vl] + self.flat[low + vl]
         return values, row, column

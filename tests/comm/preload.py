@@ -14,8 +14,8 @@ import torch.utils.data
 import layerwise.api.fit
 import layerwise.measure.__main__
 import layerwise.run.__main__
-import layerwise.search.__main__  # noqa: F401
-import tests.comm.pool  # noqa: F401
+import layerwise.search.__main__
+import tests.comm.pool
 
 torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))  # which imports much at its first call
 gc.freeze()  # the ranks' garbage collections pass over all of this

@@ -24,7 +24,7 @@ from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
-MANY, SOME = settings(max_examples=300), settings(max_examples=100)  # 1,100 cases in all, of several edges each
+MANY, SOME = settings(max_examples=200), settings(max_examples=70)  # 740 cases in all, of several edges each
 
 
 def check(found: Traffic, table: brute.Table, item_bytes: int, graph: DeviceGraph) -> None:

@@ -12,7 +12,7 @@ from tests.run.plans import check_equal, random_plan, small, train
 def train_on(comm: Comm, name: str, ranks: int, seed: int):
     """Called in every process."""
     torch.set_num_threads(1)
-    given = small(name, steps=2)
+    given = small(name)
     return train(given, random_plan(given.graph, ranks, seed, "free"), comm)
 
 
@@ -28,7 +28,7 @@ def train_on(comm: Comm, name: str, ranks: int, seed: int):
     ],
 )
 def test_random_plans_on_processes(name: str, ranks: int) -> None:
-    given = small(name, steps=2)
+    given = small(name)
     plan = random_plan(given.graph, ranks, ranks, "free")
     single = train(given, plan, SoloComm())
     check_equal(run_ranks(ranks, "tests.run.test_processes:train_on", name, ranks, ranks), single, plan)

@@ -13,6 +13,7 @@ from threading import Lock
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx import config as fx_config
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -123,7 +124,7 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
                 "give it a momentum, such as 0.1"
             )
     try:
-        with _EXPORTING, _quiet(), _synchronised_anywhere(), without_cache(model):
+        with _EXPORTING, _quiet(), _synchronised_anywhere(), _without_stack_traces(), without_cache(model):
             return torch.export.export(model, examples, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error
@@ -152,6 +153,20 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.disable(level)
     sys.stderr.write(printed.getvalue())  # of the model itself, where all went well
+
+
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Python's stack at every call of the model takes a third of the time of an export, and nobody reads it here."""
+    wanted = getattr(fx_config, "do_not_emit_stack_traces", None)
+    if wanted is None:  # an older torch
+        yield
+        return
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = wanted
 
 
 def _export_failed(title: str, error: Exception) -> str:
