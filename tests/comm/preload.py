@@ -16,6 +16,7 @@ import layerwise.measure.__main__
 import layerwise.run.__main__
 import layerwise.search.__main__
 import tests.comm.pool
+from layerwise.importers.load import network_of
 
-torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))  # which imports much at its first call
+network_of(torch.nn.Linear(1, 1), (torch.zeros(2, 1),), None, "first")  # a first export imports much
 gc.freeze()  # the ranks' garbage collections pass over all of this

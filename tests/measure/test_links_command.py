@@ -82,7 +82,7 @@ def test_a_profile_of_one_node_is_refused_before_two_are_measured(
 
 def test_two_processes_write_a_profile_that_search_takes(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
-    done = launch(["-m", "layerwise.measure", "links", "--out", str(out), "--budget", "1", "--json"])
+    done = launch(["-m", "layerwise.measure", "links", "--out", str(out), "--budget", "0.1", "--json"])
     assert done.codes == [0, 0], done.stderr
     links = json.loads(done.stdout[0])["links"]
     profile = load(out)

@@ -1,4 +1,4 @@
-"""python -m tests.usability.start SCRIPT ARGUMENTS...: the script as it is, but the machine is measured briefly."""
+"""python -m tests.usability.start SCRIPT ARGUMENTS...: the script as it is, but the machine is not measured."""
 
 import runpy
 import sys
@@ -6,7 +6,6 @@ import sys
 import torch.distributed as dist
 
 from layerwise.api.parallelize import parallelize
-from tests.api.ranks import short_rounds
 
 
 def _keep_groups() -> None:
@@ -22,7 +21,6 @@ def _keep_groups() -> None:
 
 if __name__ == "__main__":
     _keep_groups()
-    parallelize.__kwdefaults__["measure_s"] = 1.0
+    parallelize.__kwdefaults__["measure_s"] = 0.0
     sys.argv = sys.argv[1:]
-    with short_rounds():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
