@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,18 +43,4 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         raise LayerwiseError(
             "build the optimizer over the returned model's parameters: this one has those of the model that "
             "parallelize was given, which get no gradients and would never be trained"
-        )
-
-
-def without_autocast(module: ParallelModule) -> None:
-    """Calls within torch.autocast raise, where they would be computed without it."""
-    module.register_forward_pre_hook(_refuse_autocast)
-
-
-def _refuse_autocast(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, ParallelModule)
-    if torch.is_autocast_enabled(module.device.type):
-        raise LayerwiseError(
-            "torch.autocast around the call is not supported by parallelize yet: leave it out, or load the model's "
-            "plan with layerwise.run.load(..., autocast=torch.bfloat16)"
         )

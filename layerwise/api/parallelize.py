@@ -19,7 +19,7 @@ from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, facts
 from layerwise.api.choose import Planner, Request, Strategy
-from layerwise.api.guards import watch, without_autocast
+from layerwise.api.guards import watch
 from layerwise.api.keywords import ByPosition, by_name
 from layerwise.api.machine import Machine, built_in
 from layerwise.api.machine import given as given_profile
@@ -101,7 +101,7 @@ def parallelize(
     optimizer over `model.parameters()`, which is built after this call: one over the parameters of before raises at its
     step. The numbers are those of one device on all ranks' samples together, where the loss is a mean over samples: as
     with DistributedDataParallel the mean of the ranks' losses is taken, which is not that of one with class weights or
-    ignored targets (inside the model it is). torch.autocast is not supported yet.
+    ignored targets (inside the model it is). torch.autocast around the call is followed, with GradScaler for float16.
 
         model, loader, held_out = layerwise.parallelize(model, loader, held_out)    # DataLoaders as one device has them
 
@@ -192,10 +192,8 @@ def parallelize(
     if isinstance(original, nn.Module):
         module.train(original.training)
         watch(original, module)
-    if isinstance(module, LayeredModule):
-        without_autocast(module)
-        if names:
-            by_name(module, names)
+    if isinstance(module, LayeredModule) and names:
+        by_name(module, names)
     note = _accumulate(module, sync_every)
     if choice is not None and verbose:
         noted = replace(choice, notes=(*choice.notes, *machine.notes, *note))

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import networkx as nx
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.types import Types, typed
 from layerwise.ops.base import Op, Parameter, Role, Space, Stage, space
 from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.ops.specs import same
-from layerwise.tensor import TensorSpec
+from layerwise.tensor import ITEM_BYTES, TensorSpec
 
 SINK = "outputs"  # the name of the sink
 
@@ -40,6 +41,7 @@ class Layer:
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
     epilogue: tuple[str, ...] = ()  # names of its operators, in order
     frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
+    types: Types | None = None  # of mixed precision (see `graph.mixed`); None: as the operators say
     space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)  # the main operator, then the epilogue
 
@@ -49,6 +51,10 @@ class Layer:
             object.__setattr__(self, "stages", self.op.stages(self.specs))
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.name!r} ({self.op.kind}): {error}") from None
+        if self.types is not None:
+            where, stages = typed(self.op, self.specs, self.types.made)
+            object.__setattr__(self, "space", where)
+            object.__setattr__(self, "stages", stages)
         if self.frozen:
             fixed = tuple(i for i, name in enumerate(self.parameters) if name in self.frozen)
             object.__setattr__(self, "space", _untrained(self.space, fixed))
@@ -58,6 +64,11 @@ class Layer:
     @property
     def out(self) -> TensorSpec:
         return self.space.out
+
+    @property
+    def plain_types(self) -> tuple[str, ...]:
+        """What each stage makes without autocast: the types of its parameters."""
+        return tuple(stage.space.out.dtype for stage in self.stages) if self.types is None else self.types.plain
 
     @property
     def role(self) -> Role:
@@ -102,7 +113,8 @@ class Layer:
         if self.role is Role.TIED:
             trainable = self.out.differentiable and self.trains
             return [(self.name, Parameter(self.name, self.out.shape, same(self.out), trainable), self.out.item_bytes)]
-        item_bytes = [stage.space.out.item_bytes for stage in self.stages for _ in stage.space.parameters]
+        stages = zip(self.plain_types, self.stages, strict=True)
+        item_bytes = [ITEM_BYTES[dtype] for dtype, stage in stages for _ in stage.space.parameters]
         rows = zip(self.parameters, self.space.parameters, item_bytes, strict=True)
         return [row for i, row in enumerate(rows) if i not in self.tied]
 
@@ -201,7 +213,7 @@ class LayerGraph:
             for layer in self.layers:
                 main = layer.stages[0]
                 if (main.op.weights or not weighted) and main.space.out.differentiable:
-                    return main.space.out.dtype
+                    return layer.plain_types[0]
         return "float32"
 
     @cached_property
@@ -216,7 +228,7 @@ class LayerGraph:
                 "followers": layer.epilogue,
                 "shape": layer.out.shape,
                 "dims": layer.out.dims,
-                "dtype": layer.out.dtype,
+                "dtype": layer.plain_types[-1],
             }
             | ({"frozen": layer.frozen} if layer.frozen else {})
             for layer in self.layers

@@ -33,7 +33,6 @@ class Attention(Op):
 
     kind: ClassVar[str] = "attention"
     draws: ClassVar[bool] = True
-    autocast: ClassVar[bool] = True
     causal: bool = False
     mask: bool = False
     scale: float | None = None

@@ -170,7 +170,6 @@ class Op(ABC):
     kind: ClassVar[str]
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
     role: ClassVar[Role] = Role.COMPUTE
-    autocast: ClassVar[bool] = False  # autocast computes it in 16 bits, or leaves it in them
     draws: ClassVar[bool] = False  # random numbers, in training
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's

@@ -25,7 +25,6 @@ class Concat(Op):
 
     kind: ClassVar[str] = "concat"
     arithmetic: ClassVar[bool] = False
-    autocast: ClassVar[bool] = True
     dim: int
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:

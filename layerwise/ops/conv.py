@@ -28,7 +28,6 @@ class Conv(Op):
     """Cross-correlation of (n, c, *spatial) with (out_channels, c/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv"
-    autocast: ClassVar[bool] = True
     weights: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
@@ -142,7 +141,6 @@ class ConvTranspose(Op):
     """The adjoint of a convolution: (n, c, *spatial) with (c, out_channels/groups, *kernel)."""
 
     kind: ClassVar[str] = "conv_transpose"
-    autocast: ClassVar[bool] = True
     weights: ClassVar[bool] = True
     out_channels: int
     kernel: tuple[int, ...]
@@ -280,7 +278,7 @@ def _runs(lo: int, hi: int, per_group: int) -> tuple[tuple[int, int], ...]:
 
 
 def _plus_bias(total: Tensor, bias: Tensor | None) -> Tensor:
-    return total if bias is None else total + bias.view(-1, *(1,) * (total.dim() - 2))
+    return total if bias is None else total + bias.view(-1, *(1,) * (total.dim() - 2)).to(total.dtype)
 
 
 def _matrix(op: Conv | ConvTranspose, x: TensorSpec, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -27,7 +27,6 @@ class Linear(Op):
     """
 
     kind: ClassVar[str] = "linear"
-    autocast: ClassVar[bool] = True
     weights: ClassVar[bool] = True
     out_features: int
     bias: bool = True
@@ -79,7 +78,7 @@ class Linear(Op):
         return F.linear(inputs[0], weight.t() if self.transposed else weight, parameters.get("bias"))
 
     def finish(self, total: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        return total + parameters["bias"] if self.bias else total
+        return total + parameters["bias"].to(total.dtype) if self.bias else total
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class MatMul(Op):
     """
 
     kind: ClassVar[str] = "matmul"
-    autocast: ClassVar[bool] = True
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         a, b = inputs

@@ -32,7 +32,6 @@ class Pool(Op):
     """
 
     kind: ClassVar[str] = "pool"
-    autocast: ClassVar[bool] = True
     mode: Literal["max", "average", "lp"]
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

@@ -56,7 +56,7 @@ class LayeredModule(Refusing, ParallelModule):
         self.loss = loss
         self._whole_classes = loss is not None
         self._structure = network.structure
-        self._executors: dict[tuple[int, frozenset[str]], Executor] = {}
+        self._executors: dict[tuple[int, frozenset[str], torch.dtype | None], Executor] = {}
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
@@ -92,10 +92,11 @@ class LayeredModule(Refusing, ParallelModule):
 
     def _executor(self, batch: int, differentiated: frozenset[str] = frozenset()) -> Executor:
         """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
-        key = batch, differentiated
+        options = self.options.here()
+        key = batch, differentiated, options.autocast
         if key not in self._executors:
-            graph = replace(self._rebatched(batch), differentiated=differentiated)
-            schedule = Schedule(graph, self.plan, self.comm, self.options, whole_classes=self._whole_classes)
+            graph = options.typed(replace(self._rebatched(batch), differentiated=differentiated))
+            schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)
                 self._prepare("transfers", schedule.groups)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.mixed import mixed
 from layerwise.plan import Plan
+from layerwise.tensorfile import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +19,27 @@ class RuntimeOptions:
 
     device: torch.device  # where this rank computes
     dtype: torch.dtype = torch.float32  # of parameters, and without autocast of activations
-    autocast: torch.dtype | None = None  # mixed precision: the 16-bit type of matrix products and convolutions
+    autocast: torch.dtype | None = None  # mixed precision: the 16-bit type
     seed: int = 0  # of initial values that are drawn, and of dropout
     local_batch_norm: bool = False  # statistics of each rank's own samples, as DistributedDataParallel has them
     recompute: bool = False  # activation checkpointing: layers are computed twice, to hold less
 
-    def element_type(self, dtype: str, graph: LayerGraph, *, autocast: bool = False) -> torch.dtype:
-        """What an element type of `graph` is in this run; types other than the model's own stay as they are.
+    def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
+        """What an element type of `graph` is in this run; types other than the model's own stay as they are."""
+        other: torch.dtype = getattr(torch, dtype)
+        return self.dtype if dtype == graph.dtype else other
 
-        autocast: made by an operator that has `Op.autocast`.
-        """
-        if dtype != graph.dtype:
-            other: torch.dtype = getattr(torch, dtype)
-            return other
-        return self.autocast if autocast and self.autocast is not None else self.dtype
+    def here(self) -> RuntimeOptions:
+        """With the type of the torch.autocast around the caller, if there is one."""
+        kind = self.device.type
+        ambient = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.autocast
+        return self if ambient == self.autocast else replace(self, autocast=ambient)
+
+    def typed(self, graph: LayerGraph) -> LayerGraph:
+        """`graph` with the element types that its tensors have in this run, its own type for `dtype`."""
+        if self.autocast is None:
+            return graph
+        return mixed(graph, dtype_name(self.autocast), self.device.type, dtype_name(self.dtype))
 
 
 def searched_with(plan: Plan, option: str) -> object:
@@ -42,6 +51,12 @@ def searched_with(plan: Plan, option: str) -> object:
 def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
     """Whether batch norms take each rank's own samples: as `wanted`, or as the plan was searched (None)."""
     return bool(searched_with(plan, "local_batch_norm")) if wanted is None else wanted
+
+
+def planned_types(plan: Plan, graph: LayerGraph) -> LayerGraph:
+    """`graph` with the element types that the plan's predictions are of."""
+    types = plan.provenance.get("mixed_precision")
+    return mixed(graph, str(types["autocast"]), str(types["device"])) if isinstance(types, dict) else graph
 
 
 def plan_digest(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.box_gradient import plain
-from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import samples
 from layerwise.run.state.shard import Shard
@@ -120,7 +120,7 @@ class ParallelModule(nn.Module):
         planned = dict(self.plan.predicted)
         if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
-        return predicted_bytes(planned, self.schedule, self._reducer)
+        return predicted_bytes(planned, planned_types(self.plan, self.graph), self.schedule, self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Guards: an optimizer over the wrong parameters and autocast are refused; loops that are right go on."""
+"""Guards: an optimizer over the wrong parameters is refused; loops that are right go on."""
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ def test_the_original_may_be_trained_by_itself() -> None:
     assert step(model, optimizer) > step(model, optimizer)
 
 
+<<<<<<< HEAD
 def test_autocast() -> None:
     module = layerwise.parallelize(Layered().float(), X.float(), **QUIET)
     with (
@@ -57,6 +58,8 @@ def test_autocast() -> None:
         assert module(X.float()).dtype == torch.bfloat16
 
 
+=======
+>>>>>>> 93abd7a (Run: torch.autocast around the call is followed; every tensor has the type that the kernels themselves say)
 def test_a_parallel_module_is_parallel_already() -> None:
     module = layerwise.parallelize(network(), X, **QUIET)
     with pytest.raises(LayerwiseError, match="parallel already"):

@@ -150,17 +150,21 @@ class Executor:
         self, run: Pass, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]
     ) -> Tensor:
         assert scheduled.work is not None
-        mixed = _NOTHING
-        if self.options.autocast is not None:
-            mixed = torch.autocast(self.options.device.type, self.options.autocast)
         try:
-            with mixed:
+            with self._autocast():
                 out = scheduled.work.run(self.comm, _all(inputs), _all(given), training=run.training, seed=run.seed)
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
             raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
         except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
             raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Where kernels run: within the run's torch.autocast, which may be there already."""
+        kind, dtype = self.options.device.type, self.options.autocast
+        if dtype is None or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
+            return _NOTHING
+        return torch.autocast(kind, dtype)
 
     def _recomputed(
         self, run: Pass, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]

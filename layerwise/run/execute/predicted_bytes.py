@@ -31,17 +31,17 @@ Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's typ
 
 
 def predicted_bytes(
-    planned: Mapping[str, float], schedule: Schedule, reducer: GradientReducer
+    planned: Mapping[str, float], graph: LayerGraph, schedule: Schedule, reducer: GradientReducer
 ) -> dict[Kind, float | None]:
     """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
 
-    planned: the plan's predictions.
+    planned: the plan's predictions; graph: the network with the element types that these are of.
     """
     more: Counter[Kind] = Counter()
     for scheduled in schedule.layers:
-        for kind, by_plan, real in _messages(scheduled, schedule):
+        for kind, by_plan, real in _messages(scheduled, graph, schedule):
             more[kind] += real - by_plan
-    for kind, by_plan, real in _sums(schedule.graph, reducer, schedule.comm.rank):
+    for kind, by_plan, real in _sums(graph, reducer, schedule.comm.rank):
         more[kind] += real - by_plan
     ranks = schedule.comm.all_gather_object(more)
     return {
@@ -50,15 +50,15 @@ def predicted_bytes(
     }
 
 
-def _messages(scheduled: ScheduledLayer, schedule: Schedule) -> Iterator[Message]:
+def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule) -> Iterator[Message]:
     """Of one layer, forward and back."""
     graph, layer, work = schedule.graph, scheduled.layer, scheduled.work
     if not (layer.role is Role.SINK and schedule.free):  # which the plan does not predict
         for edge in scheduled.edges:
             forward = sum(box.volume for _, box in edge.redistribution.transfer.sends)
             back = sum(box.volume for _, box in edge.redistribution.transfer.receives) if edge.backward else 0
-            source = graph[edge.source]
-            yield "transfers", (forward + back) * source.out.item_bytes, (forward + back) * _sent(schedule, source)
+            by_plan, real = planned[edge.source].out.item_bytes, _sent(schedule, graph[edge.source])
+            yield "transfers", (forward + back) * by_plan, (forward + back) * real
     if work is None:
         return
     again = 1 + (schedule.options.recompute and scheduled.backward)  # how often the layer is computed
@@ -66,22 +66,22 @@ def _messages(scheduled: ScheduledLayer, schedule: Schedule) -> Iterator[Message
         owned, rank = dict(work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
         back = owned[rank].volume * (len(owned) - 1) * graph.gradients(layer)[0].result
-        partial = layer.stages[0].space.out
-        real = schedule.options.element_type(partial.dtype, graph, autocast=layer.main.autocast).itemsize
-        yield "transfers", (forward + back) * partial.item_bytes, (forward * again + back) * real
-    yield from _statistics(work, graph, layer, schedule, again)
+        by_plan = planned[layer.name].stages[0].space.out.item_bytes
+        real = schedule.options.element_type(layer.stages[0].space.out.dtype, graph).itemsize
+        yield "transfers", (forward + back) * by_plan, (forward * again + back) * real
+    yield from _statistics(work, layer, planned[layer.name], schedule, again)
 
 
-def _statistics(work: Work, graph: LayerGraph, layer: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
-    gradients = graph.gradients(layer)
-    for stage, cell, group, (back, _) in zip(layer.stages, work.stages, work.statistics, gradients, strict=True):
+def _statistics(work: Work, layer: Layer, planned: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
+    rows = zip(layer.stages, planned.stages, work.stages, work.statistics, schedule.graph.gradients(layer), strict=True)
+    for stage, same, cell, group, (back, _) in rows:
         out, box = stage.space.out, cell.training.out
         statistics = stage.statistics()
         if statistics is not None and group:
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
             member = len(group), group.index(schedule.comm.rank)
-            by_plan = all_reduce_share(elements * max(out.item_bytes, SUMS_BYTES), *member)
-            item_bytes = schedule.options.element_type(out.dtype, graph).itemsize
+            by_plan = all_reduce_share(elements * max(same.space.out.item_bytes, SUMS_BYTES), *member)
+            item_bytes = schedule.options.element_type(out.dtype, schedule.graph).itemsize
             real = all_reduce_share(elements * max(item_bytes, SUMS_BYTES), *member)
             yield "statistics", by_plan * (1 + back), real * (again + back)
 

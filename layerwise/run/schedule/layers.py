@@ -118,4 +118,4 @@ class Schedule:
         """The element type that a layer's output has on the wire."""
         if not layer.out.differentiable and layer.end:
             return None
-        return self.options.element_type(layer.out.dtype, self.graph, autocast=layer.main.autocast)
+        return self.options.element_type(layer.out.dtype, self.graph)

@@ -1,0 +1,98 @@
+"""Mixed precision: the element types of a network's tensors where autocast computes in 16 bits.
+
+PyTorch chooses them by operator, device type and version (https://pytorch.org/docs/stable/amp.html), so the kernels
+themselves are asked: each runs once, on tensors that have shapes and types but no values. No device is needed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.types import Types
+from layerwise.ops.base import Local, Op, Role, space
+from layerwise.ops.stages import needed_box
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = None) -> LayerGraph:
+    """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
+
+    autocast: "bfloat16" or "float16"; device: "cpu" or "cuda", which differ; dtype: what the model's own element type
+    is in the run (default: what it is in the graph).
+    """
+    own = graph.dtype
+    run = dtype or own
+    done: dict[str, Layer] = {}
+    for layer in graph.layers:
+        specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])
+        types = None
+        if layer.role is Role.COMPUTE:
+            made: list[str] = []
+            for stage in layer.stages:
+                read = [spec.dtype for spec in specs[stage.inputs]]
+                if stage.slot is not None:
+                    read.insert(stage.slot, made[-1])
+                given = tuple(
+                    replace(spec, dtype=run if name == own else name)
+                    for spec, name in zip(stage.specs, read, strict=True)
+                )
+                plain = stage.space.out.dtype
+                result = _made(stage.op, given, run if plain == own else plain, autocast, device)
+                made.append(own if result == run else result)
+            types = Types(tuple(made), tuple(stage.space.out.dtype for stage in layer.stages))
+        done[layer.name] = replace(layer, specs=specs, types=types)
+    return replace(graph, layers=tuple(done.values()))
+
+
+@lru_cache(maxsize=65536)
+def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str, device: str) -> str:
+    """The element type of what an operator makes of inputs `specs` and parameters of type `weights`."""
+    where = space(op, specs)
+    if not where.out.differentiable:
+        return where.out.dtype
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cell = Box((0,) * len(where.dims), tuple(dim.extent for dim in where.dims))
+    needs = tuple(needed_box(maps, cell) for maps in where.needs)
+    local = Local(where, specs, cell, needs)
+
+    def empty(box: Box, dtype: str) -> torch.Tensor:
+        return torch.empty(box.shape, dtype=getattr(torch, dtype), device=device)
+
+    # Without gradients: where PyTorch has no CUDA, it ends the process when it makes one of CUDA's.
+    with torch.no_grad(), FakeTensorMode(), _autocast(device, getattr(torch, autocast)):
+        inputs = [empty(box, spec.dtype) for box, spec in zip(needs, specs, strict=True)]
+        parameters = {p.name: empty(needed_box(p.maps, cell), weights) for p in where.parameters}
+        try:
+            out = op.run(local, inputs, parameters)
+        except (LayerwiseError, RuntimeError):  # there is no kernel, or it reads values
+            return where.out.dtype
+    return str(out.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """As torch.autocast, which does nothing for CUDA where there is none."""
+    import torch
+
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_cache_enabled(before[2])

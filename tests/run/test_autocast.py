@@ -1,0 +1,185 @@
+"""torch.autocast around the call gives what it gives one device: values, gradients, and the types of all tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import layerwise
+from layerwise.comm.base import Comm
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.load import load
+from tests.comm.thread import run_threads
+from tests.run.plans import random_plan
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+Made = Callable[["Model", Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A convolution, whose result is of 16 bits, beside the input, which is of 32, and what `last` makes of the two."""
+
+    def __init__(self, last: Made) -> None:
+        super().__init__()
+        self.last, self.first, self.second = last, nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.beside, self.fc = nn.Conv2d(8, 4, 1), nn.Linear(6, 6)
+        self.batch_norm, self.group_norm, self.layer_norm = nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm(6)
+        self.up = nn.ConvTranspose2d(8, 4, 2, 2)
+        self.table = nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self, self.first(x), x)
+
+
+def attention(m: Model, y: Tensor, x: Tensor) -> Tensor:
+    q = y.flatten(2)
+    return F.scaled_dot_product_attention(q, q * 2, q)
+
+
+CASES: dict[str, Made] = {
+    "convolution": lambda m, y, x: m.second(y),
+    "convolution transposed": lambda m, y, x: m.up(y),
+    "linear": lambda m, y, x: m.fc(y),
+    "product of matrices": lambda m, y, x: y @ y.transpose(2, 3),
+    "product of two types": lambda m, y, x: m.beside(y) @ x.transpose(2, 3),
+    "attention": attention,
+    "sum of two of 16 bits": lambda m, y, x: y + y.relu() * 2,
+    "sum of two types": lambda m, y, x: m.beside(y) + x,
+    "product with a parameter": lambda m, y, x: (y * m.table).sin(),
+    "batch norm": lambda m, y, x: m.batch_norm(y).relu(),
+    "group norm": lambda m, y, x: m.group_norm(y),
+    "layer norm": lambda m, y, x: m.layer_norm(y),
+    "of the input": lambda m, y, x: m.layer_norm(x).exp(),
+    "softmax": lambda m, y, x: y.softmax(1),
+    "log softmax": lambda m, y, x: y.log_softmax(-1),
+    "max pool": lambda m, y, x: F.max_pool2d(y.detach(), 2) * m.table,
+    "average pool": lambda m, y, x: F.avg_pool2d(y, 3, 1, 1),
+    "adaptive pool": lambda m, y, x: F.adaptive_avg_pool2d(y, 1).flatten(1),
+    "average pool of volumes": lambda m, y, x: F.avg_pool3d(y[:, :, None], (1, 2, 2)),
+    "concatenation": lambda m, y, x: torch.cat([y, y.tanh()], 1),
+    "concatenation of two types": lambda m, y, x: torch.cat([y, x], 1),
+    "sum": lambda m, y, x: y.sum((2, 3)),
+    "mean": lambda m, y, x: y.mean(1),
+    "product": lambda m, y, x: y.prod(3),
+    "running sum": lambda m, y, x: y.cumsum(2),
+    "norm": lambda m, y, x: y.norm(dim=1),
+    "exponentials": lambda m, y, x: (y.exp() + 1).log() + (y.abs() + 1).sqrt(),
+    "powers": lambda m, y, x: y.pow(2) + (y.sigmoid() + 1).rsqrt(),
+    "gelu": lambda m, y, x: F.gelu(y) + F.softplus(y),
+    "interpolation": lambda m, y, x: F.interpolate(y, scale_factor=2, mode="bilinear"),
+    "where": lambda m, y, x: torch.where(y > 0, y, y * 2),
+    "padding": lambda m, y, x: F.pad(y, (1, 1, 0, 2)),
+    "two layers": lambda m, y, x: m.fc(m.batch_norm(m.second(y) + y).relu()),
+    "squared error": lambda m, y, x: F.mse_loss(y, y.sin().detach(), reduction="none").mean((1, 2, 3)),
+}  # fmt: skip
+
+
+def both(last: Made) -> tuple[Model, Model, Tensor]:
+    torch.manual_seed(0)
+    model = Model(last)
+    return model, copy.deepcopy(model), torch.randn(4, 4, 6, 6)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, of the largest element."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if b.numel() else 0.0
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*((case, BF16) for case in CASES), ("two layers", F16)])
+def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
+    """On one device bit by bit; on two, with layers cut anyhow, to what roundings to this type make."""
+    model, plain, x = both(CASES[case])
+    exact = model(x)
+    with torch.autocast("cpu", dtype):
+        wanted = plain(x)
+    weights = torch.rand(wanted.shape)
+    (wanted.float() * weights).mean().backward()
+    made = layerwise.parallelize(copy.deepcopy(model), x, verbose=False, measure_s=0)
+    with torch.autocast("cpu", dtype):
+        found = made(x)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    (found.float() * weights).mean().backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for name, p in made.named_parameters():
+        if p.grad is not None or name in gradients:
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, gradients[name], rtol=2e-2, atol=1e-5)
+    eps, largest = torch.finfo(dtype).eps, max(float(g.abs().max()) for g in gradients.values())
+    rounded = 0.0 if case == "of the input" else eps / 64  # at least so much differs from float32's result
+    assert rounded <= apart(wanted.float(), exact) < 8 * eps
+    network = network_of(model, (x,), 4, "test")
+    for seed in range(2):
+        plan = random_plan(fuse(network.graph), 2, seed, "sample")
+
+        def run(comm: Comm, plan: object = plan) -> None:
+            made = load(plan, network, comm=comm)  # type: ignore[arg-type]
+            share, before = made.share(), dict(comm.sent)
+            with torch.autocast("cpu", dtype):
+                found = made(x[share])
+                predicted = made.predicted_bytes()
+            assert found.dtype == wanted.dtype
+            assert apart(found.float(), wanted[share].float()) < 8 * eps
+            assert rounded <= apart(found.float(), exact[share])
+            (found.float() * weights[share]).mean().backward()
+            held = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+            assert all(gradient.dtype == F32 for gradient in held.values())
+            sent = {kind: comm.sent[kind] - before.get(kind, 0) for kind in PREDICTED}
+            total = comm.all_gather_object(sent)
+            assert {kind: sum(one[kind] for one in total) for kind in PREDICTED} == predicted
+            boxes = {shard.name: shard.box for shard in made.shards()}
+            for name, gradient in held.items():
+                there = gradients[name][boxes[name].slices()]
+                assert float((gradient - there).abs().max()) < 8 * eps * largest, name
+
+        run_threads(2, run)
+
+
+def test_each_call_as_it_is_called() -> None:
+    """With autocast and without, to one type and to another, in training and in evaluation."""
+    model, plain, x = both(CASES["two layers"])
+    made = layerwise.parallelize(model, x, verbose=False, measure_s=0)
+    for training in (True, False):
+        for module in (made, plain):
+            module.train(training)
+        for dtype in (None, BF16, F16, None):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None), torch.no_grad():
+                found, wanted = made(x), plain(x)
+            assert found.dtype == wanted.dtype == (dtype or F32)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_grad_scaler() -> None:
+    """float16 with GradScaler on a data plan: steps that overflow are left out on all ranks alike."""
+    model, plain, x = both(CASES["two layers"])
+
+    def trained(module: nn.Module, x: Tensor) -> tuple[float, dict[str, Tensor]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(20):
+            with torch.autocast("cpu", F16):
+                loss = module(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale(), {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def run(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        made = layerwise.parallelize(
+            copy.deepcopy(model), x[:2], strategy="data", verbose=False, measure_s=0, comm=comm
+        )
+        return trained(made, x[made.share()])
+
+    scale, wanted = trained(plain, x)
+    assert scale < 2.0**30
+    for found_scale, found in run_threads(2, run):
+        assert found_scale == scale
+        assert all(apart(found[name], wanted[name]) < 0.01 for name in found)
