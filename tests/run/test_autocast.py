@@ -101,7 +101,8 @@ def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
         wanted = plain(x)
     weights = torch.rand(wanted.shape)
     (wanted.float() * weights).mean().backward()
-    made = layerwise.parallelize(copy.deepcopy(model), x, verbose=False, measure_s=0)
+    network = network_of(model, (x,), 4, "test", trusted=True)
+    made = load(random_plan(fuse(network.graph), 1, 0, "sample"), network)
     with torch.autocast("cpu", dtype):
         found = made(x)
     assert found.dtype == wanted.dtype
@@ -115,7 +116,6 @@ def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
     eps, largest = torch.finfo(dtype).eps, max(float(g.abs().max()) for g in gradients.values())
     rounded = 0.0 if case == "of the input" else eps / 64  # at least so much differs from float32's result
     assert rounded <= apart(wanted.float(), exact) < 8 * eps
-    network = network_of(model, (x,), 4, "test")
     for seed in range(2):
         plan = random_plan(fuse(network.graph), 2, seed, "sample")
 
