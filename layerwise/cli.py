@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
-from layerwise.machine import DEFAULT, DTYPES, names
+from layerwise.machine import DEFAULT, DTYPES, names, precision
 from layerwise.plan import MAX_BATCH
 from layerwise.tensor import LABELS
 
@@ -98,8 +98,17 @@ def training_arguments(parser: argparse.ArgumentParser) -> None:
         default="sgd",
         help="for its state's memory and update time (default: sgd)",
     )
+    dtype_argument(group)
+
+
+def dtype_argument(group: argparse._ArgumentGroup) -> None:
+    """--dtype, of what is planned."""
     group.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="rate of the arithmetic (default: float32)"
+        "--dtype",
+        type=precision,
+        choices=list(DTYPES),
+        default="float32",
+        help="what is computed in; bf16 and float16: mixed precision, parameters stay float32 (default: float32)",
     )
 
 

@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.machine import DeviceGraph
+from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, nearest
 from layerwise.search.baselines import NAMES, baseline
@@ -62,7 +62,7 @@ class Planner:
     @property
     def options(self) -> CostOptions:
         """What the cost model assumes: each rank feeds its own samples where there are enough."""
-        dtype = dtype_name(self.request.dtype)
+        dtype = precision(dtype_name(self.request.dtype))
         return CostOptions(
             io="sample" if self.graph.batch >= self.world.size else "free",
             optimizer=self.request.optimizer,
@@ -84,7 +84,7 @@ class Planner:
 
     def choose(self, strategy: Strategy | None) -> Choice:
         """The best plan; named layers keep what `strategy` says. LayerwiseError for a strategy that cannot be."""
-        options, space, dtype, notes = self.options, self.space, dtype_name(self.request.dtype), list[str]()
+        options, space, dtype, notes = self.options, self.space, precision(dtype_name(self.request.dtype)), list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
         if options.io == "free":

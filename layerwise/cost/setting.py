@@ -12,7 +12,8 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.compute.signature import gradient_uses
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.machine import DeviceGraph
+from layerwise.graph.mixed import mixed
+from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
@@ -32,10 +33,11 @@ class CostOptions:
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"  # the latter is Jia's
     io: Literal["sample", "free"] = "sample"  # every device feeds and gets its own samples; not counted
     optimizer: str = "sgd"
-    dtype: str = "float32"
+    dtype: str = "float32"  # one of machine.DTYPES, also in other spellings
     local_batch_norm: bool = False  # statistics of each device's own samples, as DistributedDataParallel has them
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", precision(self.dtype))
         if self.optimizer not in OPTIMIZERS:
             raise LayerwiseError(f"unknown optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
@@ -49,6 +51,8 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
+        if self.mixed_precision is not None:
+            self.graph = mixed(self.graph, **self.mixed_precision)
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.graph)
         times, options = latest(self.devices.layers, self.options.dtype), self.options
@@ -57,6 +61,13 @@ class Setting:
             if times is not None
             else None
         )
+
+    @property
+    def mixed_precision(self) -> dict[str, str] | None:
+        """What `graph.mixed` is asked for; None where all is of the model's own type."""
+        if self.options.dtype not in AUTOCAST or self.graph.dtype != "float32":
+            return None
+        return {"autocast": AUTOCAST[self.options.dtype], "device": self.devices.device_type}
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""

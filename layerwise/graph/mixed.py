@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = None) -> LayerGraph:
     """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
 
+    A network that has such types already keeps them.
+
     autocast: "bfloat16" or "float16"; device: "cpu" or "cuda", which differ; dtype: what the model's own element type
     is in the run (default: what it is in the graph).
     """
+    if any(layer.types is not None for layer in graph.layers):
+        return graph
     own = graph.dtype
     run = dtype or own
     done: dict[str, Layer] = {}

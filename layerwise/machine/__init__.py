@@ -1,11 +1,12 @@
 """Machines: devices, the links between them, and the profiles that say where every number came from."""
 
 from layerwise.machine.curves import Curve, Links, Overlap
-from layerwise.machine.devices import DTYPES, DeviceGraph, Level, Processor, Tile
+from layerwise.machine.devices import AUTOCAST, DTYPES, DeviceGraph, Level, Processor, Tile, precision
 from layerwise.machine.profile import MAX_GPUS, Link, LinkLevel, Profile
 from layerwise.machine.profiles import DEFAULT, load, names, save
 
 __all__ = [
+    "AUTOCAST",
     "DEFAULT",
     "DTYPES",
     "MAX_GPUS",
@@ -21,5 +22,6 @@ __all__ = [
     "Tile",
     "load",
     "names",
+    "precision",
     "save",
 ]

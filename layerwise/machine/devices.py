@@ -14,7 +14,16 @@ from layerwise.geometry.arrays import Ints
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 
-DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+# What a step computes in. float16 and bf16 are mixed precision, as autocast's is: parameters and their gradients stay
+# float32. (Element types of tensors have PyTorch's names, such as "bfloat16".)
+DTYPES = ("float64", "float32", "tf32", "float16", "bf16")
+AUTOCAST = {"float16": "float16", "bf16": "bfloat16"}  # of mixed precision, the 16-bit element type
+_OTHER_NAMES = {"bfloat16": "bf16", "fp16": "float16", "half": "float16"}
+
+
+def precision(name: str) -> str:
+    """The name in `DTYPES` of what may have another spelling: `bf16` for `bfloat16`. Others stay as they are."""
+    return _OTHER_NAMES.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,8 @@ class Processor:
     kernel_floor_s: float  # the least time of any kernel, however small
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bfloat16)."""
+        """Peak FLOP/s for `dtype`. Raises LayerwiseError where the profile states none (a P100 has no bf16)."""
+        dtype = precision(dtype)
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
             raise LayerwiseError(f"device {self.name}: its profile has no peak for dtype {dtype!r}; it has {known}")
@@ -84,6 +94,12 @@ class DeviceGraph:
         assert sizes[-1] == self.count, f"the outermost of {sizes} must hold all {self.count} devices"
         assert all(outer % inner == 0 for inner, outer in pairwise(sizes[:-1])), f"{sizes} do not nest"
         assert self.count % sizes[0] == 0, f"{self.count} devices do not fill nodes of {sizes[0]}"
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`, as PyTorch calls them."""
+        by_threads = any(times.conditions.threads for times in self.layers)  # measured on a CPU
+        return "cpu" if by_threads or "cpu" in self.processor.name.lower() else "cuda"
 
     @property
     def devices_per_node(self) -> int:

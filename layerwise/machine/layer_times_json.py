@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from layerwise.files import parse_json
-from layerwise.machine.devices import DTYPES
+from layerwise.machine.devices import DTYPES, precision
 from layerwise.machine.fields import Field, kind
 from layerwise.machine.layer_times import CellTime, Conditions, Extents, LayerTimes, Work
 
@@ -75,11 +75,11 @@ def _operator(item: Field) -> str:
 def _conditions(item: Field) -> Conditions:
     row = item.members(tuple(f.name for f in fields(Conditions)))
     for name, allowed in (("dtype", DTYPES), ("tf32", TF32)):
-        if row[name].text() not in allowed:
+        if precision(row[name].text()) not in allowed:
             raise row[name].error(f"expected one of {', '.join(allowed)}, found {row[name].value!r}")
     return Conditions(
-        row["device"].text(), row["torch"].text(), row["dtype"].text(), row["tf32"].text(), row["channels_last"].flag(),
-        row["cudnn_benchmark"].flag(), row["threads"].plain_whole(),
+        row["device"].text(), row["torch"].text(), precision(row["dtype"].text()), row["tf32"].text(),
+        row["channels_last"].flag(), row["cudnn_benchmark"].flag(), row["threads"].plain_whole(),
     )  # fmt: skip
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from layerwise.files import parse_json
 from layerwise.machine.curves import parse_links
-from layerwise.machine.devices import DTYPES, Processor, Tile
+from layerwise.machine.devices import DTYPES, Processor, Tile, precision
 from layerwise.machine.fields import Field, kind
 from layerwise.machine.layer_times_json import read, written
 from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
@@ -96,7 +97,10 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 
 def _processor(device: Field) -> Processor:
     row = device.members(DEVICE)
-    peaks = row["peak_flops"].members(("float32",), DTYPES)
+    peaks = {
+        precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
+        for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
+    }
     tiles = []
     for item in row["tiles"].items():
         tile = item.members(("rows", "columns", "efficiency"))

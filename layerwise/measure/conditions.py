@@ -13,15 +13,16 @@ from typing import Literal
 import torch
 
 from layerwise.errors import LayerwiseError
+from layerwise.machine import precision
 from layerwise.machine.layer_times import Conditions
 from layerwise.measure.bench import Mode
 from layerwise.version import __version__
 
-TYPES = {
+TYPES = {  # of parameters, and autocast's
     "float64": (torch.float64, None),
     "float32": (torch.float32, None),
     "tf32": (torch.float32, None),
-    "bfloat16": (torch.float32, torch.bfloat16),  # mixed: parameters stay float32, as in layerwise.run
+    "bf16": (torch.float32, torch.bfloat16),
 }
 
 
@@ -37,6 +38,7 @@ def device_of(name: str | None) -> torch.device:
 
 def mode_of(device: torch.device, dtype: str, channels_last: bool) -> Mode:
     """LayerwiseError where kernels of this type cannot be run."""
+    dtype = precision(dtype)
     if dtype not in TYPES:
         raise LayerwiseError(f"--dtype {dtype}: layerwise runs {', '.join(TYPES)} only, so only these can be measured")
     if dtype == "tf32" and device.type != "cuda":

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from layerwise.cli import Parser, console, positive, progress_bar, run_main, shape
+from layerwise.cli import Parser, console, dtype_argument, positive, progress_bar, run_main, shape
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
-from layerwise.machine import DEFAULT, DTYPES, load, names
+from layerwise.machine import DEFAULT, load, names
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
 from layerwise.oracle.framework import Framework, framework
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="as in layerwise search")
     g.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="its state and update (default: sgd)")
-    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help="rate of the arithmetic (default: float32)")
+    dtype_argument(g)
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
     g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")

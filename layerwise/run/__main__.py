@@ -23,7 +23,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
-from layerwise.machine import DEFAULT
+from layerwise.machine import DEFAULT, precision
 from layerwise.machine import load as load_profile
 from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
@@ -94,7 +94,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
     g = p.add_argument_group("arithmetic")
     g.add_argument(
-        "--dtype", choices=list(ALLOWED), default="float32", help="bf16: autocast, float32 weights (default: float32)"
+        "--dtype",
+        type=precision,
+        choices=list(ALLOWED),
+        default="float32",
+        help="bf16: mixed precision, float32 parameters (default: float32)",
     )
     g.add_argument(
         "--local-batch-norm",

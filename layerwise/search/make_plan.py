@@ -75,6 +75,7 @@ def plan_for(
             "compute_time": basis(model, best.price).as_dict(),
             "links": "as stated" if model.devices.links is None else dict(model.devices.links.conditions),
             "cost_options": asdict(model.options),
+            **({} if model.mixed_precision is None else {"mixed_precision": model.mixed_precision}),
             "dims": list(space.dims),
             "powers_of_two": space.powers_of_two,
             "input_shape": None if input_shape is None else list(input_shape),

@@ -93,7 +93,7 @@ BAD = [
     ("lenet5 --gpus 4 --input-shape 1x32x32", "has its own input shape"),
     ("lenet5 --gpus 4 --profile h10", "did you mean h100?"),
     ("lenet5 --gpus 4 --profile missing.json", "missing.json: cannot be read: No such file"),
-    ("lenet5 --gpus 4 --profile p100 --dtype bfloat16", "no peak for dtype 'bfloat16'"),
+    ("lenet5 --gpus 4 --profile p100 --dtype bfloat16", "no peak for dtype 'bf16'"),
     ("lenet5 --gpus 4 --out missing/plan.json", "cannot be written: No such file"),
     ("lenet5 --gpus 4 --out .", "cannot be written: Is a directory"),
     ("lenet5 --gpus 4 --out /proc/plan.json", "cannot be written"),

@@ -135,5 +135,5 @@ def test_a_machine_of_one_node_has_no_second() -> None:
 
 def test_a_dtype_that_the_device_lacks() -> None:
     assert V100.processor.peak("float32") == 15.7e12
-    with pytest.raises(LayerwiseError, match=r"V100.*'bfloat16'.*float64, float32, float16"):
+    with pytest.raises(LayerwiseError, match=r"V100.*'bf16'.*float64, float32, float16"):
         V100.processor.peak("bfloat16")

@@ -27,7 +27,7 @@ cells = st.dictionaries(
     names, st.dictionaries(st.tuples(st.integers(0, 9)) | st.just(()), times, min_size=1), max_size=3
 )
 where = st.builds(
-    Conditions, names, names, st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["off", "conv", "all"]),
+    Conditions, names, names, st.sampled_from(["float32", "bf16"]), st.sampled_from(["off", "conv", "all"]),
     st.booleans(), st.booleans(), st.integers(0, 8),
 )  # fmt: skip
 sets = st.builds(LayerTimes, where, st.dictionaries(names, names, max_size=2), cells, st.none() | seconds)
@@ -48,6 +48,11 @@ ONE = LayerTimes(
 def test_any_times_round_trip(layers: list[LayerTimes]) -> None:
     profile = replace(load("cpu"), layers=tuple(layers))
     assert parse(write(profile), "x.json") == profile
+
+
+def test_old_names_of_types_are_read() -> None:
+    profile = replace(load("cpu"), layers=(replace(ONE, conditions=replace(ONE.conditions, dtype="bf16")),))
+    assert parse(write(profile).replace('"bf16"', '"bfloat16"'), "old.json") == profile
 
 
 def test_a_cell_is_a_line_of_the_file(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_the_readme_shows_a_profile_that_loads() -> None:
     assert parse(example, "README.md").device_graph(16).levels[1].devices_per_port == 8
 
 
+def test_bf16_has_one_name() -> None:
+    """Files that say `bfloat16` are read, and written with `bf16`."""
+    h100 = load("h100")
+    old = write(h100).replace('"bf16"', '"bfloat16"')
+    assert "bfloat16" in old
+    assert parse(old, "old.json") == h100
+    assert h100.processor.peak("bfloat16") == h100.processor.peak("bf16")
+
+
 @pytest.mark.parametrize("name", names())
 def test_a_saved_profile_loads_as_it_was(name: str, tmp_path: Path) -> None:
     profile = load(name)
@@ -110,7 +119,7 @@ def changed(path: str, value: object) -> str:
         ("device.tiles[2].efficiency", {"value": 85, "source": "in per cent"}, "at most 1, found 85"),
         ("device.tiles", [], "expected a list of at least one item, found a list with nothing in it"),
         ("device.peak_flops.float32", ..., "missing"),
-        ("device.peak_flops.bf16", {"value": 1e12, "source": "x"}, "unknown field; did you mean 'bfloat16'"),
+        ("device.peak_flops.bfloat", {"value": 1e12, "source": "x"}, "unknown field; did you mean 'bfloat16'"),
         ("device.memory_bytes.source", ..., "missing"),
         ("device.memory_bytes.source", "  ", "expected a non-empty string"),
         ("device.kernel_floor_s", 5e-6, "expected an object with value, source, found the number 5e-06"),

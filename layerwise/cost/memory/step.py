@@ -261,7 +261,7 @@ class _Step:
         if self.model.options.optimizer != "adam":
             return
         sizes = [size for rows in self.trained.values() for size, _ in rows]
-        if "cpu" not in self.model.devices.processor.name.lower():
+        if self.model.devices.device_type != "cpu":
             self.tracker.spike(sum(sizes, np.zeros(self.model.devices.count)))
             return
         before = np.zeros(self.model.devices.count)
