@@ -95,7 +95,7 @@ class LayeredModule(Refusing, ParallelModule):
         options = self.options.here()
         key = batch, differentiated, options.autocast
         if key not in self._executors:
-            graph = options.typed(replace(self._rebatched(batch), differentiated=differentiated))
+            graph = replace(self._rebatched(batch), differentiated=differentiated)
             schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)

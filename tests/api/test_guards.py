@@ -44,22 +44,6 @@ def test_the_original_may_be_trained_by_itself() -> None:
     assert step(model, optimizer) > step(model, optimizer)
 
 
-<<<<<<< HEAD
-def test_autocast() -> None:
-    module = layerwise.parallelize(Layered().float(), X.float(), **QUIET)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(LayerwiseError, match=r"torch\.autocast .* not supported"),
-    ):
-        module(X.float())
-    assert module(X.float()).dtype == torch.float32
-    module = layerwise.parallelize(network().float(), X.float(), **QUIET)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module(X.float()).dtype == torch.bfloat16
-
-
-=======
->>>>>>> 93abd7a (Run: torch.autocast around the call is followed; every tensor has the type that the kernels themselves say)
 def test_a_parallel_module_is_parallel_already() -> None:
     module = layerwise.parallelize(network(), X, **QUIET)
     with pytest.raises(LayerwiseError, match="parallel already"):

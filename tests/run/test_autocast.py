@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
         wanted = plain(x)
     weights = torch.rand(wanted.shape)
     (wanted.float() * weights).mean().backward()
-    network = network_of(model, (x,), 4, "test", trusted=True)
+    network = replace(network_of(model, (x,), 4, "test", trusted=True), module=None)  # layer by layer on one rank, too
     made = load(random_plan(fuse(network.graph), 1, 0, "sample"), network)
     with torch.autocast("cpu", dtype):
         found = made(x)

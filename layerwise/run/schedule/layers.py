@@ -62,13 +62,13 @@ class Schedule:
     def __init__(
         self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
     ) -> None:
-        self.graph, self.comm, self.options = graph, comm, options
+        self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places = places(graph, plan)
         self.free, self.whole_classes = plan.io == "free", whole_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
-        self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(graph.layers))
+        self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
         self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
