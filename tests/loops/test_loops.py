@@ -1,0 +1,85 @@
+"""What training loops do, on two ranks against one device: equal numbers, or refused; and the page says which."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.comm.pool import run_ranks
+from tests.loops.loops import LOOPS, Loop
+from tests.loops.setting import Setting
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "training_loops.md"
+ROUGH = 2e-2  # of numbers that were rounded to 16 bits on the way
+# With what words, by the kind of plan. What is not here works.
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    "lbfgs": dict.fromkeys(("data", "split"), "LBFGS decides by the loss how many steps it takes"),
+    "of_parameters": {
+        "data": "would give the gradient of this rank's samples only",
+        "split": "appears to not have been used in the graph",
+    },
+    "pickled": dict.fromkeys(("data", "split"), "the parallel module cannot be pickled"),
+    "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
+    "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
+}
+
+
+@cache
+def alone(loop: Loop) -> Mapping[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return loop(Setting())
+
+
+def together(name: str, ranks: list[Any]) -> list[Any]:
+    """What the ranks say of a number: one value, or one a rank."""
+    values = [rank[name] for rank in ranks]
+    if name.startswith("mean."):
+        return [sum(values) / len(values)]
+    return [torch.cat(values)] if name.startswith("rows.") else values
+
+
+def check(name: str, value: Any, single: Any) -> None:
+    if not isinstance(single, Tensor):
+        assert value == single, name
+        return
+    assert value.shape == single.shape, name
+    most = ROUGH if name.startswith("rough.") else 1e-9
+    difference = (value.double() - single.double()).abs().max().item() if single.numel() else 0.0
+    assert difference <= most * max(1.0, single.double().abs().max().item()), (name, difference)
+
+
+@pytest.mark.parametrize("kind", ["data", "split"])
+@pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
+def test_a_loop(loop: Loop, kind: str) -> None:
+    ranks: list[Any] = run_ranks(2, "tests.loops.ranks:run", loop.__name__, kind)
+    words = REFUSED.get(loop.__name__, {}).get(kind)
+    if words is not None:
+        assert all(isinstance(rank, str) and words in rank for rank in ranks), ranks
+        return
+    assert not any(isinstance(rank, str) for rank in ranks), ranks
+    single = alone(loop)
+    assert single
+    for name, value in single.items():
+        for found in together(name, ranks):
+            check(name, found, value)
+
+
+def test_the_page_has_every_row() -> None:
+    rows = re.findall(r"^\| (.+?) \| (works|refused) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
+    page = {what: (data, split) for what, data, split in rows}
+    states = {
+        (loop.__doc__ or "").strip(): tuple(
+            "refused" if kind in REFUSED.get(loop.__name__, {}) else "works" for kind in ("data", "split")
+        )
+        for loop in LOOPS
+    }
+    assert page == states
