@@ -26,11 +26,11 @@ from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import watch
 from layerwise.run.guards.refusing import Refusing
-from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
+from layerwise.run.shapes import Shapes, Sizes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
@@ -56,13 +56,13 @@ class LayeredModule(Refusing, ParallelModule):
         self.loss = loss
         self._whole_classes = loss is not None
         self._structure = network.structure
-        self._executors: dict[tuple[int, frozenset[str], torch.dtype | None], Executor] = {}
+        self._executors: dict[tuple[int, Sizes, frozenset[str], torch.dtype | None], Executor] = {}
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         self._state = State(network, boxes, comm, options)
         self._tree = self._state.tree  # registered: its tensors are this module's
-        self._inputs = Inputs(network, plan, comm, options)
+        self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         held = dict(self._tree.named_parameters())
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
@@ -90,12 +90,12 @@ class LayeredModule(Refusing, ParallelModule):
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
 
-    def _executor(self, batch: int, differentiated: frozenset[str] = frozenset()) -> Executor:
+    def _executor(self, batch: int, sizes: Sizes, differentiated: frozenset[str] = frozenset()) -> Executor:
         """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
         options = self.options.here()
-        key = batch, differentiated, options.autocast
+        key = batch, sizes, differentiated, options.autocast
         if key not in self._executors:
-            graph = replace(self._rebatched(batch), differentiated=differentiated)
+            graph = replace(self._fitting(batch, sizes), differentiated=differentiated)
             schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)
@@ -106,20 +106,22 @@ class LayeredModule(Refusing, ParallelModule):
 
     @property
     def schedule(self) -> Schedule:
-        """What this rank does of the plan, at the plan's batch."""
-        return self._executor(self.graph.batch).schedule
+        """What this rank does of the plan, at the plan's batch and sizes."""
+        return self._executor(self.graph.batch, self._shapes.sizes).schedule
 
-    def _rebatched(self, batch: int) -> LayerGraph:
-        """The network at this batch. LayerwiseError where it cannot be cut as planned."""
+    def _fitting(self, batch: int, sizes: Sizes) -> LayerGraph:
+        """The network at this batch and these sizes. LayerwiseError where it cannot be cut as planned."""
+        graph = self._shapes.at(sizes).graph
         try:
-            graph = self.graph.rebatch(batch)
+            graph = graph.rebatch(batch)
             for layer in graph.inner:
                 config = self.plan.strategy[layer.name]
-                room = {d.label: d.max_degree for d in layer.space.dims if d.label}
-                if any(room.get(label, 0) < degree for label, degree in config.degrees):
+                most = {d.label: d.max_degree for d in layer.space.dims if d.label}
+                if any(most.get(label, 0) < degree for label, degree in config.degrees):
                     raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
         except LayerwiseError as error:
-            raise LayerwiseError(f"a batch of {batch} samples does not suit the plan: {error}") from None
+            what = f"a batch of {batch} samples" + ("" if sizes == self._shapes.sizes else f" of shape {sizes[0]}")
+            raise LayerwiseError(f"{what} does not suit the plan: {error}") from None
         return graph
 
     @property
@@ -145,15 +147,17 @@ class LayeredModule(Refusing, ParallelModule):
         self._check_parameters()
         target = None
         if self.loss is not None and self.io == "free":
-            *given, target = inputs
-            inputs = tuple(given)
-        whole = self._inputs.batch(inputs, batch, target=target is not None)
+            *before, target = inputs
+            inputs = tuple(before)
+        whole = self._shapes.inputs.batch(inputs, batch, target=target is not None)
+        sizes = self._shapes.sizes_of(inputs)
+        given = self._shapes.at(sizes).inputs
         share = self.share(whole)
         part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
         scales = [factor * self._mean_over for factor in factors(self.graph, part)]
-        differentiated = self._inputs.differentiated(inputs, scales)
-        executor = self._executor(whole, differentiated)
-        fed = self._inputs.fed(executor.schedule, inputs)
+        differentiated = given.differentiated(inputs, scales)
+        executor = self._executor(whole, sizes, differentiated)
+        fed = given.fed(executor.schedule, inputs)
         seed = combine(self.options.seed, self.steps)
         if self.training:
             self._initial = {}
