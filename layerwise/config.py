@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal
 
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import nests
 from layerwise.ops.base import Dim
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
@@ -107,11 +108,13 @@ def why_illegal(config: Config, dims: Sequence[Dim]) -> str | None:
 
 
 def reduce_axis(config: Config, dims: Sequence[Dim]) -> int | None:
-    """The output dimension whose cells are cut once more by the reduce-scatter over k; None: no room (illegal)."""
+    """The output dimension whose cells are cut once more by the reduce-scatter over k; None: none can be (illegal)."""
     axes = {d.label: i for i, d in enumerate(dims) if d.label}
     for label in REDUCE_ORDER:
-        if label in axes and dims[axes[label]].max_degree >= config[label] * config["k"]:
-            return axes[label]
+        if label in axes:
+            most, degree = dims[axes[label]].max_degree, config[label]
+            if most >= degree * config["k"] and nests(most, degree, config["k"]):
+                return axes[label]
     return None
 
 

@@ -18,14 +18,46 @@ from layerwise.geometry.box import Box
 def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     """The degree + 1 boundaries of the cells of one dimension: cell i is [b[i], b[i+1]).
 
-    b[i] = unit * (m * i // degree) with m = extent / unit: never an empty cell while degree <= m, extents differ by
-    at most one unit, and degrees d and d*e nest (the boundaries of d are among those of d*e). `unit` is the
-    granularity of a dimension that was merged by a reshape: cells end only where they are boxes before the merge.
+    The m = extent / unit units are cut by each prime factor of the degree in turn, the smallest first, as torch.chunk
+    cuts: into parts of ceil(length / factor) units, the last one shorter. So a DTensor on a mesh whose axes are these
+    factors has the same parts. Where that would leave a cell empty (which takes a factor of 3 or more), the cells are
+    balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the largest one has
+    ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells end only where
+    they are boxes before the merge.
     """
     assert extent % unit == 0, f"extent {extent} is not a multiple of unit {unit}"
-    result = unit * (extent // unit * np.arange(degree + 1, dtype=np.int64) // degree)
+    length = extent // unit
+    ends = np.array([0, length], np.int64)
+    for factor in prime_factors(degree):
+        lo, hi = ends[:-1, None], ends[1:, None]
+        inner = np.minimum(lo + -(-(hi - lo) // factor) * np.arange(factor, dtype=np.int64), hi)
+        ends = np.append(inner.reshape(-1), length)
+    if (np.diff(ends) == 0).any():
+        ends = length * np.arange(degree + 1, dtype=np.int64) // degree
+    result: Ints = unit * ends
     result.setflags(write=False)
     return result
+
+
+@lru_cache(maxsize=65536)
+def nests(length: int, degree: int, split: int) -> bool:
+    """Whether `degree * split` cells of a dimension of that many units are those of `degree`, each cut once more.
+
+    So it is with powers of two, and where the degree divides the length.
+    """
+    return bool(np.array_equal(boundaries(length, degree * split)[::split], boundaries(length, degree)))
+
+
+@lru_cache
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Ascending; () of 1."""
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return tuple(factors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,15 @@ def spaces(draw: st.DrawFn) -> Space:
 
 
 def scattered(config: Config, dims: Sequence[Dim]) -> int | None:
-    """The dimension over which the sums over k are scattered: the first of c, n, spatial, s that has room."""
+    """The dimension over which the sums over k are scattered: the first of c, n, spatial, s whose cells can be cut."""
     for label in ("c", "n", "d", "h", "w", "l", "s"):
         for i, dim in enumerate(dims):
             if dim.label == label and dim.max_degree >= config[label] * config["k"]:
-                return i
+                coarse, fine = (
+                    list(Grid((dim.max_degree,), (d,))) for d in (config[label], config[label] * config["k"])
+                )
+                if all((coarse[j // config["k"]] & box) == box for j, box in enumerate(fine)):
+                    return i
     return None
 
 

@@ -1,4 +1,4 @@
-"""Law 1: the cells of a grid tile the tensor. Grids of d and d*e nest. `bounds` are the boxes."""
+"""Law 1: the cells of a grid tile the tensor. They are torch.chunk's, and nest. `bounds` are the boxes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.geometry import Grid, boundaries
+from layerwise.geometry import Grid, boundaries, nests
 from tests.geometry.shapes import grids, owners
 
 
@@ -40,31 +41,48 @@ def test_cells_are_in_row_major_order(grid: Grid) -> None:
         assert index[corner] == np.ravel_multi_index(place, grid.degrees)
 
 
+def chunked(room: int, degree: int) -> list[int]:
+    """The cells' lengths, as torch.chunk makes them for each prime factor in turn; empty ones where it makes fewer."""
+    parts, rest, factor = [torch.empty(room)], degree, 2
+    while rest > 1:
+        if rest % factor:
+            factor += 1
+            continue
+        rest //= factor
+        cut = [list(part.chunk(factor)) for part in parts]
+        parts = [part for row in cut for part in (*row, *[torch.empty(0)] * (factor - len(row)))]
+    return [len(part) for part in parts]
+
+
 @given(st.integers(1, 200), st.integers(1, 5), st.data())
 def test_boundaries(room: int, unit: int, data: st.DataObject) -> None:
-    """Of the declared form, in steps that differ by one unit at most."""
+    """torch.chunk's where it leaves no cell empty, else in steps that differ by one unit at most."""
     degree = data.draw(st.integers(1, room))
-    cuts = boundaries(room * unit, degree, unit)
-    assert cuts.tolist() == [room * i // degree * unit for i in range(degree + 1)]
-    steps = np.diff(cuts)
-    assert unit <= steps.min() <= steps.max() <= steps.min() + unit
+    steps = (np.diff(boundaries(room * unit, degree, unit)) // unit).tolist()
+    wanted = chunked(room, degree)
+    assert steps == (wanted if min(wanted) else np.diff([room * i // degree for i in range(degree + 1)]).tolist())
+    assert (min(steps) > 0, sum(steps), max(steps)) == (True, room, -(-room // degree))
 
 
-@given(grids(extent=12), st.data())
-def test_finer_cells_nest(grid: Grid, data: st.DataObject) -> None:
-    """Cells of degree d*e lie inside cells of degree d: every one in exactly one."""
-    rooms = [s // u for s, u in zip(grid.shape, grid.units, strict=True)]
-    factors = [data.draw(st.integers(1, room // d)) for room, d in zip(rooms, grid.degrees, strict=True)]
-    fine = Grid(grid.shape, tuple(d * f for d, f in zip(grid.degrees, factors, strict=True)), grid.units)
-    owner = owners(grid)
-    for box in fine:
-        assert len(np.unique(owner[box.slices()])) == 1
+@given(st.integers(0, 6), st.data())
+def test_powers_of_two_are_balanced(power: int, data: st.DataObject) -> None:
+    room = data.draw(st.integers(2**power, 300))
+    steps = np.diff(boundaries(room, 2**power))
+    assert steps.max() - steps.min() <= 1
+    assert steps.tolist() == chunked(room, 2**power)
 
 
-def test_nesting_exhaustively() -> None:
+def test_finer_cells_nest_exhaustively() -> None:
+    """`nests` says where each cell of degree d is `split` cells of degree d * split: of powers of two always."""
     for room, degree in itertools.product(range(1, 40), range(1, 40)):
-        for factor in range(1, room // degree + 1):
-            assert set(boundaries(room, degree).tolist()) <= set(boundaries(room, degree * factor).tolist())
+        coarse = boundaries(room, degree)
+        for split in range(1, room // degree + 1):
+            owner = np.searchsorted(coarse, boundaries(room, degree * split)[:-1], side="right") - 1
+            ends = np.searchsorted(coarse, boundaries(room, degree * split)[1:], side="left") - 1
+            inside = bool((owner == np.arange(degree * split) // split).all() and (owner == ends).all())
+            assert nests(room, degree, split) == inside
+            product = degree * split
+            assert inside or (product & (product - 1) and room % product)
 
 
 def test_boundaries_are_shared_and_so_read_only() -> None:

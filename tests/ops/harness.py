@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from layerwise.geometry import Box
+from layerwise.geometry import Box, boundaries
 from layerwise.ops.base import Maps, Op, Space, space
 from layerwise.tensor import TensorSpec
 
@@ -153,7 +153,7 @@ def check_reduction(op: Op, specs: Sequence[TensorSpec], degree: int, reference:
     }
     full = reference(*inputs, **params)
     total = torch.zeros_like(full)
-    cuts = [dim.unit * (dim.max_degree * i // degree) for i in range(degree + 1)]
+    cuts = boundaries(dim.extent, degree, dim.unit).tolist()
     for a, b in pairwise(cuts):
         cell = Box((*(0,) * k, a), (*(d.extent for d in where.dims[:k]), b))
         total += reference(

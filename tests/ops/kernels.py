@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise.config import REDUCE_ORDER
-from layerwise.geometry import Box, boundaries
+from layerwise.geometry import Box, boundaries, nests
 from layerwise.ops.base import Local, Op, Space, space
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, needed, values
@@ -222,7 +222,8 @@ def owned(where: Space, cuts: Sequence[int]) -> list[Box]:
     again = [1] * rank
     for label in REDUCE_ORDER:
         at = next((i for i, d in enumerate(where.dims[:rank]) if d.label == label), None)
-        if at is not None and where.dims[at].max_degree >= cuts[at] * cuts[rank]:
+        room = 0 if at is None else where.dims[at].max_degree
+        if at is not None and room >= cuts[at] * cuts[rank] and nests(room, cuts[at], cuts[rank]):
             again[at] = cuts[rank]
             break
     edges = [
