@@ -21,6 +21,7 @@ from layerwise.importers.torch.structure import tensors
 from layerwise.measure.layers.step import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
+from layerwise.run.parts import local_part
 
 
 class Live(TorchDispatchMode):
@@ -35,7 +36,7 @@ class Live(TorchDispatchMode):
     def see(self, new: Iterable[Tensor]) -> None:
         """Takes storages in, and lets those go that are gone."""
         for t in new:
-            storage = t.untyped_storage()
+            storage = local_part(t).untyped_storage()  # a DTensor has none of its own
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self.known[ref.cdata] = (ref, storage.nbytes())
         self.known = {key: (ref, size) for key, (ref, size) in self.known.items() if not ref.expired()}

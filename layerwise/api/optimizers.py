@@ -61,7 +61,7 @@ def build(wanted: Wanted, model: object, module: ParallelModule) -> Optimizer:
         made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
         _check_kind(type(made))
     if module.comm.size > 1:
-        suits(type(made), cut=module.cut)
+        suits(type(made), module.form)
     return made
 
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from layerwise.errors import LayerwiseError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 Group = tuple[int, ...]  # ranks, ascending
 Kind = Literal["transfers", "sync", "statistics", "io"]  # what bytes are counted as; io: what no plan predicts
@@ -63,6 +66,13 @@ class Comm(ABC):
 
         Every rank names all of them, also those that it is not in, in the same order.
         """
+
+    def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh | None:
+        """A mesh of these ranks for torch's DTensors, ascending along each axis. None: a network that has no such.
+
+        Every rank calls it, also one that is not among them.
+        """
+        return None
 
     @abstractmethod
     def exchange(

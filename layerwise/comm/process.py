@@ -17,9 +17,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
@@ -67,6 +70,21 @@ class ProcessComm(MessageComm):
         for group in groups:
             if len(group) > 1 and group not in stream:
                 stream[group] = self._new_group(group)
+
+    def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh | None:
+        """Its collectives go over the process groups of kind "io". None for GPUs without NCCL."""
+        if self.device.type != "cpu" and not self.collectives:
+            return None
+        lines = [np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
+        groups, stream = [tuple(line) for axis in lines for line in axis], self._stream("io")
+        for group in groups:
+            if group not in stream:
+                stream[group] = self._new_group(group)
+        names, mesh = tuple(f"axis_{axis}" for axis in range(ranks.ndim)), torch.from_numpy(ranks)
+        mine = [stream[group] for group in groups if self.rank in group]
+        if not mine:
+            return DeviceMesh(self.device.type, mesh, mesh_dim_names=names, _init_backend=False)
+        return DeviceMesh.from_group(mine, self.device.type, mesh=mesh, mesh_dim_names=names)
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str

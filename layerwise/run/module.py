@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
+from layerwise.config import is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
@@ -24,10 +25,11 @@ from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
-from layerwise.run.guards.optimizers import watch
+from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parallel import LossFunction, ParallelModule
+from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.shapes import Shapes, Sizes
@@ -60,11 +62,12 @@ class LayeredModule(Refusing, ParallelModule):
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
-        self._state = State(network, boxes, comm, options)
+        self._state = State(network, boxes, plan.device_order, comm, options)
         self._tree = self._state.tree  # registered: its tensors are this module's
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
-        held = dict(self._tree.named_parameters())
+        every = dict(self._tree.named_parameters())
+        held = {name: p for name, p in every.items() if boxes[name][comm.rank] is not None}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
@@ -74,18 +77,23 @@ class LayeredModule(Refusing, ParallelModule):
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
         self._mean_over = comm.size if self.io == "sample" else 1
         self._reducer = GradientReducer(
-            held, [name for name in order if name in groups], groups, scale=1 / self._mean_over, cut=self.cut
+            held,
+            [name for name in order if name in groups],
+            groups,
+            list(every.values()),
+            scale=1 / self._mean_over,
+            cut=self.cut,
         )
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         self._prepare("statistics", first.statistics)
         self._prepare("transfers", first.groups)
-        if not groups:  # an optimizer refuses an empty list
+        if not any(p.requires_grad for p in every.values()):  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=options.dtype, device=options.device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
-        self._initial = {name: p._version for name, p in held.items()} if self.cut else {}
+        self._initial = {name: local_part(p)._version for name, p in held.items()} if self.cut else {}
         if comm.size > 1:
-            watch(self.parameters(), cut=self.cut)
+            watch(self.parameters(), self.form)
             for name, p in self.named_parameters():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
@@ -116,8 +124,7 @@ class LayeredModule(Refusing, ParallelModule):
             graph = graph.rebatch(batch)
             for layer in graph.inner:
                 config = self.plan.strategy[layer.name]
-                most = {d.label: d.max_degree for d in layer.space.dims if d.label}
-                if any(most.get(label, 0) < degree for label, degree in config.degrees):
+                if not is_legal(config, layer.space.dims):
                     raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
         except LayerwiseError as error:
             what = f"a batch of {batch} samples" + ("" if sizes == self._shapes.sizes else f" of shape {sizes[0]}")
@@ -175,7 +182,9 @@ class LayeredModule(Refusing, ParallelModule):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         held = self._reducer.parameters
-        changed = next((name for name, version in self._initial.items() if held[name]._version != version), None)
+        changed = next(
+            (name for name, version in self._initial.items() if local_part(held[name])._version != version), None
+        )
         if changed is not None:
             raise LayerwiseError(
                 f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
@@ -212,23 +221,25 @@ class LayeredModule(Refusing, ParallelModule):
         On several ranks, where a gradient is to be summed before a parameter has it, a leaf in the parameter's place.
         """
         if self._known is None:
-            held: dict[str, Tensor] = dict(self._tree.named_parameters())
+            self._known = self._state.held()
             if self.comm.size > 1:
-                held = {name: self._leaf(name, p) for name, p in held.items()}
-            self._known = held | dict(self._tree.named_buffers())
+                self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
         if self.comm.size > 1:
             for name, p in self._reducer.parameters.items():
                 self._known[name].requires_grad_(p.requires_grad)
         return self._known
 
-    def _leaf(self, name: str, p: Tensor) -> Tensor:
-        leaf = p.detach().requires_grad_()
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._reducer.parameters:
+            return local_part(tensor)
+        leaf = local_part(tensor).detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._known, self._initial = None, {}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, False)  # type: ignore[no-untyped-call]
+        self._state.apply(fn)
         return self
 
     def _returned(self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None) -> Any:
@@ -275,16 +286,41 @@ class LayeredModule(Refusing, ParallelModule):
         """This rank's boxes of running statistics and the like."""
         yield from self._tree.named_buffers(prefix, recurse, remove_duplicate)
 
+    @property
+    def form(self) -> Form:
+        """What the ranks hold of parameters."""
+        return "dtensors" if self._state.shardings else "boxes" if self.cut else "whole"
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Nodes of the tree of names, as torch.distributed.checkpoint.state_dict looks through it."""
+        yield from self._tree.named_children()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            tree = self.__dict__.get("_modules", {}).get("_tree")
+            if tree is None:
+                raise
+            held = (part[name] for part in (tree._modules, tree._parameters, tree._buffers) if name in part)
+            made = next(held, None)
+            if made is None:
+                raise
+            return made
+
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's boxes, by the model's names, with the box where it is not all: `fc.weight[0:8 of 16, :]`."""
+        """By the model's names; DTensors where the plan splits them, which torch.distributed.checkpoint saves.
+
+        Where no DTensor says which box a rank holds: this rank's boxes, as `fc.weight[0:8 of 16, :]`.
+        """
         if args or kwargs.get("destination") is not None:
             raise LayerwiseError(
                 "the parallel module is inside another module, whose state dict cannot have it: save its own"
             )
-        return {prefix + shard.key: shard.tensor for shard in self._state.shards()}
+        return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this rank's `state_dict` or a whole one; another rank's or plan's boxes are refused, strict or not."""
+        """Takes a whole state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
         self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

@@ -18,6 +18,7 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.box_gradient import plain
+from layerwise.run.guards.optimizers import Form
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import samples
@@ -54,6 +55,11 @@ class ParallelModule(nn.Module):
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
     cut = False  # whether some rank holds not all of some parameter that is trained
+
+    @property
+    def form(self) -> Form:
+        """What the ranks hold of parameters."""
+        return "whole"
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__()
@@ -149,7 +155,7 @@ class ParallelModule(nn.Module):
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
         held = [(name, p, plain(p.grad)) for name, p in self._tree.named_parameters() if p.grad is not None]
-        mine = [g for name, _, g in held if self._state.sharing(name)[0] == self.comm.rank]
+        mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
         if mine:
             each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]
             norms[self.comm.rank] = torch.linalg.vector_norm(torch.stack(each), norm_type)

@@ -17,6 +17,7 @@ from layerwise.comm.base import Kind, all_reduce_share
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import Work
 
@@ -92,7 +93,7 @@ def _sums(graph: LayerGraph, reducer: GradientReducer, rank: int) -> Iterator[Me
     for layer in graph.layers:
         planned |= {name: item_bytes for name, _, item_bytes in layer.held()}
     for name, bucket in reducer.of.items():
-        p, member = reducer.parameters[name], (len(bucket.group), bucket.group.index(rank))
+        p, member = local_part(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
         real = all_reduce_share(p.numel() * p.element_size(), *member)
         yield "sync", all_reduce_share(p.numel() * planned[name], *member), real
 

@@ -18,6 +18,7 @@ from layerwise.comm.base import Comm, Group, Handle
 from layerwise.partition.buckets import fill
 from layerwise.run.guards.box_gradient import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
+from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
 
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
@@ -38,8 +39,9 @@ class Bucket:
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    scale: what every gradient is multiplied by. cut: some rank holds not all of some parameter. Gradients are then
-    handed out as such of boxes.
+    scale: what every gradient is multiplied by. every: all of the model's parameters, in one order on all ranks; those
+    that are not among `parameters`, as only other ranks have a part of them, get gradients, too. cut: some rank holds
+    not all of some parameter. The gradients of those that are no DTensors are then handed out as such of boxes.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         order: Sequence[str],
         groups: Mapping[str, Group],
+        every: Sequence[nn.Parameter] = (),
         *,
         scale: float = 1.0,
         cut: bool = False,
     ) -> None:
         self.parameters, self.scale, self.cut = parameters, scale, cut
+        self.every = every or list(parameters.values())
+        held = {id(p) for p in parameters.values()}
+        self.elsewhere = [p for p in self.every if id(p) not in held]
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -59,7 +65,7 @@ class GradientReducer:
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
         shared = [name for name in order if len(groups[name]) > 1]
-        tensors = [parameters[name] for name in shared]
+        tensors = [local_part(parameters[name]) for name in shared]
         keys = [(groups[name], p.dtype) for name, p in zip(shared, tensors, strict=True)]
         for places in fill((key, p.nbytes) for key, p in zip(keys, tensors, strict=True)):
             names = [shared[i] for i in places]
@@ -75,7 +81,10 @@ class GradientReducer:
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
         """Where the training loop looks for it."""
-        p.grad = gradient.as_subclass(BoxGradient) if self.cut else gradient
+        if is_dtensor(p):
+            p.grad = like(p, gradient)
+        else:
+            p.grad = gradient.as_subclass(BoxGradient) if self.cut else gradient
 
 
 class Gradients:
@@ -97,7 +106,7 @@ class Gradients:
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
-                if not p.requires_grad and p.grad is not None and view is not None and _same(p.grad, view):
+                if not p.requires_grad and p.grad is not None and view is not None and _same(plain(p.grad), view):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
                     reducer.hand_out(p, plain(p.grad).clone())
 
@@ -157,7 +166,7 @@ class Gradients:
     def finish(self) -> None:
         """Waits for the sums, and gives every parameter its gradient. Where nothing was made it leaves all as it is."""
         reducer = self.reducer
-        if not self.made:
+        if not self.made and any(p.requires_grad for p in reducer.parameters.values()):
             return
         unused = self._without_gradient()
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
@@ -186,9 +195,14 @@ class Gradients:
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
             reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
+        for p in reducer.elsewhere:
+            if p.requires_grad and p.grad is None:
+                p.grad = like(p, local_part(p).new_empty(0))
         if self.synchronise:
-            for name in self.made:
-                call_hooks(reducer.parameters[name])
+            made = {id(reducer.parameters[name]) for name in self.made} | {id(p) for p in reducer.elsewhere}
+            for p in reducer.every:
+                if id(p) in made:
+                    call_hooks(p)
 
     def _without_gradient(self) -> set[str]:
         """Fills the buckets, for parameters that the loss does not depend on. Returns their names.
@@ -201,11 +215,11 @@ class Gradients:
             for name in [name for name in bucket.names if name in bucket.missing]:
                 p = reducer.parameters[name]
                 if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
-                    self.add(name, torch.zeros_like(p))
+                    self.add(name, torch.zeros_like(local_part(p)))
                     continue
                 if bucket.flat is None:
                     self._allocate(bucket)
-                if p.grad is not None and _same(p.grad, reducer.views[name]):
+                if p.grad is not None and _same(plain(p.grad), reducer.views[name]):
                     reducer.hand_out(p, plain(p.grad).clone())
                 reducer.views[name].fill_(-0.0)
                 bucket.missing.discard(name)
@@ -215,7 +229,7 @@ class Gradients:
         return unused
 
     def _allocate(self, bucket: Bucket) -> None:
-        parameters = [self.reducer.parameters[name] for name in bucket.names]
+        parameters = [local_part(self.reducer.parameters[name]) for name in bucket.names]
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.parts import local_part
 
 # By the names of torch's functions and methods; all of torch.linalg's, too.
 WHOLE = frozenset(
@@ -75,5 +76,5 @@ class BoxGradient(Tensor):
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """The same values, in the same place, as a tensor like any other."""
-    return gradient.as_subclass(Tensor) if isinstance(gradient, BoxGradient) else gradient
+    """This rank's part, in the same place, as a tensor like any other."""
+    return gradient.as_subclass(Tensor) if isinstance(gradient, BoxGradient) else local_part(gradient)

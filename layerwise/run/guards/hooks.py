@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.parts import is_dtensor, lie_as
 
 
 class Guarded(Protocol):
@@ -39,7 +40,9 @@ class FromOutside:
                 f"parameter {self._name!r} has a hook and is used outside the model, by a weight penalty in the loss "
                 "for example: the hook would be called twice. Leave one of them out"
             )
-        if module is not None and module.cut:
+        if is_dtensor(p):
+            lie_as(p)
+        elif module is not None and module.cut:
             raise LayerwiseError(
                 f"parameter {self._name!r} is used outside the model, by a weight penalty in the loss for "
                 "example: the plan splits the parameters over the ranks, so this one sees a part of them only. Give "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,15 +26,19 @@ WHOLE = {
 }  # fmt: skip
 
 
-# The parameters of parallel modules: whether the plan cuts some. Optimizers that were asked, and of how many of these.
-_cut = WeakIdKeyDictionary()
+# What the ranks hold: all of every trained parameter; DTensors, whose norms PyTorch computes of the whole, while what
+# takes them as matrices raises in PyTorch or rounds otherwise (Muon's products are of 16 bits); or tensors of parts.
+Form = Literal["whole", "dtensors", "boxes"]
+
+# The parameters of parallel modules, with their form. Optimizers that were asked, and of how many of these.
+_forms = WeakIdKeyDictionary()
 _asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def watch(parameters: Iterable[nn.Parameter], *, cut: bool) -> None:
-    """From now on an optimizer over these that would compute wrongly raises at its step. cut: `suits` says."""
+def watch(parameters: Iterable[nn.Parameter], form: Form) -> None:
+    """From now on an optimizer over these that would compute wrongly raises at its step."""
     for p in parameters:
-        _cut[p] = cut
+        _forms[p] = form
     before_every_step(_check)
 
 
@@ -44,11 +48,11 @@ def before_every_step(check: Callable[..., None]) -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def suits(kind: type[Optimizer], *, cut: bool) -> None:
+def suits(kind: type[Optimizer], form: Form) -> None:
     """LayerwiseError unless such an optimizer has one device's numbers on several ranks.
 
-    cut: some rank holds not all of some parameter. Then it must treat every element by itself: torch's own are known,
-    other classes say so by an attribute `element_wise = True`.
+    Of parts ("boxes") it must treat every element by itself: torch's own are known, other classes say so by an
+    attribute `element_wise = True`.
     """
     names = [base.__name__ for base in kind.__mro__]
     if "LBFGS" in names:
@@ -56,14 +60,16 @@ def suits(kind: type[Optimizer], *, cut: bool) -> None:
             "LBFGS decides by the loss how many steps it takes, and every rank has the loss of its own samples: take "
             "another optimizer, such as AdamW"
         )
-    if not cut:
+    if form == "whole":
         return
     why = next((WHOLE[name.lower()] for name in names if name.lower() in WHOLE), None)
-    if why is not None:
+    if why is not None and (form == "boxes" or why == MATRICES):
         raise LayerwiseError(
             f"{kind.__name__} {why}, but the plan splits the parameters over the ranks: take an "
             "element-wise optimizer such as SGD or AdamW, or parallelize with strategy='data'"
         )
+    if form == "dtensors":
+        return
     step: Any = kind.step
     known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in ELEMENT_WISE
     if not known and not getattr(kind, "element_wise", False):
@@ -78,7 +84,6 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _asked.get(optimizer) == count:
         return
-    cut = {_cut[p] for group in optimizer.param_groups for p in group["params"] if p in _cut}
-    if cut:
-        suits(type(optimizer), cut=True in cut)
+    for form in {_forms[p] for group in optimizer.param_groups for p in group["params"] if p in _forms}:
+        suits(type(optimizer), form)
     _asked[optimizer] = count

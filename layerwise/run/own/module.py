@@ -116,7 +116,7 @@ class OwnModule(ParallelModule):
         self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
         self._leaves = Leaves(parameters, self.comm, lambda: self.summed)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
-        watch(self.module.parameters(), cut=False)
+        watch(self.module.parameters(), self.form)
         for kind in ("sync", "io", "statistics"):
             self._prepare(kind, {everyone})
 

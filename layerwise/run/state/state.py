@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,27 +20,56 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
 from layerwise.run.guards.refusing import Names
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
+from layerwise.run.state.placements import placements
 from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
+
+if TYPE_CHECKING:
+    from layerwise.run.state.dtensors import Sharding
 
 COUNT = "num_batches_tracked"
 
 
 class State:
-    """tree: the boxes as parameters and buffers of nested modules, by the model's names. boxes: of every rank, by name.
+    """tree: parameters and buffers in nested modules, by the model's names. boxes: of every rank, by name.
 
+    Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; without a DTensor
+    that says all of the boxes, each rank has its own boxes as tensors.
+    shardings: how they lie on the ranks, by name; empty where they are no DTensors.
     extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
     """
 
-    def __init__(self, network: Network, boxes: Mapping[str, Each], comm: Comm, options: RuntimeOptions) -> None:
+    def __init__(
+        self,
+        network: Network,
+        boxes: Mapping[str, Each],
+        order: Sequence[int],
+        comm: Comm,
+        options: RuntimeOptions,
+    ) -> None:
+        """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
+        self.shardings = self._shardings(order)
         self.tree = Names()
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
         self._batches = _batches(self.graph)
         self._fill()
+
+    def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
+        shapes = self._shapes()
+        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        if self.comm.size == 1 or all(box == whole[name] for name, each in self.boxes.items() for box in each):
+            return {}
+        placed = placements(self.boxes, shapes, order)
+        if placed is None:
+            return {}
+        from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
+
+        return shardings(placed, self.comm)
 
     def _fill(self) -> None:
         """Creates the boxes."""
@@ -50,13 +79,31 @@ class State:
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
                 if box is not None:
                     value = initial(self._network, layer, name, p, box, self.options.seed, self._type(name))
-                    _place(self.tree, name, value.to(self.options.device), p.trainable, frozen=name in layer.frozen)
+                elif name in self.shardings:
+                    value = torch.empty(0, dtype=self._type(name))
+                else:
+                    continue
+                value = value.to(self.options.device)
+                if name in self.shardings:
+                    value = self.shardings[name].wrap(value)
+                _place(self.tree, name, value, p.trainable, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = self._read(name)
                 if kept is not None:
                     value = torch.zeros(kept.shape, dtype=kept.dtype) if kept.is_meta else kept.detach().clone()
                     self.extra[key] = value.cpu()
+        self._name()
+
+    def _name(self) -> None:
+        """The model's further names can be followed through the tree, as torch.distributed.checkpoint does."""
+        tree = {**dict(self.tree.named_parameters()), **dict(self.tree.named_buffers())}
+        for key, name in self._keys.items():
+            tensor = self.extra.get(key, tree.get(name))
+            if tensor is not None and key not in tree:
+                module, last = _node(self.tree, key)
+                if not hasattr(module, last):
+                    module.__dict__[last] = tensor
 
     def count(self) -> None:
         """A training step more, for the counters."""
@@ -70,27 +117,48 @@ class State:
         held = (row for layer in self.graph.layers for row in layer.own_parameters())
         return any(box is None or box.shape != p.shape for name, p in held if p.trainable for box in self.boxes[name])
 
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
+        if not self.shardings:
+            self.tree._apply(fn)  # type: ignore[no-untyped-call]
+            return
+        from layerwise.run.state.dtensors import move
+
+        with torch.no_grad():
+            for tensor in (*self.tree.parameters(), *self.tree.buffers()):
+                for one in (tensor, tensor.grad):
+                    if one is not None and (local := fn(local_part(one))) is not local_part(one):
+                        move(one, local)
+
+    def held(self) -> dict[str, Tensor]:
+        """The parameters and buffers of which this rank has a box, as they are in the tree, by name."""
+        every = (*self.tree.named_parameters(), *self.tree.named_buffers())
+        return {name: tensor for name, tensor in every if self.boxes[name][self.comm.rank] is not None}
+
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
         return sharing(self.boxes[name], self.comm.rank)
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds."""
-        result = []
-        aliases: dict[str, list[str]] = {}
-        for key, name in self._keys.items():
-            if key != name:
-                aliases.setdefault(name, []).append(key)
-        shapes = self._shapes()
-        for name, tensor in (*self.tree.named_parameters(), *self.tree.named_buffers()):
+        result, aliases, shapes = [], self._aliases(), self._shapes()
+        for name, tensor in self.held().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
             assert box is not None
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
-            result.append(Shard(name, also, shapes[name], box, tensor.detach(), trainable, first))
+            result.append(Shard(name, also, shapes[name], box, local_part(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
         return result
+
+    def _aliases(self) -> dict[str, list[str]]:
+        """The other names that the model has for a parameter or buffer, by its name here."""
+        aliases: dict[str, list[str]] = {}
+        for key, name in self._keys.items():
+            if key != name:
+                aliases.setdefault(name, []).append(key)
+        return aliases
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
@@ -124,39 +192,67 @@ class State:
         value = self._network.value(name)
         return value if isinstance(value, Tensor) else None
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """By the model's names, as the model's own has them; what ranks hold parts of are DTensors.
+
+        Where no DTensor says all boxes: this rank's, by names with the box where it is not all (`Shard.key`).
+        """
+        if not self.shardings and any(not shard.whole for shard in self.shards()):
+            return {shard.key: shard.tensor for shard in self.shards()}
+        tree: dict[str, Tensor] = dict(self.tree.named_parameters()) | dict(self.tree.named_buffers())
+        every = {name: like(t, local_part(t)) if is_dtensor(t) else t.detach() for name, t in tree.items()}
+        names = self._keys | {name: name for name in every if name not in self._keys.values()}
+        found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes boxes of this rank or whole tensors; returns the names that are missing, and those of nothing.
+        """Takes whole tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
 
         LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
         """
-        missing, values = [], list[tuple[Shard, Tensor]]()
+        shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
         named = {name: key for key in state_dict if (name := _without_box(key)) != key}
-        for shard in self.shards():
-            key = next((key for key in (shard.key, shard.name, *shard.aliases) if key in state_dict), None)
+        missing, values = [], list[tuple[Shard, Tensor]]()
+        for name in (*shards, *(name for name in self.shardings if name not in shards)):  # on all ranks alike
+            shard = shards.get(name)
+            keys = (name, *aliases.get(name, ())) if shard is None else (shard.key, name, *shard.aliases)
+            key = next((key for key in keys if key in state_dict), None)
             if key is not None:
-                shape = shard.shape if key != shard.key else shard.box.shape
-                if tuple(state_dict[key].shape) != shape:
-                    raise LayerwiseError(
-                        f"{key!r} has shape {tuple(state_dict[key].shape)} in the state dict; the model has {shape}"
-                    )
-                values.append((shard, state_dict[key]))
-            elif shard.name in named:
+                part = self._part(key, state_dict[key], name, shard)
+                if shard is not None:
+                    values.append((shard, part))
+            elif shard is not None and name in named:
                 raise LayerwiseError(
-                    f"the state dict has {named[shard.name]!r}, but this rank holds {shard.key!r}: it is another "
+                    f"the state dict has {named[name]!r}, but this rank holds {shard.key!r}: it is another "
                     "rank's, or of another plan. Give each rank its own, or all of them full_state_dict()"
                 )
             else:
-                missing.append(shard.name)
+                missing.append(name)
         known = set(self._keys) | set(self.boxes)
         odd = [key for key in state_dict if key not in known and _without_box(key) not in known]
         if strict and (missing or odd):
             what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model does not have"
             raise LayerwiseError(f"the state dict {what}: give strict=False to ignore it")
         with torch.no_grad():
-            for shard, value in values:
-                part = value if tuple(value.shape) == shard.box.shape else value[shard.box.slices()]
+            for shard, part in values:
                 shard.tensor.copy_(part[...])
         return missing, odd
+
+    def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
+        """What this rank takes of a state dict's value. LayerwiseError where it has another shape."""
+        whole = self.shardings[name].shape if shard is None else shard.shape
+        boxed = shard is not None and key == shard.key and not shard.whole
+        if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else whole):
+            raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {whole}")
+        if is_dtensor(value):
+            if name in self.shardings and self.shardings[name].says(value):
+                return local_part(value)
+            value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
+            if tuple(value.shape) != whole:
+                raise LayerwiseError(
+                    f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
+                )
+        return value if boxed or shard is None or shard.whole else value[shard.box.slices()]
 
 
 def _without_box(key: str) -> str:
@@ -178,6 +274,15 @@ def _batches(graph: LayerGraph) -> Counter[str]:
 
 def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen: bool) -> None:
     """Puts a tensor into nested modules, as its dotted name says."""
+    tree, last = _node(tree, name)
+    if trainable or frozen:
+        tree.register_parameter(last, nn.Parameter(value, requires_grad=not frozen))
+    else:
+        tree._buffers[last] = value  # not by register_buffer: a constant may be called `to`, as a method is
+
+
+def _node(tree: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that a dotted name leads to, made where there is none yet, and the name there."""
     *path, last = name.split(".")
     for part in path:
         if part not in tree._modules:
@@ -185,7 +290,4 @@ def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen
         child = tree._modules[part]
         assert child is not None
         tree = child
-    if trainable or frozen:
-        tree.register_parameter(last, nn.Parameter(value, requires_grad=not frozen))
-    else:
-        tree._buffers[last] = value  # not by register_buffer: a constant may be called `to`, as a method is
+    return tree, last

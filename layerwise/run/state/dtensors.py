@@ -1,0 +1,127 @@
+"""The parameters of a split plan as DTensors, so that PyTorch's own functions see whole parameters.
+
+Imported where a plan needs it only: `torch.distributed.tensor` takes 0.7 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.run.parts import local_part
+from layerwise.run.state.placements import Placements
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one parameter lies on a mesh of processes."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]  # of all of it
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor of which this rank has `local`, in the same memory."""
+        stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        spec = DTensorSpec(self.mesh, self.placements, TensorMeta(torch.Size(self.shape), stride, local.dtype))
+        # As FSDP2 makes them; `from_local` goes through autograd.
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def says(self, tensor: Tensor) -> bool:
+        """Whether a DTensor lies so."""
+        assert isinstance(tensor, DTensor)
+        return tensor.device_mesh == self.mesh and tensor.placements == self.placements
+
+    @property
+    def box(self) -> Box | None:
+        """This rank's, as torch says it."""
+        if self.mesh.get_coordinate() is None:
+            return None
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return Box(tuple(offsets), tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
+
+
+_SMALL = WeakSet[DeviceMesh]()  # the meshes of layers on fewer devices than there are
+
+
+def shardings(placed: Mapping[str, Placements], comm: Comm) -> dict[str, Sharding]:
+    """On meshes that are made now, one of each kind; nothing where `comm` has none. All ranks call this."""
+    install()
+    meshes: dict[str, DeviceMesh | None] = {}
+    for one in placed.values():
+        key = str(one.ranks.tolist())
+        if key not in meshes:
+            meshes[key] = mesh = comm.device_mesh(one.ranks)
+            if mesh is not None and one.ranks.size < comm.size:
+                _SMALL.add(mesh)
+    made = {}
+    for name, one in placed.items():
+        mesh = meshes[str(one.ranks.tolist())]
+        if mesh is None:
+            return {}
+        made[name] = Sharding(mesh, tuple(Replicate() if k is None else Shard(k) for k in one.cuts), one.shape)
+    return made
+
+
+def move(tensor: Tensor, local: Tensor) -> None:
+    """Gives a DTensor, which others refer to, another local part: of another type, or on another device."""
+    assert isinstance(tensor, DTensor)
+    old = tensor._spec
+    meta = TensorMeta(old.tensor_meta.shape, old.tensor_meta.stride, local.dtype)  # type: ignore[union-attr]
+    spec = DTensorSpec(old.mesh, old.placements, meta)
+    tensor.data = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+@cache
+def install() -> None:
+    """Makes right what DTensor (torch 2.11 to 2.13) does wrong without a word.
+
+    `item`, `float` and `bool` of a number that is the sum (maximum, ...) of all ranks' parts give the rank's own part.
+    GradScaler looks for infinities over the axes that cut the first gradient, not over those that cut others.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+
+
+def _number(op: Any, args: Sequence[DTensor], _: Any) -> object:
+    tensor = args[0]
+    if tensor.device_mesh in _SMALL:
+        raise LayerwiseError(
+            "a number made of a parameter or gradient that only some of the ranks have, as the plan runs its layer on "
+            "fewer devices: the others would not know it. To clip, or to know the norm, call "
+            "model.clip_grad_norm_(max_norm)"
+        )
+    return op(tensor.full_tensor() if any(isinstance(p, Partial) for p in tensor.placements) else local_part(tensor))
+
+
+def _unscale(op: Any, args: tuple[Sequence[DTensor], Tensor, Tensor], _: Any) -> None:
+    gradients, found, scale = args
+    meshes = list(dict.fromkeys(gradient.device_mesh for gradient in gradients))
+    spanning = [mesh for mesh in meshes if mesh not in _SMALL]
+    if not spanning:
+        raise LayerwiseError(
+            "GradScaler was given parameters that only some of the ranks have, and would look for gradients that are "
+            "not finite there only: give it an optimizer of all of the model's parameters"
+        )
+    here = [local_part(gradient) for gradient in gradients if gradient.device_mesh.get_coordinate() is not None]
+    op(here, found, scale)
+    for mesh in spanning:
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))
