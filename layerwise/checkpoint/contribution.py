@@ -57,10 +57,11 @@ class Contribution:
         planner.set_up_planner(dict(self.boxes), is_coordinator=rank == 0)
         plan = writer.prepare_local_plan(planner.create_local_plan())
         results = writer.write_data(plan, planner).wait()
+        places = {result.index: result.storage_data for result in results}
         return {
             "stored": [results[0].storage_data.file, results[0].storage_data.sha256] if results else None,
             "tensors": {
-                name: [dtype_name(some.dtype), some.shape, [[lo, tensor.shape] for lo, tensor in some.tensors.items()]]
+                name: [dtype_name(some.dtype), some.shape, _rows(name, some, places)]
                 for name, some in self.boxes.items()
             },
             "aliases": self.aliases,
@@ -106,15 +107,26 @@ def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> 
             known = tensors.setdefault(name, new)
             if (known.properties.dtype, known.size) != (new.properties.dtype, new.size):
                 raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
-            for lo, sizes in rows:
+            for lo, sizes, offset, length in rows:
                 known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
-                results.append(WriteResult(MetadataIndex(name, lo), prod(sizes), Stored(*contribution["stored"])))
+                file, sha256 = contribution["stored"]
+                place = Stored(file, sha256, offset, length)
+                results.append(WriteResult(MetadataIndex(name, lo), length, place))
     extended: dict[str, JSON] = {
         **about,
         "aliases": {name: aliases for contribution in written for name, aliases in contribution["aliases"].items()},
         "optimizer": None if None in optimizers else cast(JSON, merge(optimizers)),
     }
     Writer(folder, 0, extended).finish(Metadata(dict(tensors)), [results])
+
+
+def _rows(name: str, boxes: Chunks, places: Mapping[MetadataIndex, Stored]) -> list[JSON]:
+    """Of each box: its origin and sizes, and where it is in the file."""
+    rows: list[JSON] = []
+    for lo, tensor in boxes.tensors.items():
+        place = places[MetadataIndex(name, lo)]
+        rows.append([lo, tensor.shape, place.offset, place.length])
+    return rows
 
 
 def writes(shard: Shard) -> bool:

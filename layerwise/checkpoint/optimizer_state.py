@@ -14,10 +14,12 @@ from layerwise.checkpoint.chunks import Chunks
 from layerwise.checkpoint.storage import Reader
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
+from layerwise.geometry import Box
+from layerwise.run.parts import local_part
 from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import DTYPE_OF, dtype_name
 
-PREFIX = "optimizer/"  # of the names of state: optimizer/exp_avg/conv.weight
+PREFIX = "optimizer.state."  # of the names of state, as DCP has them: optimizer.state.conv.weight.exp_avg
 UNSAVED = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}  # who, and by which kernel
 
 
@@ -68,15 +70,18 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[s
         for parameter in held:
             shard = owned[parameter]
             for key, value in optimizer.state.get(parameter, {}).items():
-                sound = isinstance(key, str) and "/" not in key
+                sound = isinstance(key, str) and "." not in key
                 tensor = isinstance(value, Tensor)
                 if sound and tensor and value.dim() and value.shape == parameter.shape:
                     if shard.first and shard.box.volume:
-                        name = f"{PREFIX}{key}/{shard.name}"
+                        name = f"{PREFIX}{shard.name}.{key}"
                         boxes[name] = Chunks(shard.shape, value.dtype)
-                        boxes[name].add(shard.box, value)
+                        boxes[name].add(shard.box, local_part(value))
                 elif sound and (not value.dim() if tensor else isinstance(value, bool | int | float | None)):
                     facts["numbers"].setdefault(shard.name, {})[key] = _as_json(value)
+                    if tensor and shard.first and shard.box.volume and not any(shard.box.lo):  # for torch's readers
+                        boxes[f"{PREFIX}{shard.name}.{key}"] = Chunks((), value.dtype)
+                        boxes[f"{PREFIX}{shard.name}.{key}"].add(Box((), ()), value)
                 else:
                     raise LayerwiseError(
                         f"{kind} keeps {key!r} of {shard.name!r}, which is neither a number nor of the parameter's "
@@ -120,7 +125,7 @@ def prepare(
     keys: dict[str, list[str]] = {}
     for name in reader.metadata.state_dict_metadata:
         if name.startswith(PREFIX):
-            key, of = name.removeprefix(PREFIX).split("/", 1)
+            of, _, key = name.removeprefix(PREFIX).rpartition(".")
             keys.setdefault(of, []).append(key)
     states: States = {}
     boxes: dict[str, Chunks] = {}
@@ -136,13 +141,16 @@ def prepare(
             shard = owned[parameter]
             state: State = {}
             for key in keys.get(shard.name, ()):
-                name = f"{PREFIX}{key}/{shard.name}"
+                if key in facts["numbers"].get(shard.name, {}):
+                    continue
+                name = f"{PREFIX}{shard.name}.{key}"
                 shape, dtype = reader.spec(name)
                 if shape != shard.shape:
                     raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
                 state[key] = tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                boxes[name] = Chunks(shape, dtype)
-                boxes[name].add(shard.box, tensor)
+                if shard.box.volume:
+                    boxes[name] = Chunks(shape, dtype)
+                    boxes[name].add(shard.box, local_part(tensor))
             for key, value in facts["numbers"].get(shard.name, {}).items():
                 state[key] = _from_json(value, parameter.device, on_device)
             states[parameter] = state
@@ -169,7 +177,7 @@ def restore(optimizer: Optimizer, states: States, facts: OptimizerFacts) -> None
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
     """Each group of parameters. One without elements that is not the model's stands for a rank that holds nothing."""
     for group in optimizer.param_groups:
-        foreign = [parameter for parameter in group["params"] if parameter not in owned and parameter.numel()]
+        foreign = [p for p in group["params"] if p not in owned and p.numel()]
         if foreign:
             raise LayerwiseError(
                 f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that is not the module's: make it "

@@ -30,9 +30,11 @@ from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
+from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
+from layerwise.run.parts import is_dtensor, local_part
 from layerwise.run.state.shard import Shard
 from layerwise.tensorfile import dtype_name
 
@@ -186,9 +188,20 @@ def model_digest(graph: LayerGraph) -> str:
 
 
 def _owned(module: Saveable) -> Owned:
-    """The module's parameters with their shards. (One without elements may stand for a rank that holds nothing.)"""
-    shards = {shard.name: shard for shard in module.shards()}
-    return {parameter: shards[name] for name, parameter in module.named_parameters() if name in shards}
+    """The module's parameters with their shards: empty ones of parameters that only other ranks have a part of.
+
+    (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
+    """
+    shards, owned = {shard.name: shard for shard in module.shards()}, dict[Parameter, Shard]()
+    for name, parameter in module.named_parameters():
+        if name in shards:
+            owned[parameter] = shards[name]
+        elif is_dtensor(parameter):
+            nothing = Box((0,) * parameter.dim(), (0,) * parameter.dim())
+            owned[parameter] = Shard(
+                name, (), tuple(parameter.shape), nothing, local_part(parameter), trainable=True, first=False
+            )
+    return owned
 
 
 def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:

@@ -1,10 +1,12 @@
-"""A checkpoint's folder: torch.distributed.checkpoint's StorageWriter and StorageReader, without pickle.
+"""A checkpoint's folder: one of torch.distributed.checkpoint (DCP), with checksums, and read without pickle.
 
-A safetensors file a rank holds the boxes that the rank wrote; `checkpoint.json` says which box of which tensor is
-where, and has the SHA-256 of every file and of itself; what else is known of the run stands in it under "about".
-torch's FileSystemReader unpickles `.metadata`; its HuggingFaceStorageWriter has no room for two boxes of one tensor
-in a file, for checksums, for the model's and the optimizer's facts. Both classes serve torch's own `save` and `load`
-too.
+`__3_0.distcp` has the boxes that rank 3 wrote, one after the other as torch.save writes them, and `.metadata` says in
+DCP's words which box of which tensor is where: so `dcp.load` and `dcp_to_torch_save` read the folder.
+`checkpoint.json` says the same, and has the SHA-256 of every file and of itself; what else is known of the run stands
+in it under "about".
+
+`.metadata` is a pickle, so Reader does not open it; of what torch.save wrote it takes the elements only. Both classes
+serve torch's own `save` and `load`, too.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import cast
+from zipfile import BadZipFile
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,31 +33,34 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from layerwise.checkpoint.blobs import map_blob, write_blobs
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON, read_json
-from layerwise.tensorfile import DTYPE_OF, Spec, dtype_name, sync_folder, write_tensors
+from layerwise.tensorfile import DTYPE_OF, DTYPES, Spec, dtype_name, sync_folder
 from layerwise.version import __version__
 
 METADATA = "checkpoint.json"
-FORMAT, VERSION = "layerwise-checkpoint", 1
+FORMAT, VERSION = "layerwise-checkpoint", 2
 
-_FILE = re.compile(r"rank-\d{5,}\.safetensors")  # and nothing else: a name may not lead out of the folder
+_FILE = re.compile(r"__\d+_0\.distcp")  # and nothing else: a name may not lead out of the folder
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The file that holds a chunk, and the file's SHA-256."""
+    """Where a chunk is."""
 
     file: str
-    sha256: str
+    sha256: str  # of the file
+    offset: int  # in bytes, of what torch.save wrote
+    length: int
 
 
 class Writer(StorageWriter):
-    """Writes this rank's boxes into `rank-00003.safetensors`; the coordinator's `finish` makes the folder complete."""
+    """Writes this rank's boxes into `__3_0.distcp`; the coordinator's `finish` makes the folder complete."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, JSON] | None = None) -> None:
         self.folder, self.rank, self.about = Path(folder), rank, about or {}
@@ -74,36 +80,37 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One file with all of this rank's chunks, on disk when the future is given; none where there are none."""
-        items, specs = {}, {}
+        results, file = list[WriteResult](), f"__{self.rank}_0.distcp"
+        odd = next((item.index.fqn for item in plan.items if item.tensor_data is None), None)
+        if odd is not None:
+            raise LayerwiseError(f"a checkpoint holds tensors; {odd!r} is none: put it under 'progress'")
         for item in plan.items:
-            data = item.tensor_data
-            if data is None:
-                raise LayerwiseError(f"a checkpoint holds tensors; {item.index.fqn!r} is none: put it under 'progress'")
-            key = _key(item.index.fqn, data.chunk.offsets)
-            items[key], specs[key] = item, (tuple(data.chunk.sizes), data.properties.dtype)
-        name, results = f"rank-{self.rank:05d}.safetensors", []
-        if items:
-
-            def read(key: str) -> Tensor:
-                return cast(Tensor, planner.resolve_data(items[key]))
-
-            digest = write_tensors(self.folder / name, specs, read)
-            sizes = {key: prod(shape) * dtype.itemsize for key, (shape, dtype) in specs.items()}
-            results = [WriteResult(item.index, sizes[key], Stored(name, digest)) for key, item in items.items()]
+            assert item.tensor_data is not None
+            dtype = item.tensor_data.properties.dtype
+            if dtype not in DTYPES:
+                raise LayerwiseError(
+                    f"a checkpoint cannot hold {item.index.fqn!r} of {dtype}: leave it out of the model"
+                )
+        if plan.items:
+            tensors = (cast(Tensor, planner.resolve_data(item)) for item in plan.items)
+            digest, spans = write_blobs(self.folder / file, tensors)
+            for item, (offset, length) in zip(plan.items, spans, strict=True):
+                results.append(WriteResult(item.index, length, Stored(file, digest, offset, length)))
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `checkpoint.json`. LayerwiseError where chunks of a tensor are missing."""
+        """Writes `.metadata` and `checkpoint.json`. LayerwiseError where chunks of a tensor are missing."""
         stored = {result.index: cast(Stored, result.storage_data) for rank in results for result in rank}
         tensors: dict[str, JSON] = {}
         for fqn, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), fqn
             chunks: list[JSON] = []
             for chunk in tensor.chunks:
-                file = stored[MetadataIndex(fqn, chunk.offsets)].file
-                chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file})
+                place = stored[MetadataIndex(fqn, chunk.offsets)]
+                row = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                chunks.append({**row, "file": place.file, "span": [place.offset, place.length]})
             try:
                 _check_whole(fqn, tensor)
             except ValueError as error:
@@ -118,11 +125,19 @@ class Writer(StorageWriter):
             "files": {place.file: place.sha256 for place in stored.values()},
             "tensors": tensors,
         }
+        self._finish_for_torch(metadata, stored)
         with (self.folder / METADATA).open("w", encoding="utf-8") as out:
             out.write(json.dumps({**body, "checksum": _checksum(body)}, allow_nan=False))
             out.flush()
             os.fsync(out.fileno())
         sync_folder(self.folder)
+
+    def _finish_for_torch(self, metadata: Metadata, stored: Mapping[MetadataIndex, Stored]) -> None:
+        """What torch's own reader looks for."""
+        infos = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in stored.items()}
+        names = {name: (name,) for name in metadata.state_dict_metadata}
+        results = [WriteResult(index, info.length, info) for index, info in infos.items()]
+        FileSystemWriter(self.folder).finish(Metadata(metadata.state_dict_metadata, names), [results])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -165,6 +180,7 @@ class Reader(StorageReader):
             for name in self.files:
                 self._check_own(name)
             places: dict[MetadataIndex, Stored] = {}
+            self._sizes: dict[MetadataIndex, Spec] = {}
             tensors: dict[str, TensorStorageMetadata] = {}
             for fqn, tensor in raw["tensors"].items():
                 chunks = [ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in tensor["chunks"]]
@@ -172,7 +188,10 @@ class Reader(StorageReader):
                 tensors[fqn] = TensorStorageMetadata(properties, _size(tensor["shape"]), chunks)
                 _check_whole(fqn, tensors[fqn])
                 for chunk, row in zip(chunks, tensor["chunks"], strict=True):
-                    places[MetadataIndex(fqn, chunk.offsets)] = Stored(row["file"], self.files[row["file"]])
+                    offset, length = map(int, row["span"])
+                    place = Stored(row["file"], self.files[row["file"]], offset, length)
+                    places[MetadataIndex(fqn, chunk.offsets)] = place
+                    self._sizes[MetadataIndex(fqn, chunk.offsets)] = tuple(chunk.sizes), properties.dtype
         self.metadata = Metadata(dict(tensors), storage_data=places)
         return self.metadata
 
@@ -223,24 +242,18 @@ class Reader(StorageReader):
                 raise self._unreadable(name, "it is not what was written (SHA-256)")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies the slices into the planner's tensors, file by file."""
-        by_file: dict[str, list[ReadItem]] = {}
+        """Copies the slices into the planner's tensors."""
         for item in plan.items:
-            by_file.setdefault(self.metadata.storage_data[item.storage_index].file, []).append(item)
-        for name, items in by_file.items():
+            place: Stored = self.metadata.storage_data[item.storage_index]
+            stops = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
+            part = tuple(map(slice, item.storage_offsets, stops))
+            target = planner.resolve_tensor(item).detach()
             try:
-                with safe_open(self.folder / name, framework="pt") as file:
-                    for item in items:
-                        origin = item.storage_index.offset
-                        assert origin is not None
-                        stops = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
-                        part = tuple(map(slice, item.storage_offsets, stops))
-                        piece = file.get_slice(_key(item.storage_index.fqn, origin))[part]
-                        target = planner.resolve_tensor(item).detach()
-                        target.copy_(piece)
-                        planner.commit_tensor(item, target)
-            except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: of another shape
-                raise self._unreadable(name, str(error)) from None
+                spec = self._sizes[item.storage_index]
+                target.copy_(map_blob(self.folder / place.file, (place.offset, place.length), spec)[part])
+            except (OSError, ValueError, BadZipFile, RuntimeError) as error:  # RuntimeError: of another shape
+                raise self._unreadable(place.file, str(error)) from None
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -252,11 +265,6 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return (Path(checkpoint_id) / METADATA).is_file()
-
-
-def _key(fqn: str, offsets: Sequence[int]) -> str:
-    """The name of a chunk in its file."""
-    return f"{fqn}@{','.join(map(str, offsets))}"
 
 
 def _checksum(body: Mapping[str, JSON]) -> str:

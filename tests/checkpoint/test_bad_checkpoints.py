@@ -41,7 +41,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     """A bit flipped, bytes cut off or added, in any file."""
     folder = tmp_path_factory.mktemp("run")
     saved(folder, make=OPTIMIZERS["adam"])
-    path = folder / "step-00000007" / data.draw(st.sampled_from(["checkpoint.json", "rank-00000.safetensors"]))
+    path = folder / "step-00000007" / data.draw(st.sampled_from(["checkpoint.json", "__0_0.distcp"]))
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     how = data.draw(st.sampled_from(["flip", "cut", "add"]))
@@ -65,7 +65,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
 
 def test_file_that_is_gone(tmp_path: Path) -> None:
     saved(tmp_path)
-    (tmp_path / "step-00000007" / "rank-00000.safetensors").unlink()
+    (tmp_path / "step-00000007" / "__0_0.distcp").unlink()
     assert "damaged or gone: No such file or directory" in refused(tmp_path)
 
 
@@ -79,7 +79,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "checkpoint.json"])
 def test_files_that_link_out_of_the_folder_are_refused(name: str, tmp_path: Path) -> None:
     saved(tmp_path / "ck")
     folder = latest(tmp_path / "ck")
@@ -95,8 +95,8 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     saved(tmp_path / "ck")
     folder = latest(tmp_path / "ck")
     assert folder is not None
-    (folder / "rank-00000.safetensors").unlink()
-    os.mkfifo(folder / "rank-00000.safetensors")
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
     assert "no plain file" in refused(folder)
 
 
@@ -131,11 +131,11 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
     step, trap = tmp_path / "step-00000007", tmp_path / "sprung"
     content = pickle.dumps(Trap(trap))
     saved(tmp_path)
-    (step / "rank-00000.safetensors").write_bytes(content)
+    (step / "__0_0.distcp").write_bytes(content)
     (step / ".metadata").write_bytes(content)
     assert "SHA-256" in refused(tmp_path)
     digest = hashlib.sha256(content).hexdigest()
-    forged(tmp_path, lambda body: body["files"].update({"rank-00000.safetensors": digest}))
+    forged(tmp_path, lambda body: body["files"].update({"__0_0.distcp": digest}))
     assert "damaged" in refused(tmp_path)
     (step / "checkpoint.json").write_bytes(content)
     assert "not a text file" in refused(tmp_path)
@@ -149,12 +149,12 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda b: b.update(version=2), "version 2; this layerwise reads version 1"),
+        (lambda b: b.update(version=1), "version 1; this layerwise reads version 2"),
         (lambda b: b.update(format="other"), "not a layerwise checkpoint"),
         (lambda b: b.pop("format"), "not a layerwise checkpoint"),
         (lambda b: b.pop("files"), "makes no sense"),
         (lambda b: b.update(files=[]), "makes no sense"),
-        (lambda b: b["files"].update({"../evil.safetensors": "0"}), "makes no sense"),
+        (lambda b: b["files"].update({"../evil.distcp": "0"}), "makes no sense"),
         (lambda b: b["tensors"].update(odd=3), "makes no sense"),
         (lambda b: b["tensors"]["scale"].update(dtype="object"), "makes no sense"),
         (lambda b: b["tensors"]["scale"]["chunks"][0].update(file="/etc/passwd"), "makes no sense"),

@@ -12,13 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from layerwise import tensorfile
-from layerwise.checkpoint import latest, load, model_digest, save, storage
+from layerwise.checkpoint import blobs, latest, load, model_digest, save, storage
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
@@ -95,26 +94,17 @@ def test_only_what_a_rank_owns_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     read: Counter[str] = Counter()
 
     class Recorder:
-        """safe_open, or a slice of it: counts the elements that a thread takes out."""
+        """A tensor in a file: counts the elements that a thread takes out."""
 
-        def __init__(self, inner: Any, **flags: Any) -> None:
-            self.inner = safe_open(inner, **flags) if flags else inner
-
-        def __enter__(self) -> Recorder:
-            return Recorder(self.inner.__enter__())
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def get_slice(self, key: str) -> Recorder:
-            return Recorder(self.inner.get_slice(key))
+        def __init__(self, *place: Any) -> None:
+            self.inner = blobs.map_blob(*place)
 
         def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
             piece: Tensor = self.inner[part]
             read[threading.current_thread().name] += piece.numel()
             return piece
 
-    monkeypatch.setattr(storage, "safe_open", Recorder)
+    monkeypatch.setattr(storage, "map_blob", Recorder)
     for module in resumed(tmp_path, OPTIMIZERS["adam"], 3, 2, 0, torch.float32):
         trained_here = [t for name, t in module.held.items() if name in gradients(0) and t.dim()]
         adam = sum(3 * tensor.numel() for tensor in trained_here)  # AMSGrad; what is of a scalar is in the JSON

@@ -66,12 +66,12 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("where", ["write_tensors", "finish", "commit"])
+@pytest.mark.parametrize("where", ["write_blobs", "finish", "commit"])
 def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, rank: int) -> None:
     """All ranks hear of it, the checkpoint before is the latest, and nothing else is left."""
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 1, 1, torch.float32)
     module, name = {
-        "write_tensors": (storage, "write_tensors"),
+        "write_blobs": (storage, "write_blobs"),
         "finish": (save_and_load, "finish"),
         "commit": (save_and_load, "commit"),
     }[where]
@@ -79,7 +79,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def full(*args: Any) -> Any:
         if threading.current_thread().name == f"rank {rank}":
-            if where == "write_tensors":
+            if where == "write_blobs":
                 args[0].write_bytes(b"half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             save(tmp_path, mine, None, {})
         return str(error.value)
 
-    if rank == 0 or where == "write_tensors":
+    if rank == 0 or where == "write_blobs":
         told = run_threads(3, run)
         assert set(told) == {
             f"no checkpoint was saved in {str(tmp_path)!r} (earlier ones are as they were): rank {rank}: "
@@ -108,14 +108,14 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = storage.write_tensors
+    real = storage.write_blobs
 
     def broken(*args: Any) -> str:
         if threading.current_thread().name == "rank 1":
             raise ZeroDivisionError("a bug")
         return real(*args)
 
-    monkeypatch.setattr(storage, "write_tensors", broken)
+    monkeypatch.setattr(storage, "write_blobs", broken)
 
     def run(comm: ThreadComm) -> type[BaseException]:
         with pytest.raises((LayerwiseError, ZeroDivisionError), match="a bug") as error:

@@ -1,0 +1,346 @@
+"""Called in the ranks of test_dtensors: a loop of PyTorch's own on a split plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from layerwise import checkpoint
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, network_of
+from layerwise.plan import Plan, parse_strategy
+from layerwise.run.load import load
+from layerwise.run.module import ParallelModule
+
+Cuts = list[dict[str, Any]]
+Model = nn.Module
+X = torch.randn(4, 8, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+# By number of ranks: configurations of the four layers with parameters (two convolutions, two linear layers).
+PLANS: dict[str, tuple[int, Cuts]] = {
+    "filters": (2, [{"c": 2}, {"n": 2}, {"c": 2}, {"k": 2}]),
+    "channels": (2, [{"n": 2}, {"k": 2}, {"k": 2}, {"c": 2}]),
+    "mixed": (4, [{"c": 4}, {"n": 2, "c": 2}, {"c": 2, "k": 2}, {"n": 4}]),
+    "spatial": (4, [{"h": 2, "c": 2}, {"c": 2, "k": 2}, {"k": 4}, {"c": 4}]),
+}
+FEWER = [{"c": 4}, {"n": 2}, {"c": 2, "placement": "strided"}, {}]  # layers on 2 of 4 ranks, and on one
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # a bias before a batch norm: its gradient is rounding
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 4, 3, padding=1)
+        self.hidden = nn.Linear(4 * 36, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.norm(self.first(x)).relu()).relu()
+        return self.head(self.hidden(x.flatten(1)).relu())
+
+
+@cache
+def net() -> tuple[Net, Network]:
+    torch.manual_seed(0)
+    module = Net().double()
+    return module, network_of(module, (X[0],), 8, "test")
+
+
+def plan(ranks: int, cuts: Cuts) -> Plan:
+    _, network = net()
+    graph = fuse(network.graph)
+    wanted = dict(zip(("first", "second", "hidden", "head"), cuts, strict=True))
+    strategy = {}
+    for layer in graph.inner:
+        degrees = wanted.get(layer.name.split("/")[-1], wanted.get(layer.name, {"n": ranks}))
+        rooms = {d.label for d in layer.space.dims}
+        strategy[layer.name] = {k: v for k, v in degrees.items() if k in rooms or k == "placement"}
+    return Plan("test", graph.digest, graph.batch, ranks, ranks, "sample", True, parse_strategy(strategy, graph, ranks))
+
+
+def made(comm: Comm, cuts: Cuts) -> ParallelModule:
+    torch.set_num_threads(1)
+    _, network = net()
+    return load(plan(comm.size, cuts), network, comm=comm, dtype=torch.float64)
+
+
+def loss(out: Tensor) -> Tensor:
+    return out.square().sum(1).mean()
+
+
+def share(model: Model) -> slice:
+    return model.share() if isinstance(model, ParallelModule) else slice(None)
+
+
+class Lamb(Optimizer):
+    """By its name one that needs whole parameters; the trust ratio is of their norms."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                ratio = (p.norm() / (p.grad.norm() + 1e-3)).item()
+                p.add_(p.grad, alpha=-group["lr"] * ratio)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, weight_decay=0.01),
+    "momentum": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, nesterov=True),
+    "sgd_loop": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, foreach=False),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.01, foreach=True),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01, momentum=0.5),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.01),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, 0.01),
+    "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
+    "lamb": Lamb,
+    "lbfgs": lambda ps: torch.optim.LBFGS(ps, 0.1),
+}
+
+
+def clip(model: Model) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clip_inf(model: Model) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
+
+
+def clip_by_hand(model: Model) -> Tensor:
+    total = sum(p.grad.norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(min(1.0, 0.5 / total))
+    return torch.tensor(total)
+
+
+def clip_as_old_tutorials(model: Model) -> Tensor:
+    norms = [p.grad.detach().data.norm(2) for p in model.parameters() if p.grad is not None]
+    total = torch.norm(torch.stack(norms), 2)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.mul_(0.5 / (total + 1e-6))
+    return total
+
+
+def largest(model: Model) -> Tensor:
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+    return torch.tensor(max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None))
+
+
+def value(model: Model) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def nothing(model: Model) -> None:
+    pass
+
+
+ACTIONS = {f.__name__: f for f in (clip, clip_inf, clip_by_hand, clip_as_old_tutorials, largest, value, nothing)}
+
+
+def number(norm: Tensor | None) -> float | None:
+    return None if norm is None else float(norm)
+
+
+def steps(model: Model, optimizer: Optimizer, action: str, first: int = 0, last: int = 4) -> list[float | None]:
+    seen = []
+    for x in X[first:last]:
+        optimizer.zero_grad()
+        loss(model(x[share(model)])).backward()
+        seen.append(number(ACTIONS[action](model)))
+        optimizer.step()
+    return seen
+
+
+def whole(model: Model) -> dict[str, Tensor]:
+    return model.full_state_dict() if isinstance(model, ParallelModule) else model.state_dict()
+
+
+def trained(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> tuple[list[float | None], dict[str, Tensor]]:
+    model = made(comm, cuts)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    seen = steps(model, OPTIMIZERS[optimizer](model.parameters()), action)
+    return seen, whole(model)
+
+
+def refusal(comm: Comm, cuts: Cuts, optimizer: str, action: str) -> str:
+    """What a rank says, and of which type."""
+    try:
+        trained(comm, cuts, optimizer, action)
+    except (LayerwiseError, RuntimeError, NotImplementedError, AssertionError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[str, Tensor]]:
+    """With GradScaler; in one step a gradient is infinite, of which rank `bad` has a part."""
+    model = made(comm, cuts) if comm is not None else net_again()
+    optimizer, scaler, scales = torch.optim.SGD(model.parameters(), 0.05), torch.amp.GradScaler("cpu", 1024.0), []
+    for i, x in enumerate(X):
+        optimizer.zero_grad()
+        scaler.scale(loss(model(x[share(model)]))).backward()
+        if i == 1:
+            gradient = dict(model.named_parameters())["hidden.weight"].grad
+            if comm is None:
+                gradient[0, 0] = float("inf")
+            elif comm.rank == bad:
+                gradient.to_local()[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, whole(model)
+
+
+def net_again() -> Net:
+    import copy
+
+    return copy.deepcopy(net()[0])
+
+
+def penalised(comm: Comm | None, cuts: Cuts, how: str) -> dict[str, Tensor]:
+    model = made(comm, cuts) if comm is not None else net_again()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for x in X:
+        optimizer.zero_grad()
+        penalty = sum(p.pow(2).sum() for p in model.parameters())
+        if how == "full_tensor" and isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
+        (loss(model(x[share(model)])) + 0.1 * penalty).backward()
+        optimizer.step()
+    return whole(model)
+
+
+def penalty_refusal(comm: Comm, cuts: Cuts, how: str) -> str:
+    try:
+        penalised(comm, cuts, how)
+    except (LayerwiseError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def moved(comm: Comm, cuts: Cuts) -> None:
+    """`to` keeps the parameters that an optimizer has; a part of them frozen; thawed."""
+    model = made(comm, cuts)
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    steps(model, optimizer, "nothing", 0, 1)
+    assert model.to("cpu") is model
+    model.float()
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} == {p.grad.dtype for p in model.parameters()}
+    assert {v.dtype for v in model.state_dict().values()} <= {torch.float32, torch.int64}
+    model.double()
+    steps(model, torch.optim.SGD(model.parameters(), 0.05), "clip", 1, 2)
+    frozen = dict(model.named_parameters())["hidden.weight"].requires_grad_(False)
+    kept, grad = frozen.full_tensor().clone(), frozen.grad
+    steps(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05), "nothing", 2, 3)
+    assert torch.equal(kept, frozen.full_tensor())
+    assert grad is None or frozen.grad is not None
+    frozen.requires_grad_()
+    steps(model, torch.optim.SGD(model.parameters(), 0.05), "nothing", 3, 4)
+    assert not torch.equal(kept, frozen.full_tensor())
+
+
+def saved(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two steps; dcp.save of model and optimizer; two steps more."""
+    model = made(comm, cuts)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    steps(model, chosen, "nothing", 0, 2)
+    state, states = get_state_dict(model, chosen)
+    dcp.save({"model": state, "optimizer": states}, checkpoint_id=folder)
+    early = whole(model)
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if comm.rank == 0:
+        assert gathered.keys() == early.keys()
+        assert all(torch.equal(gathered[name], early[name]) for name in early)
+    dcp.save(model.state_dict(), checkpoint_id=Path(folder) / "model")
+    steps(model, chosen, "nothing", 2, 4)
+    return early, whole(model)
+
+
+def resumed(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> dict[str, Tensor]:
+    """Another plan, or another number of ranks, goes on from there."""
+    model = made(comm, cuts)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    state, states = get_state_dict(model, chosen)
+    dcp.load({"model": state, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(model, chosen, model_state_dict=state, optim_state_dict=states)
+    steps(model, chosen, "nothing", 2, 4)
+    return whole(model)
+
+
+def given(comm: Comm, cuts: Cuts, state: dict[str, Tensor]) -> None:
+    """A whole state dict, by torch's function and by the module's; DTensors of another layout."""
+    model, other = made(comm, cuts), state
+    for act in (
+        lambda other: set_model_state_dict(model, dict(other), options=StateDictOptions(full_state_dict=True)),
+        model.load_state_dict,
+    ):
+        act(other)
+        here = whole(model)
+        assert all(torch.equal(here[name], state[name]) for name in state)
+        other = {
+            name: value.redistribute(placements=[*value.placements][::-1]).clone()
+            if isinstance(value, DTensor) and value.dim() > 1
+            else value.clone()
+            for name, value in model.state_dict().items()
+        }
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+
+
+def checkpointed(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """layerwise's own checkpoint after two steps; two steps more. The state then and in the end."""
+    model = made(comm, cuts)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    steps(model, chosen, "nothing", 0, 2)
+    checkpoint.save(folder, model, chosen, {})
+    early = whole(model)
+    steps(model, chosen, "nothing", 2, 4)
+    return early, whole(model)
+
+
+def taken_up(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> dict[str, Tensor]:
+    """Another plan goes on from it; and torch's own reader finds the same in it."""
+    model, again = made(comm, cuts), made(comm, cuts)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    checkpoint.load(folder, model, chosen)
+    latest = checkpoint.latest(folder)
+    dcp.load(again.state_dict(), checkpoint_id=latest)
+    there, here = whole(again), whole(model)
+    assert all(torch.equal(there[name], here[name]) for name in here)
+    _, states = get_state_dict(again, other := OPTIMIZERS[optimizer](again.parameters()))
+    read: dict[str, Any] = {"optimizer": {"state": states["state"]}}
+    dcp.load(read, checkpoint_id=latest)
+    set_state_dict(again, other, model_state_dict=again.state_dict(), optim_state_dict=states)
+    steps(again, other, "nothing", 2, 4)
+    steps(model, chosen, "nothing", 2, 4)
+    there, here = whole(again), whole(model)
+    assert all(torch.equal(there[name], here[name]) for name in here)
+    return here

@@ -1,0 +1,147 @@
+"""Parameters of a split plan are DTensors: PyTorch's own functions give one device's numbers on 2 and 4 ranks."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.comm.pool import run_ranks
+from tests.run import dtensor_ranks
+from tests.run.dtensor_ranks import FEWER, OPTIMIZERS, PLANS, net, steps
+from tests.run.plans import difference
+
+HERE = "tests.run.dtensor_ranks:"
+each_plan = pytest.mark.parametrize("name", PLANS)
+
+
+def single(optimizer: str, action: str, last: int = 4) -> tuple[list[float | None], dict[str, Tensor]]:
+    model = copy.deepcopy(net()[0])
+    return steps(model, OPTIMIZERS[optimizer](model.parameters()), action, last=last), model.state_dict()
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float = 1e-12) -> None:
+    assert found.keys() == wanted.keys()
+    assert max(difference(found[name], wanted[name]) for name in wanted) <= bound
+
+
+def check(results: list[Any], wanted: tuple[list[float | None], dict[str, Tensor]]) -> None:
+    for seen, state in results:
+        for here, there in zip(seen, wanted[0], strict=True):
+            assert here is there or here == pytest.approx(there, rel=1e-12)
+        close(state, wanted[1])
+
+
+@each_plan
+@pytest.mark.parametrize("action", ["clip", "clip_inf", "clip_by_hand", "clip_as_old_tutorials", "largest", "value"])
+def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
+    ranks, cuts = PLANS[name]
+    check(run_ranks(ranks, f"{HERE}trained", cuts, "sgd", action), single("sgd", action))
+
+
+@pytest.mark.parametrize("name", ["filters", "mixed"])
+@pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam", "rmsprop", "adagrad"])
+def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
+    ranks, cuts = PLANS[name]
+    check(run_ranks(ranks, f"{HERE}trained", cuts, optimizer, "clip"), single(optimizer, "clip"))
+
+
+@pytest.mark.parametrize("name", ["filters", "mixed"])
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [("adafactor", "as one matrix"), ("muon", "as one matrix"), ("lbfgs", "decides by the loss")],
+)
+def test_optimizers_that_are_not_raise_on_all_ranks(name: str, optimizer: str, text: str) -> None:
+    ranks, cuts = PLANS[name]
+    assert all(text in said for said in run_ranks(ranks, f"{HERE}refusal", cuts, optimizer, "nothing"))
+
+
+def test_an_optimizer_of_ones_own_that_takes_norms_is_one_devices() -> None:
+    """Norms of whole parameters, as LAMB has them."""
+    ranks, cuts = PLANS["mixed"]
+    check(run_ranks(ranks, f"{HERE}trained", cuts, "lamb", "nothing"), single("lamb", "nothing"))
+
+
+@each_plan
+def test_gradscaler_skips_a_step_on_all_ranks(name: str) -> None:
+    ranks, cuts = PLANS[name]
+    wanted = dtensor_ranks.scaled(None, [], 0)
+    assert wanted[0] == [1024.0, 512.0, 512.0, 512.0]
+    for bad in (0, ranks - 1):
+        check(run_ranks(ranks, f"{HERE}scaled", cuts, bad), wanted)
+
+
+@pytest.mark.parametrize("name", ["filters", "mixed"])
+def test_a_weight_penalty_is_right_or_raises(name: str) -> None:
+    ranks, cuts = PLANS[name]
+    wanted = dtensor_ranks.penalised(None, [], "")
+    for state in run_ranks(ranks, f"{HERE}penalised", cuts, "full_tensor"):
+        close(state, wanted)
+    for text in run_ranks(ranks, f"{HERE}penalty_refusal", cuts, ""):
+        assert "mixed torch.Tensor and DTensor" in text
+
+
+@each_plan
+def test_to_and_freezing(name: str) -> None:
+    ranks, cuts = PLANS[name]
+    run_ranks(ranks, f"{HERE}moved", cuts)
+
+
+def test_layers_on_fewer_devices() -> None:
+    """Their parameters are on meshes of their own: optimizers work, what needs them all at once raises everywhere."""
+    check(run_ranks(4, f"{HERE}trained", FEWER, "adamw", "nothing"), single("adamw", "nothing"))
+    check(run_ranks(4, f"{HERE}trained", FEWER, "adamw_fused", "value"), single("adamw_fused", "value"))
+    for action, text in (("clip", "must have the same mesh"), ("clip_by_hand", "only some of the ranks have")):
+        assert all(text in said for said in run_ranks(4, f"{HERE}refusal", FEWER, "sgd", action))
+    wanted = dtensor_ranks.scaled(None, [], 0)
+    check(run_ranks(4, f"{HERE}scaled", FEWER, 0), wanted)
+
+
+def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
+    """On 3 ranks 3, 3 and 2 of 8 channels, 6, 6 and 4 of 16."""
+    ranks, cuts = 3, [{"c": 3}, {"n": 3}, {"c": 3}, {"n": 3}]
+    check(run_ranks(ranks, f"{HERE}trained", cuts, "adamw", "clip"), single("adamw", "clip"))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: Path, optimizer: str) -> None:
+    folder, wanted = str(tmp_path / "dcp"), single(optimizer, "nothing")[1]
+    early, late = run_ranks(4, f"{HERE}saved", PLANS["mixed"][1], folder, optimizer)[0]
+    close(late, wanted)
+    for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (4, FEWER), (2, [{"n": 2}] * 4)]:
+        for state in run_ranks(ranks, f"{HERE}resumed", cuts, folder, optimizer):
+            close(state, wanted)
+    model = copy.deepcopy(net()[0])
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=Path(folder) / "model", no_dist=True)
+    close(state, early, 0.0)
+    dcp_to_torch_save(Path(folder) / "model", tmp_path / "model.pt")
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    close(model.state_dict(), early, 0.0)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused"])
+def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None:
+    """Another plan and another number of ranks go on from one, by layerwise.checkpoint and by dcp alike."""
+    folder, wanted = tmp_path / "ck", single(optimizer, "nothing")[1]
+    early, late = run_ranks(4, f"{HERE}checkpointed", PLANS["mixed"][1], str(folder), optimizer)[0]
+    close(late, wanted)
+    for ranks, cuts in [(2, PLANS["channels"][1]), (4, FEWER), (2, [{"n": 2}] * 4)]:
+        for state in run_ranks(ranks, f"{HERE}taken_up", cuts, str(folder), optimizer):
+            close(state, wanted)
+    model = copy.deepcopy(net()[0])
+    dcp.load(model.state_dict(), checkpoint_id=folder / "step-00000002", no_dist=True)
+    close(model.state_dict(), early, 0.0)
+    dcp_to_torch_save(folder / "step-00000002", tmp_path / "model.pt")
+    model.load_state_dict(torch.load(tmp_path / "model.pt"), strict=False)
+    close(model.state_dict(), early, 0.0)
+
+
+@each_plan
+def test_a_whole_state_dict_is_taken(name: str) -> None:
+    ranks, cuts = PLANS[name]
+    run_ranks(ranks, f"{HERE}given", cuts, single("sgd", "nothing", 1)[1])
