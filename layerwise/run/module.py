@@ -28,6 +28,7 @@ from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.original import Original
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
@@ -55,7 +56,8 @@ class LayeredModule(Refusing, ParallelModule):
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
-        self.loss = loss
+        self.loss, self._network = loss, network
+        self._original = None if network.module is None else Original(network.module)
         self._whole_classes = loss is not None
         self._structure = network.structure
         self._executors: dict[tuple[int, Sizes, frozenset[str], torch.dtype | None], Executor] = {}
@@ -304,9 +306,29 @@ class LayeredModule(Refusing, ParallelModule):
                 raise
             held = (part[name] for part in (tree._modules, tree._parameters, tree._buffers) if name in part)
             made = next(held, None)
-            if made is None:
+            if made is not None:
+                return made
+            original = self.__dict__.get("_original")
+            if original is None:
                 raise
-            return made
+        return original.get(name, self)
+
+    @property
+    def module(self) -> LayeredModule:
+        """This one, which is what DistributedDataParallel's users look for there."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
+        """With the same values, and the same ranks to run it on; every rank copies alike."""
+        made = LayeredModule(self._network, self.plan, self.comm, self.options, self.loss)
+        memo[id(self)] = made
+        made.load_state_dict(self.state_dict())
+        for mine, theirs in zip(self.parameters(), made.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)
+        made.steps, made._initial = self.steps, {}
+        made._forward_hooks.update(self._forward_hooks)
+        made._forward_pre_hooks.update(self._forward_pre_hooks)
+        return made.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """By the model's names; DTensors where the plan splits them, which torch.distributed.checkpoint saves.

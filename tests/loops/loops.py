@@ -29,7 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.setting import Net, Setting, whole
+from tests.loops.setting import IMAGES, Net, Setting, whole
 
 Numbers = Mapping[str, Any]
 Loop = Callable[[Setting], Numbers]
@@ -360,7 +360,7 @@ def of_parameters(setting: Setting) -> Numbers:
 def gan(setting: Setting) -> Numbers:
     """a GAN: two models, two optimizers"""
     critic = setting.net(seed=1)
-    generator = setting.parallel(Generator())
+    generator = setting.parallel(Generator(), IMAGES)
     of_critic, of_generator = SGD(critic.parameters(), lr=0.05), SGD(generator.parameters(), lr=0.05)
     for x, _ in setting.batches():
         of_critic.zero_grad()
@@ -388,7 +388,7 @@ class Generator(nn.Module):
 @row
 def deep_supervision(setting: Setting) -> Numbers:
     """deep supervision: a loss of several outputs"""
-    model = setting.parallel(Supervised())
+    model = setting.parallel(Supervised(), IMAGES)
     optimizer = SGD(model.parameters(), lr=0.1)
     for x, _ in setting.batches():
         optimizer.zero_grad()
@@ -718,7 +718,7 @@ def profiler(setting: Setting) -> Numbers:
 @row
 def other_sizes(setting: Setting) -> Numbers:
     """images of another size than the example's"""
-    model = setting.parallel(Supervised())
+    model = setting.parallel(Supervised(), IMAGES)
     x = torch.randn(8, 1, 12, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return {"rows.out": model(setting.share(x))[1].detach()}
 

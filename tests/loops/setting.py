@@ -15,6 +15,7 @@ from layerwise.comm.base import Comm
 BATCH, STEPS = 8, 3
 # Space, output channels and the contraction dimension split; every rank holds parts of parameters.
 SPLIT = {"first": {"h": 2}, "second": {"c": 2}, "hidden": {"c": 2}, "head": {"k": 2}}
+IMAGES = {"first": {"c": 2}, "second": {"h": 2}}
 
 
 class Net(nn.Module):
@@ -56,13 +57,11 @@ class Setting:
         """This rank's samples of a batch."""
         return x if self.comm is None else x.chunk(self.comm.size)[self.comm.rank]
 
-    def parallel(self, model: nn.Module, **how: Any) -> Any:
-        """As a user's script has it."""
+    def parallel(self, model: nn.Module, split: Any = SPLIT, **how: Any) -> Any:
+        """As a user's script has it. split: where layers are split."""
         if self.comm is None:
             return model
         example = self.share(batch(0)[0])
-        names = {name for name, _ in model.named_children()}
-        split = {name: cut for name, cut in SPLIT.items() if name in names}
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
             model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how

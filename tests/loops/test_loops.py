@@ -21,14 +21,22 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "training_loops.md"
 ROUGH = 2e-2  # of numbers that were rounded to 16 bits on the way
 # With what words, by the kind of plan. What is not here works.
 REFUSED: Mapping[str, Mapping[str, str]] = {
+    "adafactor": {"split": "Adafactor takes a parameter as one matrix"},
+    "muon": {"split": "Muon takes a parameter as one matrix"},
     "lbfgs": dict.fromkeys(("data", "split"), "LBFGS decides by the loss how many steps it takes"),
+    "optimizer_of_before": {"split": "build the optimizer over the returned model's parameters"},
     "of_parameters": {
         "data": "would give the gradient of this rank's samples only",
         "split": "appears to not have been used in the graph",
     },
     "pickled": dict.fromkeys(("data", "split"), "the parallel module cannot be pickled"),
-    "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
+    "named_modules": {"split": "the parallel module has no layers of PyTorch's to look through"},
+    "forward_hooks": {"split": "a hook of one, or a call, is not supported"},
+    "initialise": {"split": "initialise the model before it is made parallel"},
+    "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
+    "another_type": {"split": "but the model was made parallel for float64"},
+    "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
 }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -19,6 +18,14 @@ class Names(nn.Module):
             "the parallel module computes its layers by itself, none is called as a module: a hook of one, or a call, "
             "is not supported"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor | nn.Module):
+            raise LayerwiseError(
+                f"{name!r} cannot be replaced in the parallel module, which would go on with the old one: replace it "
+                "before the model is made parallel"
+            )
+        super().__setattr__(name, value)
 
     forward = _refuse
     register_forward_hook = register_forward_pre_hook = _refuse
@@ -59,17 +66,6 @@ class Refusing(nn.Module):
         raise LayerwiseError(
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
             "ranks' parts of parameters with rank 0's"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Refusing:
-        if self.comm.size == 1:
-            made = type(self).__new__(type(self))
-            memo[id(self)] = made
-            made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
-            return made
-        raise LayerwiseError(
-            "the parallel module cannot be copied (copy.deepcopy, AveragedModel): for an average of its weights keep "
-            "copy.deepcopy(model.state_dict()), average its tensors, and give it to load_state_dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
