@@ -37,7 +37,8 @@ CASES = [
     ("whisper", "sdpa", True, "data"),
 ]
 # Of the same operators as others of CASES; they run with the slow ones.
-ALIKE = (("poolformer", "eager"), ("roberta", "sdpa"), ("distilbert", "eager"), ("llama", "eager"))
+ALIKE = (("poolformer", "eager"), ("roberta", "sdpa"), ("distilbert", "eager"), ("llama", "eager"), ("vit", "eager"))
+ALIKE += (("gpt2, no mask", "sdpa"),)  # qwen2 and mistral make their masks by themselves, too
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from layerwise.checkpoint import save, save_and_load, storage
 from layerwise.errors import LayerwiseError
 from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, trained
+from tests.comm.launch import launch
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.cut_modules import CutModule, assembled, cutting, tensors
 
@@ -57,12 +56,10 @@ for steps in (7, 8):  # the step that is there already, and the next one
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Before each file operation of a save; what is loaded then is all old or all new."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert min(map(int, done.stdout.split())) > 8
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = launch([str(tmp_path / "killed.py"), str(tmp_path)], ranks=1)
+    assert done.codes == [0], done.stderr
+    assert min(map(int, done.stdout[0].split())) > 8
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -18,33 +19,36 @@ from layerwise.checkpoint.sole_writer import MARK, sole_writer
 from layerwise.cli import run_main
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from tests.comm.pool import context
 from tests.run.cut_modules import CutModule, cutting, tensors
 from tests.run.small_plans import plan
 
-HOLD = """
-import os, sys, time
-from layerwise.checkpoint.sole_writer import sole_writer
-with sole_writer(sys.argv[1]):
-    if not os.fork():  # as a data loader's worker
+
+def hold(folder: Path, held: Connection) -> None:
+    """What another run does."""
+    os.setsid()
+    with sole_writer(folder):
+        if not os.fork():  # as a data loader's worker
+            time.sleep(60)
+            os._exit(0)
+        held.send("held")
         time.sleep(60)
-        os._exit(0)
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
 
 @contextmanager
-def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def another_run(folder: Path) -> Iterator[ForkServerProcess]:
     """A process that writes into the folder, with a worker."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    here, there = context().Pipe()
+    process = context().Process(target=hold, args=(folder, there), daemon=True)
+    process.start()
+    there.close()
+    assert process.pid is not None
+    try:
+        assert here.recv() == "held"
         yield process
+    finally:
         os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def test_two_runs_into_one_folder(
@@ -60,7 +64,7 @@ def test_two_runs_into_one_folder(
         assert err.startswith(f"layerwise: error: {told}")
         assert (out, err.count("\n")) == ("", 1)
         other.kill()  # its worker lives on
-        other.wait()
+        other.join()
         assert (tmp_path / "ck" / MARK).exists()
         assert run_main(dispatch, flags) == 0
     assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]

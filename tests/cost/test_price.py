@@ -97,7 +97,7 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Law 7 for the predicted side, also where the cells are of different sizes."""
     model = CostModel(network, graph)

@@ -72,7 +72,11 @@ def test_shape_of_the_output(name: str) -> None:
     assert all(result.shape == (2, *EXPECTED[name][1]) and result.dtype == torch.float32 for result in results)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+# Deep; tests/importers/torch/test_from_torch.py exports them in training mode, too (resnet152 with the slow ones).
+DEEP = ("densenet121", "inception_v3", "resnet50", "resnet152")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in DEEP else n for n in EXPECTED])
 def test_export_in_training_mode(name: str) -> None:
     program = torch.export.export(on_meta(name), models.find(name).example_inputs(2))
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}

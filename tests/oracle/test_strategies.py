@@ -147,7 +147,7 @@ def given(network: str) -> tuple[plans.Case, plans.Trained]:
 
 def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
     devices = load_profile("cpu").device_graph(ranks, ranks)
-    cost = price(CostModel(found, devices, CostOptions(io="free")), chosen)
+    cost = price(CostModel(found, devices, CostOptions(io="free")), chosen, memory_bytes=0.0)  # its bytes alone
     return Plan(
         "test", found.digest, found.batch, ranks, ranks, "free", True, chosen,
         predicted={

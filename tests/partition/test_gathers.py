@@ -41,7 +41,7 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
 
 
 @given(st.one_of(networks.windows(), networks.views(), networks.sequences()), brute.machines(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_as_the_runtime_decides(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     model = CostModel(network, graph)
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count, 4)) for layer in network.layers}

@@ -32,9 +32,13 @@ def model_of(graph: LayerGraph, devices: int, per_node: int = 2, profile: str = 
     return CostModel(fuse(graph), load(profile).device_graph(devices, min(devices, per_node)), options)
 
 
-@pytest.mark.parametrize("profile", ["p100", "h100"])
+SIZES = [(4, 64), (6, 30), (8, 4), (1, 2), (4, 1)]  # devices, batch
+CASES = [("p100", *size) for size in SIZES]
+CASES += [pytest.param("h100", *size, marks=() if size == (6, 30) else pytest.mark.slow) for size in SIZES]
+
+
+@pytest.mark.parametrize(("profile", "devices", "batch"), CASES)
 @pytest.mark.parametrize("network", [chain, residual, inception, dense, crossing])
-@pytest.mark.parametrize(("devices", "batch"), [(4, 64), (6, 30), (8, 4), (1, 2), (4, 1)])
 def test_the_answer_is_never_worse_than_a_baseline(profile: str, network: Network, devices: int, batch: int) -> None:
     model = model_of(network(batch), devices, profile=profile)
     found = search(model, SearchSpace(devices, spread=devices > 2))

@@ -55,7 +55,7 @@ def test_it_agrees_on_small_networks(tmp_path: Path, graph: object) -> None:
 
 @pytest.mark.parametrize(
     ("network", "gpus"),
-    [("vgg16", 4), ("vgg16", 16), ("inception_v3", 4), pytest.param("inception_v3", 16, marks=pytest.mark.slow)],
+    [("vgg16", 4), ("vgg16", 16), *(pytest.param("inception_v3", n, marks=pytest.mark.slow) for n in (4, 16))],
 )
 def test_it_agrees_on_the_papers_networks(tmp_path: Path, network: str, gpus: int) -> None:
     model = CostModel(fuse(load_model(network, 32 * gpus)), load("p100").device_graph(gpus))

@@ -67,7 +67,10 @@ def test_networks(name: str) -> None:
     assert all(layer.out.index("n") is not None for layer in labelled), "samples are split everywhere"
 
 
-@pytest.mark.parametrize("name", models.names())
+ALIKE = ("resnet152",)  # resnet50 with more of the same blocks
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in models.names()])
 def test_built_in_models(name: str) -> None:
     model = models.find(name)
     with torch.device("meta"):
