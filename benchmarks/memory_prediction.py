@@ -8,7 +8,7 @@ on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -26,8 +26,9 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
+from layerwise.machine import DeviceGraph
 from layerwise.machine import load as load_profile
-from layerwise.measure.conditions import device_of
+from layerwise.measure.conditions import TYPES, device_of
 from layerwise.plan import Plan, parse_plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search
@@ -70,11 +71,18 @@ def network(name: str) -> Network:
     )
 
 
-def planned(name: str, kind: str, optimizer: str, ranks: int) -> tuple[Plan, float]:
+def cpus(ranks: int) -> DeviceGraph:
+    """CPU cores, taken to compute in bf16 as fast as in float32."""
+    devices = load_profile("cpu").device_graph(ranks)
+    rates = devices.processor.peak_flops
+    return replace(devices, processor=replace(devices.processor, peak_flops={**rates, "bf16": rates["float32"]}))
+
+
+def planned(name: str, kind: str, optimizer: str, ranks: int, dtype: str = "float32") -> tuple[Plan, float]:
     """A plan, and the bytes that it is predicted to take."""
     graph = fuse(network(name).graph)
-    options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer)
-    model = CostModel(graph, load_profile("cpu").device_graph(ranks), options)
+    options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer, dtype=dtype)
+    model = CostModel(graph, cpus(ranks), options)
     if ranks == 1:
         strategy = {layer.name: Config() for layer in graph.inner}
     else:
@@ -84,17 +92,20 @@ def planned(name: str, kind: str, optimizer: str, ranks: int) -> tuple[Plan, flo
     return plan, price(model, strategy).memory_bytes
 
 
-def on_rank(comm: Comm, name: str, plan: str, optimizer: str) -> float:
+def on_rank(comm: Comm, name: str, plan: str, optimizer: str, dtype: str) -> float:
     """What one of several ranks measures."""
-    return step_bytes(network(name), parse_plan(plan, "the plan of this benchmark"), comm, optimizer)
+    _, autocast = TYPES[dtype]
+    return step_bytes(network(name), parse_plan(plan, "the plan of this benchmark"), comm, optimizer, autocast)
 
 
-def compared(name: str, kind: str, optimizer: str, ranks: int, device: torch.device) -> tuple[float, float]:
+def compared(
+    name: str, kind: str, optimizer: str, ranks: int, device: torch.device, dtype: str = "float32"
+) -> tuple[float, float]:
     """Bytes: predicted and measured."""
-    plan, predicted = planned(name, kind, optimizer, ranks)
+    plan, predicted = planned(name, kind, optimizer, ranks, dtype)
     if ranks == 1:
-        return predicted, step_bytes(network(name), plan, SoloComm(device), optimizer)
-    peaks = run_ranks(ranks, "benchmarks.memory_prediction:on_rank", name, plan.dumps(), optimizer)
+        return predicted, step_bytes(network(name), plan, SoloComm(device), optimizer, TYPES[dtype][1])
+    peaks = run_ranks(ranks, "benchmarks.memory_prediction:on_rank", name, plan.dumps(), optimizer, dtype)
     return predicted, max(float(str(peak)) for peak in peaks)
 
 
@@ -105,6 +116,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--optimizers", nargs="+", default=["sgd", "momentum", "adam"])
     args = parser.parse_args()
     device = device_of(args.device)
@@ -114,7 +126,7 @@ def main() -> None:
         rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else ["serial"])]
         for ranks, kind in rows:
             for optimizer in args.optimizers:
-                predicted, real = compared(name, kind, optimizer, ranks, device)
+                predicted, real = compared(name, kind, optimizer, ranks, device, args.dtype)
                 worst = max(worst, abs(predicted / real - 1))
                 sizes = units(real, "B"), units(predicted, "B")
                 table.add_row(name, str(ranks), kind, optimizer, *sizes, f"{predicted / real:.3f}")

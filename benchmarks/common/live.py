@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +22,7 @@ from layerwise.measure.layers.step import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parts import local_part
+from layerwise.train.loop import cross_entropy
 
 
 class Live(TorchDispatchMode):
@@ -48,10 +49,10 @@ class Live(TorchDispatchMode):
         return out
 
 
-def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str) -> float:
+def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str, autocast: torch.dtype | None = None) -> float:
     """The peak of this rank in the second step, when the optimizer has its state, of `layerwise train`'s kind."""
     free = plan.io == "free"
-    module = load(plan, network, comm=comm, loss=nn.functional.cross_entropy if free else None)
+    module = load(plan, network, comm=comm, loss=cross_entropy if free else None, autocast=autocast)
     update = optimizer_of(optimizer, list(module.parameters()))
     graph = fuse(network.graph)
     (entry,) = (layer for layer in graph.layers if layer.end and layer.name in {s for s, _, _ in graph.edges()})
@@ -67,7 +68,7 @@ def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str) -> floa
             given: Tensor = module(x, targets[0])
             return given
         pairs = zip(tensors(module(x)), targets, strict=True)
-        return torch.stack([nn.functional.cross_entropy(out, target) for out, target in pairs]).sum()
+        return torch.stack([cross_entropy(out, target) for out, target in pairs]).sum()
 
     def step() -> None:
         update.zero_grad()

@@ -18,7 +18,7 @@ from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
-from tests.run.plans import random_plan
+from tests.run.plans import optimised_plan, random_plan
 
 KINDS = tuple(PREDICTED)
 TYPES = {
@@ -139,3 +139,25 @@ def test_local_batch_norm_as_the_plan_was_searched() -> None:
     planned = run_threads(2, statistics)
     assert planned == run_threads(2, lambda comm: statistics(comm, local_batch_norm=True))
     assert planned[0] < run_threads(2, lambda comm: statistics(comm, local_batch_norm=False))[0]
+
+
+def test_plans_of_mixed_precision_say_what_is_sent() -> None:
+    """Searched with bf16 they count 16 bits for what has 16: run so, what they say is sent; run in float32, more."""
+    given = network("images", torch.float32)
+    plan = optimised_plan(fuse(given.graph), 4, "bf16")
+    assert plan.provenance["mixed_precision"] == {"autocast": "bfloat16", "device": "cpu"}
+    assert plan.predicted["transfer_bytes"] > 0
+
+    def run(comm: Comm, types: str) -> tuple[dict[str, float | None], dict[str, int]]:
+        module = load(plan, given, comm=comm, **TYPES[types])
+        before = comm.sent.copy()
+        module(torch.randn(4, 4, 6, 6)[module.share()]).float().mean().backward()
+        sent = comm.sent - before
+        return module.predicted_bytes(), {kind: sent[kind] for kind in KINDS}
+
+    for types in ("bf16", "float32"):
+        ranks = run_threads(4, lambda comm, types=types: run(comm, types))
+        total = {kind: sum(sent[kind] for _, sent in ranks) for kind in KINDS}
+        assert all(predicted == pytest.approx(total, abs=1e-3) for predicted, _ in ranks)
+        planned = {kind: plan.predicted[PREDICTED[kind]] for kind in KINDS}
+        assert (total == planned) == (types == "bf16")

@@ -26,3 +26,12 @@ CASES = [
 def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int) -> None:
     predicted, measured = compared(name, plan, optimizer, ranks, CPU)
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks"), [("unet3d", "serial", 1), ("resnet18", "serial", 1), ("inception-like", "model", 2)]
+)
+def test_memory_in_mixed_precision(name: str, plan: str, ranks: int) -> None:
+    predicted, measured = compared(name, plan, "sgd", ranks, CPU, "bf16")
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted < 0.9 * compared(name, plan, "sgd", ranks, CPU)[0]

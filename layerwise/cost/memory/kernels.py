@@ -9,8 +9,12 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Kept
+from layerwise.ops.base import Kept, Stage
+from layerwise.ops.pointwise import Cast
 from layerwise.partition.place import Place
+
+
+BEFORE = -1  # instead of a slot: the result of the stage before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +30,8 @@ class StageMemory:
     tracked: bool  # whether its result has a gradient
     running: bool  # whether the result of the stage before has
     view: bool
+    copies: dict[int, Floats]  # what autocast reads a copy of: by slot, BEFORE for the result of the stage before
+    weights: Floats  # the copies that it makes of weights
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
@@ -45,6 +51,34 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
             partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
             forward, between = forward + 3 * partial, between + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
-        rows.append(StageMemory(kept, made, extra, forward, between, slots, gradients.result, running, stage.op.view))
+        flags = gradients.result, running, stage.op.view
+        copies, weights = _copies(layer, stage, place, slots)
+        rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights))
         running = gradients.result
     return rows
+
+
+def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:
+    """What autocast casts for a stage, to the type that it makes: bytes by slot, and of weights.
+
+    Matrix products cast all that they read; so do operators that autocast brings to float32.
+    """
+    out, none = stage.space.out, np.zeros(len(place.owned.volume))
+    if layer.types is None or not out.differentiable:
+        return {}, none
+    product = bool(stage.op.gemms(stage.specs, np.ones((1, len(stage.space.dims)), np.int64)))
+    types = [spec.dtype for spec in stage.specs if spec.differentiable]
+    if isinstance(stage.op, Cast) or not (product or (types and out.dtype not in types)):
+        return {}, none
+    boxes = place.at(stage.epilogue)
+    sources = list(slots) if stage.slot is None else [*slots[: stage.slot], BEFORE, *slots[stage.slot :]]
+    copies = {
+        slot: boxes.needs(maps).volume * out.item_bytes
+        for slot, maps, spec in zip(sources, stage.space.needs, stage.specs, strict=True)
+        if spec.differentiable and spec.dtype != out.dtype
+    }
+    number = next(i for i, one in enumerate(layer.stages) if one is stage)
+    if not product or layer.types.plain[number] == out.dtype:
+        return copies, none
+    weights = [place.at(p.epilogue).needs(p.maps).volume for p in layer.space.parameters[stage.parameters]]
+    return copies, sum(weights, none) * out.item_bytes

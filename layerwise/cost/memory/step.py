@@ -15,7 +15,7 @@ import numpy as np
 
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref, part
-from layerwise.cost.memory.kernels import StageMemory, stages_of
+from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -123,20 +123,25 @@ class _Step:
         saved: list[Ref] = []
         out = NOBODY
         for number, stage in enumerate(self.stages[layer.name]):
-            before, mine = out, NOBODY
+            before, mine, weights = out, NOBODY, NOBODY
+            copies = dict[int, Ref]()
             if stage.view and number == 0:
                 out = tracker.hold(given[0])
             else:
                 mine = tracker.new(stage.extra) if stage.tracked else NOBODY
+                copies = {slot: tracker.new(size) for slot, size in stage.copies.items()}
+                weights = tracker.new(stage.weights)
                 out = tracker.new(stage.made)
             tracker.spike(stage.forward if stage.tracked else stage.forward + stage.extra)
             if stage.tracked:
                 where = np.broadcast_to(stage.kept.inputs, tracker.now.shape)
-                for ref in (before, *(given[slot] for slot in self._slots(layer, number))):
+                read = {BEFORE: before} | {slot: given[slot] for slot in self._slots(layer, number)} | copies
+                for ref in read.values():
                     mine += tracker.hold(ref, where)
+                mine += tracker.hold(weights)
                 mine += tracker.hold(out) if stage.kept.output else NOBODY
             saved.append(mine)
-            tracker.drop(before)
+            self._drop([before, weights, *copies.values()])
         self.values[layer.name] = out
         if self.flows[layer.name]:
             self.saved[layer.name] = saved
@@ -165,11 +170,20 @@ class _Step:
             if not ends:
                 elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
                 tracker.new(elements / spec.shape[1] * TARGET_BYTES)
+        # Of 16 bits it is taken in float32.
+        wide = [spec.item_bytes == 2 for spec in sink.specs]
+        scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
+        widened = [tracker.new(score * twice) for score, twice in zip(scored, wide, strict=True)]
         logs = [tracker.new(size) for size in scored]
-        self._drop(copies)
-        for slot, (name, size, score, log) in enumerate(zip(sink.inputs, sizes, scored, logs, strict=True)):
-            first, gradient = tracker.new(score), tracker.new(size * self.flows[name])
+        self._drop([*copies, *widened])
+        rows = zip(sink.inputs, sizes, scored, logs, wide, strict=True)
+        for slot, (name, size, score, log, twice) in enumerate(rows):
+            first, gradient = tracker.new(score), tracker.new(np.where(twice, score, size) * self.flows[name])
             self._drop([first, log])
+            if twice:
+                narrow = tracker.new(size * self.flows[name])
+                tracker.drop(gradient)
+                gradient = narrow
             if self.uneven:  # scaled to the mean over all samples
                 scaled = tracker.new(size * self.flows[name])
                 tracker.drop(gradient)
@@ -194,11 +208,13 @@ class _Step:
         running, inward = self.gradients.pop(layer.name, NOBODY), [NOBODY] * len(layer.inputs)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
-            stage, before, slots, parameters = stages[number], NOBODY, stages[number].slots, [NOBODY]
+            stage, before, slots, parameters, weights = stages[number], NOBODY, stages[number].slots, [NOBODY], NOBODY
             if number == tracked[0]:
                 slots = self._slots(layer, 0) if number == 0 else slots
-                parameters = [tracker.new(size) for size, _ in self.trained[layer.name]]
-            between = tracker.new(stage.between)  # where there is any, what it was made of is gone when it is used
+                weights = tracker.new(stage.weights)  # the gradients of copies come first
+                parameters = [] if weights else self._gradients_of_parameters(layer)
+            cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
+            between = tracker.new(sum(cast, stage.between))  # what it was made of is gone when it is used
             read, two = running + saved[number], stage.between > 0
             tracker.drop(part(read, two))
             for slot in slots:
@@ -206,12 +222,18 @@ class _Step:
                     inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
             if stage.running:
                 before = tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made)
-            self._drop([between, part(read, ~two), *parameters])
+            self._drop([between, part(read, ~two)])
+            if weights:
+                parameters = self._gradients_of_parameters(layer)
+            self._drop([*parameters, weights])
             running = before
         tracker.drop(running)
         for _, alone in self.trained[layer.name]:
             tracker.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
         return inward
+
+    def _gradients_of_parameters(self, layer: Layer) -> list[Ref]:
+        return [self.tracker.new(size) for size, _ in self.trained[layer.name]]
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
         """That of an input: a view of the output's, or made."""
