@@ -13,7 +13,6 @@ from layerwise.ops.base import Kept, Stage
 from layerwise.ops.pointwise import Cast
 from layerwise.partition.place import Place
 
-
 BEFORE = -1  # instead of a slot: the result of the stage before
 
 
