@@ -17,11 +17,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from layerwise.comm.solo import SoloComm
+from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
+from layerwise.ops.base import Role
 from layerwise.run.load import load
 from layerwise.run.module import LayeredModule
 from layerwise.run.own.module import OwnModule
 from layerwise.run.parallel import ParallelModule
+from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
 from tests.run.plans import difference
 from tests.run.small_modules import equal, gradients, on_ranks, plan_of, refused, traced
@@ -557,3 +560,25 @@ def test_the_original_is_as_before_when_it_is_let_go() -> None:
         return not any("forward" in m.__dict__ for m in module.modules())
 
     assert all(run_threads(2, act))
+
+
+def test_a_trace_has_a_span_a_layer_and_pass() -> None:
+    def act(made: ParallelModule) -> tuple[list[str], list[str]]:
+        trace = made.trace = Trace()
+        for x in IMAGES[:2]:
+            loss(made(x[made.share()])).backward()
+        made.trace = None
+        assert not made.conv._forward_hooks
+        assert not made.conv._forward_pre_hooks
+        spans = trace.spans()
+        assert all(span.end_s >= span.start_s for span in spans)
+        return sorted({span.name for span in spans if span.category == "compute"}), [span.name for span in spans]
+
+    for size in (1, 2):
+        for names, spans in on_ranks(net()[1], act, size):
+            layers = {layer.name for layer in fuse(net()[1].graph).layers if layer.role is Role.COMPUTE}
+            modules = layers & {name for name, _ in net()[0].named_modules()}
+            assert {"conv", "left", "right", "head"} <= modules
+            assert set(names) == modules | {f"{name} (backward)" for name in modules}
+            assert spans.count("conv") == spans.count("conv (backward)") == 2
+            assert ("waiting for gradients" in spans) == (size > 1)

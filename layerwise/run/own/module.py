@@ -30,6 +30,7 @@ from layerwise.run.own.calls import Call, Calls, in_backward
 from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
 from layerwise.run.own.leaves import Leaves
 from layerwise.run.own.replacements import Replacements
+from layerwise.run.own.spans import Spans
 from layerwise.run.own.state import OwnState
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.layers import Schedule
@@ -76,6 +77,7 @@ class OwnModule(ParallelModule):
         self._schedule: Schedule | None = None
         self._scales: dict[tuple[int, int], float] = {}
         self._trace: Trace | None = None
+        self._spans: Spans | None = None
         self._replaced = list(self._replacements(facts))
         for replaced in self._replaced:
             replaced.place()
@@ -266,7 +268,9 @@ class OwnModule(ParallelModule):
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._trace = trace
+        if self._spans is not None:
+            self._spans.remove()
+        self._trace, self._spans = trace, None if trace is None else Spans(self.module, self.graph, trace)
 
     # What an nn.Module has, of the user's module.
 
