@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,20 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._synchronise = before
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+        raise LayerwiseError(
+            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
+            "ranks' parts of parameters with rank 0's"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
+        raise LayerwiseError(
+            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
+            "ranks' parts of parameters with rank 0's"
+        )
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""

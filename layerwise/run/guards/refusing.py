@@ -61,13 +61,6 @@ class Refusing(nn.Module):
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
         self.compile()
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
-        raise LayerwiseError(
-            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise LayerwiseError(
             "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"

@@ -237,6 +237,7 @@ class OwnModule(ParallelModule):
     def _begun(self) -> None:
         if self.comm.size > 1:
             assert self._pass is not None
+            check_parameters(self._reducer.parameters.items(), partial_sums=True)
             self.comm.at(self.steps, "the model (backward)")
             self._leaves.begin(self._pass[1])
 
@@ -376,13 +377,6 @@ class OwnModule(ParallelModule):
             replaced.remove()
         if self.comm.size > 1:
             self._leaves.release()
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
-        raise LayerwiseError(
-            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's"
-        )
 
 
 def _unpickled(module: nn.Module, facts: Facts, steps: int) -> OwnModule:

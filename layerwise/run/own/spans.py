@@ -1,13 +1,14 @@
 """Spans: the times of a plan's layers in a trace, where the model itself is run, by hooks of its modules.
 
-A layer's span is from the first to the last of its modules, forward and back; what a model's code does beside its
-modules is in none. There are hooks only while there is a trace.
+A layer's span is that of the modules that it begins with, forward and back; what a model's code does beside its modules
+is in none. There are hooks only while there is a trace.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -69,6 +70,6 @@ def _layers(module: nn.Module, graph: LayerGraph) -> Iterator[tuple[str, nn.Modu
     names = [(layer.name, *layer.epilogue) for layer in graph.layers if layer.role is Role.COMPUTE]
     calls = Counter(name.partition(":")[0] for each in names for name in each)
     for each in names:
-        held = [modules[name] for name in each if name in modules and calls[name] == 1]
+        held = [modules[name] for name in takewhile(lambda name: name in modules and calls[name] == 1, each)]
         if held:
             yield each[0], held[0], held[-1]
