@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +41,7 @@ class Network:
     structure: Structure | None = None  # how the model returns its outputs; None: a tuple, or a single one as it is
     built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of a module that this process built, by name
     module: nn.Module | None = None  # what it was traced from; None: a file, or layers alone
+    called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its trace called
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
 
     def value(self, name: str) -> object:
@@ -125,10 +126,11 @@ def network_of(
     from layerwise.importers.torch.constants import Missing
     from layerwise.importers.torch.from_torch import import_module
 
-    if trusted:
-        graph, stored, structure = import_module(module, tuple(examples), name=name)
-    else:
-        graph, stored, structure = import_for_batches(module, examples, name)
+    with calls_of(module) as called:
+        if trusted:
+            graph, stored, structure = import_module(module, tuple(examples), name=name)
+        else:
+            graph, stored, structure = import_for_batches(module, examples, name)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -142,7 +144,22 @@ def network_of(
     known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module)
+    return Network(
+        graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module, frozenset(called)
+    )
+
+
+@contextlib.contextmanager
+def calls_of(module: nn.Module) -> Iterator[set[str]]:
+    """The paths of the modules without modules inside that are called within it."""
+    called: set[str] = set()
+    leaves = [(path, m) for path, m in module.named_modules(remove_duplicate=False) if not m._modules]
+    handles = [m.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, m in leaves]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _value(read: Callable[[str], Mapping[str, object]], spec: str, name: str) -> object:

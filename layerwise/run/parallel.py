@@ -144,13 +144,6 @@ class ParallelModule(nn.Module):
             "ranks' parts of parameters with rank 0's"
         )
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
-        raise LayerwiseError(
-            "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
-            "ranks' parts of parameters with rank 0's"
-        )
-
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""
         return self._state.shards()

@@ -137,6 +137,18 @@ class Twice(nn.Module):
         return self.drop(self.fc(self.drop(x)))
 
 
+class Uncalled(nn.Module):
+    """Draws by a function under the name of a module that is never called, as attention of Hugging Face does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.fc(x), self.dropout.p, self.training)
+
+
 class Other(nn.Dropout):
     """Computes otherwise than its class."""
 
@@ -146,8 +158,8 @@ class Other(nn.Dropout):
 
 @pytest.mark.parametrize(
     "module",
-    [Functional(), Twice(), nn.Sequential(nn.Linear(4, 4), Other())],
-    ids=["functional", "twice", "a subclass"],
+    [Functional(), Twice(), nn.Sequential(Uncalled(), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), Other())],
+    ids=["functional", "twice", "never called", "a subclass"],
 )
 def test_what_cannot_be_replaced_is_run_layer_by_layer(module: nn.Module) -> None:
     network = traced(module.double(), torch.randn(4, 4).double())

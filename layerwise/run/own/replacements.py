@@ -72,7 +72,8 @@ def replacements(
         groups = _shared(layer, where, size, options)
         for i, (stage, name) in enumerate(zip(layer.stages, (layer.name, *layer.epilogue), strict=True)):
             if stage.op.random:
-                if not _is(modules.get(name), DROPOUTS) or calls[name] > 1 or _permuted(network.graph, name, stage):
+                itself = name in network.called and _is(modules.get(name), DROPOUTS)
+                if not itself or calls[name] > 1 or _permuted(network.graph, name, stage):
                     return None
                 dropouts[name] = Draws(number, i, network.graph[name].out.index("n"))
             if groups[i]:
