@@ -32,7 +32,7 @@ from layerwise.run.own.leaves import Leaves
 from layerwise.run.own.replacements import Replacements
 from layerwise.run.own.spans import Spans
 from layerwise.run.own.state import OwnState
-from layerwise.run.parallel import ParallelModule
+from layerwise.run.own.with_module import WithModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.work import summing
 from layerwise.run.trace import Trace
@@ -52,26 +52,18 @@ class Facts:
     dtype: str  # of the network, before the options
 
 
-class OwnModule(ParallelModule):
+class OwnModule(WithModule):
     """The user's module, called as it is: on one device plain PyTorch, on several as with DistributedDataParallel.
-
-    Its parameters, buffers and modules are this module's, under their names, and what this module does not have
-    (methods, a config) is read from it, and written to it. `module` is the user's itself.
 
     On several ranks gradients are averaged over them, beside the backward pass; those of outputs are scaled so that the
     average is the gradient of the mean over all samples, also where ranks have unequal numbers. Gradients of inputs are
     those of this rank's own loss.
     """
 
-    module: nn.Module
     _state: OwnState
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
-        self.__dict__["module"] = module
-        super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
-        # This module's, too: so it has all that an nn.Module has.
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        super().__init__(module, facts.graph, facts.plan, facts.comm, facts.options)
         self._facts, self._calls = facts, Calls()
         self._state = OwnState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
@@ -86,6 +78,7 @@ class OwnModule(ParallelModule):
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
         self._follow()
+        self._made = True
 
     def _replacements(self, facts: Facts) -> Iterator[Replacement[Any]]:
         comm, everyone = facts.comm, tuple(range(facts.comm.size))
@@ -252,10 +245,6 @@ class OwnModule(ParallelModule):
             self._leaves.fail()
 
     @property
-    def _tree(self) -> nn.Module:  # type: ignore[override]
-        return self.module
-
-    @property
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch: for reports."""
         if self._schedule is None:
@@ -273,65 +262,10 @@ class OwnModule(ParallelModule):
             self._spans.remove()
         self._trace, self._spans = trace, None if trace is None else Spans(self.module, self.graph, trace)
 
-    # What an nn.Module has, of the user's module.
-
-    @property
-    def training(self) -> bool:
-        """The module's own."""
-        return self.module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        pass  # nn.Module sets it when it is made
-
-    def train(self, mode: bool = True) -> OwnModule:
-        """Of the user's module."""
-        self.module.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "_plain" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self.module, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The user's module and all in it."""
-        yield from self.module.named_modules(*args, **kwargs)
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> OwnModule:
-        """To the user's module and all in it."""
-        self.module.apply(fn)
-        return self
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnModule:
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._follow()
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's."""
-        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As the user's module does, which raises LayerwiseError here. assign: on one device."""
