@@ -98,10 +98,12 @@ def parallelize(
         model = layerwise.parallelize(model, example_inputs)    # under torchrun; was: DistributedDataParallel(model)
 
     Nothing else in the loop changes: each rank feeds its own samples, takes the loss of its own outputs, and steps the
-    optimizer over `model.parameters()`, which is built after this call. On one device, and where the plan splits samples
-    only, the model itself is run, with its own parameters; else an optimizer over these raises at its step. The numbers are those of one device on all ranks' samples together, where the loss is a mean over samples: as
-    with DistributedDataParallel the mean of the ranks' losses is taken, which is not that of one with class weights or
-    ignored targets (inside the model it is). torch.autocast around the call is followed, with GradScaler for float16.
+    optimizer over `model.parameters()`, which is built after this call. On one device, and where the plan splits
+    samples only, the model itself is run, with its own parameters; else these are DTensors, and an optimizer over those
+    of before raises at its step. The numbers are those of one device on all ranks' samples together, where the loss is
+    a mean over samples: as with DistributedDataParallel the mean of the ranks' losses is taken, which is not that of
+    one with class weights or ignored targets (inside the model it is). torch.autocast around the call is followed, with
+    GradScaler for float16.
 
         model, loader, held_out = layerwise.parallelize(model, loader, held_out)    # DataLoaders as one device has them
 
