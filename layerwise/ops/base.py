@@ -197,6 +197,10 @@ class Op(ABC):
         """Whether it makes every element of its one input into another, in a tensor of any shape."""
         return False
 
+    def unchanged(self, inputs: Sequence[TensorSpec]) -> bool:
+        """Whether its result is its first input, or a view of it."""
+        return self.view
+
     @abstractmethod
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         """The output's shape, labels and type. Raises LayerwiseError where the shapes do not fit."""
@@ -290,6 +294,11 @@ class Stage:
     def epilogue(self) -> bool:
         """Whether it comes after the reduction over k, and so works on what a device owns of the output."""
         return self.slot is not None
+
+    @property
+    def view(self) -> bool:
+        """Whether its result is its first input, or a view of it."""
+        return self.op.unchanged(self.specs)
 
     @property
     def label(self) -> str:

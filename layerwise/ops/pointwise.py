@@ -293,8 +293,11 @@ class Cast(_Pointwise):
         (x,) = inputs
         return TensorSpec(x.shape, x.dims, self.dtype, x.units)
 
+    def unchanged(self, inputs: Sequence[TensorSpec]) -> bool:
+        return inputs[0].dtype == self.dtype
+
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(inputs=False, output=False)
+        return Kept(inputs=False, output=False, through=self.unchanged(inputs))
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch

@@ -77,6 +77,9 @@ CASES: dict[str, Made] = {
     "interpolation": lambda m, y, x: F.interpolate(y, scale_factor=2, mode="bilinear"),
     "where": lambda m, y, x: torch.where(y > 0, y, y * 2),
     "padding": lambda m, y, x: F.pad(y, (1, 1, 0, 2)),
+    "float() of what is float32 already": lambda m, y, x: y.float().exp() * 2 + x.float().sum(1, keepdim=True),
+    "float() used twice": lambda m, y, x: (lambda z: z.pow(2).mean(1, keepdim=True) * z)(y.float()),
+    "softmax in float32": lambda m, y, x: y.softmax(1, dtype=F32) + y.sum(1, keepdim=True, dtype=F32),
     "two layers": lambda m, y, x: m.fc(m.batch_norm(m.second(y) + y).relu()),
     "squared error": lambda m, y, x: F.mse_loss(y, y.sin().detach(), reduction="none").mean((1, 2, 3)),
 }  # fmt: skip

@@ -116,7 +116,7 @@ def rooflines(
             if trains or any(fed[1:]):  # of the weights, or of the second operand
                 times = [gemm_s(Gemm(g.depth, g.columns, g.rows, g.count), processor, peak) for g in gemms]
                 backward.add(reduce(np.add, times), moved)
-        elif not stage.op.view and stage.op.role is Role.COMPUTE:
+        elif not stage.view and stage.op.role is Role.COMPUTE:
             arithmetic = stage.op.flops(inputs, extents) / peak
             forward.add(arithmetic, moved)
             if gradients.result:  # reads the output's gradient and what was saved, writes the input's

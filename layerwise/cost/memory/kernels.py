@@ -50,7 +50,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
             partial = np.where(boxes.active, extents.prod(1), 0.0) * space.out.item_bytes
             forward, between = forward + 3 * partial, between + 2 * partial
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
-        flags = gradients.result, running, stage.op.view
+        flags = gradients.result, running, stage.view
         copies, weights = _copies(layer, stage, place, slots)
         rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights))
         running = gradients.result

@@ -125,8 +125,8 @@ class _Step:
         for number, stage in enumerate(self.stages[layer.name]):
             before, mine, weights = out, NOBODY, NOBODY
             copies = dict[int, Ref]()
-            if stage.view and number == 0:
-                out = tracker.hold(given[0])
+            if stage.view:
+                out = tracker.hold(before if number else given[0])
             else:
                 mine = tracker.new(stage.extra) if stage.tracked else NOBODY
                 copies = {slot: tracker.new(size) for slot, size in stage.copies.items()}

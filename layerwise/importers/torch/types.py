@@ -21,7 +21,7 @@ def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
 
     LayerwiseError where that gives another type than PyTorch, too.
     """
-    result = build(call)
+    result = build(_asked(node, call, place))
     if (wrong := _wrong(call, result)) is None:
         return result
     wanted, asked = wrong[0].dtype, call.get("dtype") is not None
@@ -51,6 +51,21 @@ def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
         f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...) "
         "(autocast inside of a model is not supported)"
     )
+
+
+def _asked(node: Node, call: Call, place: Place) -> Call:
+    """A call that computes in the type that it asks for, of operands that have it: under autocast they may not."""
+    if call.get("dtype") is None or base_name(node.target) not in PROMOTING:
+        return call
+
+    def cast(value: Argument) -> Argument:
+        if not isinstance(value, Operand) or not value.activation or value.spec.dtype != call.outputs[0].dtype:
+            return value
+        return (
+            place(Built(Cast(value.spec.dtype), (value,)), f"{call.layer}.cast") if value.spec.differentiable else value
+        )
+
+    return replace(call, arguments={key: cast(value) for key, value in call.arguments.items()})
 
 
 def _wrong(call: Call, result: Result) -> tuple[TensorSpec, TensorSpec] | None:

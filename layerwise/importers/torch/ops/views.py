@@ -170,10 +170,14 @@ def channel_shuffle(call: Call) -> Result:
 
 
 def same_values(call: Call) -> Result:
-    """contiguous, clone, to: a cast where the element type changes, else nothing."""
+    """contiguous, clone, to: a cast where the element type changes or is asked for, else nothing.
+
+    What is asked for may be there already: but not under autocast.
+    """
     x = call.tensors[0]
     out = call.outputs[0].dtype
-    return x if x.spec.dtype == out else Built(Cast(out), (x,))
+    asked = call.get("dtype") is not None and x.activation and x.spec.differentiable
+    return Built(Cast(out), (x,)) if asked or x.spec.dtype != out else x
 
 
 def detach(call: Call) -> Result:
