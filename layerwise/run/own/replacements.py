@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from layerwise.config import Config
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
@@ -59,6 +60,9 @@ def replacements(
     module = network.module
     if module is None or options.recompute or not _has_values(network, module):
         return None
+    drawn = any(tensor.is_meta for tensor in module.state_dict(keep_vars=True).values())
+    if (size > 1 or drawn) and not _constants_known(network):
+        return None
     if size > 1 and not (_only_samples(graph, plan) and _constants_alike(network, graph)):
         return None
     if size > 1 and len(set(factors(graph, 0.5))) > 1:  # some outputs are sums over samples, and others are not
@@ -90,6 +94,21 @@ def _has_values(network: Network, module: nn.Module) -> bool:
     constants = (tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in kept)
     attributes = (value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor))
     return not any(tensor.is_meta for tensors in (constants, attributes) for tensor in tensors)
+
+
+def _constants_known(network: Network) -> bool:
+    """Whether what the forward pass makes by itself has values: no random numbers, nothing of the meta device."""
+    kept = set(network.keys.values())
+    made = [layer.name for layer in network.graph.layers if layer.role is Role.CONSTANT]
+    made += [name for layer in network.graph.layers for name, _ in layer.own_parameters() if name not in kept]
+    for name in made:
+        try:
+            value = network.value(name if name in network.stored else name.partition(":")[0])
+        except LayerwiseError:
+            return False
+        if value is None or (isinstance(value, Tensor) and value.is_meta):
+            return False
+    return True
 
 
 def _only_samples(graph: LayerGraph, plan: Plan) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from tests.comm.thread import run_threads
 
 
 class Model(nn.Module):
@@ -58,9 +60,19 @@ def test_constants_made_in_the_forward_pass_are_computed(made: Callable[[Tensor,
 def test_a_tensor_without_a_value_is_refused_for_what_it_is(
     made: Callable[[Tensor, Tensor], Tensor], said: str
 ) -> None:
-    with pytest.raises(LayerwiseError, match=said) as error:
-        layerwise.parallelize(Model(made), torch.randn(4, 6), verbose=False)
-    assert "meta" not in str(error.value)
+    """One device draws it as PyTorch does; ranks would draw each their own."""
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(LayerwiseError, match=said) as error:
+            layerwise.parallelize(Model(made), torch.randn(4, 6), strategy="data", comm=comm, verbose=False)
+        assert "meta" not in str(error.value)
+
+    model, x = Model(made), torch.randn(4, 6)
+    torch.manual_seed(0)
+    out = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(layerwise.parallelize(model, x, verbose=False)(x), out)
+    run_threads(2, rank)
 
 
 def test_a_buffer_on_the_meta_device_is_said_to_be() -> None:
