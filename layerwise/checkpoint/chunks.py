@@ -1,4 +1,4 @@
-"""Chunks of a tensor as torch.distributed.checkpoint's planners take them: DTensor cannot describe uneven cells."""
+"""Chunks of a tensor as torch.distributed.checkpoint's planners take them: a DTensor does not describe all cells."""
 
 from __future__ import annotations
 

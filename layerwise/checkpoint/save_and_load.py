@@ -1,7 +1,8 @@
 """Checkpoints: each rank writes its boxes through torch.distributed.checkpoint; any other plan reads what it needs.
 
-    DIR/step-00000012/rank-00000.safetensors    the boxes that rank 0 wrote
-    DIR/step-00000012/checkpoint.json           what is where, and all that is not a tensor; written last
+    DIR/step-00000012/__0_0.distcp       the boxes that rank 0 wrote
+    DIR/step-00000012/.metadata          for `dcp.load`; it is a pickle, and not read here
+    DIR/step-00000012/checkpoint.json    what is where, and all that is not a tensor; written last
 
 torch's planners and storage classes do the work. What the ranks must agree on goes through layerwise's own network
 (`comm.together.agree`), because DCP's collectives need torch.distributed and pickle. Nothing is ever unpickled.

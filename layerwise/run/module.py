@@ -30,10 +30,10 @@ from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.original import Original
 from layerwise.run.parallel import LossFunction, ParallelModule
-from layerwise.run.parts import local_part
+from layerwise.run.parts import is_dtensor, local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
-from layerwise.run.shapes import Shapes, Sizes
+from layerwise.run.shapes import Shapes, Sizes, agree_on_sizes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
@@ -46,8 +46,9 @@ class LayeredModule(Refusing, ParallelModule):
     mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
     gathered; without one every rank gets the whole outputs, and all must compute the same loss of them.
 
-    Parameters are this rank's boxes, under the model's names. Where the plan splits them (`cut`), their gradients are
-    for element-wise use only: their norm is that of `clip_grad_norm_`.
+    Parameters are DTensors under the model's names where the plan splits some. Where no DTensor says which boxes a rank
+    has, they are this rank's boxes, whose gradients are for element-wise use only: their norm is that of
+    `clip_grad_norm_`.
     """
 
     _state: State
@@ -71,6 +72,7 @@ class LayeredModule(Refusing, ParallelModule):
         every = dict(self._tree.named_parameters())
         held = {name: p for name, p in every.items() if boxes[name][comm.rank] is not None}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
+        self._follow_slots()
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
@@ -105,6 +107,8 @@ class LayeredModule(Refusing, ParallelModule):
         options = self.options.here()
         key = batch, sizes, differentiated, options.autocast
         if key not in self._executors:
+            if sizes != self._shapes.sizes:
+                agree_on_sizes(self.comm, sizes)
             graph = replace(self._fitting(batch, sizes), differentiated=differentiated)
             schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
@@ -181,9 +185,24 @@ class LayeredModule(Refusing, ParallelModule):
         outputs = executor.forward(run, fed)
         return self._returned(executor.schedule, list(ends(run.token, outputs, scales, self.dtype, self.begin)), target)
 
+    def _follow_slots(self) -> None:
+        """Where the parameters stand, and their memory, to notice when others do."""
+        held = (module._parameters for module in self._tree.modules())
+        self._slots = [(slots, key, p, _storage(p)) for slots in held for key, p in slots.items() if p is not None]
+
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         held = self._reducer.parameters
+        if any(is_dtensor(p) and _storage(p) != storage for *_, p, storage in self._slots):
+            raise LayerwiseError(
+                "p.data = x was written of a parameter that the plan splits over the ranks, and has no effect on a "
+                "DTensor: write p.data.copy_(x), or give load_state_dict the values"
+            )
+        if any(slots.get(key) is not p for slots, key, p, _ in self._slots):
+            raise LayerwiseError(
+                "the parallel module's parameters are others than it was made with, as torch.func.functional_call has "
+                "it: the plan splits them over the ranks; give load_state_dict the values"
+            )
         changed = next(
             (name for name, version in self._initial.items() if local_part(held[name])._version != version), None
         )
@@ -227,8 +246,12 @@ class LayeredModule(Refusing, ParallelModule):
             if self.comm.size > 1:
                 self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
         if self.comm.size > 1:
+            known = dict(self._known)
             for name, p in self._reducer.parameters.items():
-                self._known[name].requires_grad_(p.requires_grad)
+                if known[name].data_ptr() != local_part(p).data_ptr():  # the loop has given it other memory: p.data = x
+                    known[name] = self._leaf(name, local_part(p))
+                known[name].requires_grad_(p.requires_grad)
+            self._known = known
         return self._known
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
@@ -242,6 +265,7 @@ class LayeredModule(Refusing, ParallelModule):
         self._known, self._initial = None, {}
         super()._apply(fn, False)  # type: ignore[no-untyped-call]
         self._state.apply(fn)
+        self._follow_slots()
         return self
 
     def _returned(self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None) -> Any:
@@ -346,3 +370,9 @@ class LayeredModule(Refusing, ParallelModule):
         self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
+
+
+def _storage(p: Tensor) -> int:
+    """That of a DTensor itself, which has no memory: another one after `p.data = x`, which leaves its part as it is."""
+    number: int = torch._C.TensorBase.untyped_storage(p)._cdata
+    return number

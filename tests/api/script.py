@@ -75,7 +75,7 @@ def main(out: str, how: str) -> None:
     model = layerwise.parallelize(network(SEED + rank), next(iter(loader))[0], **json.loads(how))
     tensors = {"losses": torch.tensor(train(model, loader), dtype=torch.float64)}
     tensors |= {f"whole.{name}": value for name, value in model.full_state_dict().items()}
-    tensors |= {f"own.{name}": value.clone() for name, value in model.state_dict().items()}
+    tensors |= {f"own.{name}": getattr(value, "to_local", value.clone)() for name, value in model.state_dict().items()}
     save_file(tensors, f"{out}.{rank}")
 
 

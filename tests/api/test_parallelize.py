@@ -59,9 +59,9 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
         whole = {name.removeprefix("whole."): value for name, value in rank.items() if name.startswith("whole.")}
         assert apart(whole, model.state_dict()) <= 1e-9
         model.load_state_dict(whole, strict=True)
-    for rank, rows, columns in zip(ranks, ("0:6", "6:12"), ("0:6", "6:12"), strict=True):
-        assert tuple(rank[f"own.5.weight[{rows} of 12, :]"].shape) == (6, 64)
-        assert tuple(rank[f"own.7.weight[:, {columns} of 12]"].shape) == (10, 6)
+    for rank in ranks:
+        assert tuple(rank["own.5.weight"].shape) == (6, 64)
+        assert tuple(rank["own.7.weight"].shape) == (10, 6)
 
 
 @pytest.mark.parametrize(

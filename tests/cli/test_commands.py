@@ -186,7 +186,7 @@ PROVENANCE = [
     ("powers_of_two", "no", "'powers_of_two' cannot be 'no'"),
     ("cost_options", [], "'cost_options' cannot be '[]'"),
     ("cost_options", {"optimizer": ["sgd"]}, "'cost_options' cannot be"),
-    ("cost_options", {"optimizer": "magic"}, "has the optimizer 'magic'; there are sgd"),
+    ("cost_options", {"optimizer": "magic"}, "unknown optimizer 'magic': choose sgd"),
     ("cost_options", {"dtype": "float3"}, "has the dtype 'float3'"),
     ("cost_options", {"link_model": "x"}, "has the link_model 'x'"),
     ("cost_options", {"sync": "x"}, "has the sync 'x'"),

@@ -92,13 +92,13 @@ def test_to_and_freezing(name: str) -> None:
 
 
 def test_layers_on_fewer_devices() -> None:
-    """Their parameters are on meshes of their own: optimizers work, what needs them all at once raises everywhere."""
+    """Then all are plain boxes: PyTorch's foreach functions would leave out whole lists on ranks outside of a mesh."""
     check(run_ranks(4, f"{HERE}trained", FEWER, "adamw", "nothing"), single("adamw", "nothing"))
     check(run_ranks(4, f"{HERE}trained", FEWER, "adamw_fused", "value"), single("adamw_fused", "value"))
-    for action, text in (("clip", "must have the same mesh"), ("clip_by_hand", "only some of the ranks have")):
-        assert all(text in said for said in run_ranks(4, f"{HERE}refusal", FEWER, "sgd", action))
-    wanted = dtensor_ranks.scaled(None, [], 0)
-    check(run_ranks(4, f"{HERE}scaled", FEWER, 0), wanted)
+    for action in ("clip", "clip_by_hand"):
+        assert all(
+            "of a gradient: the plan splits" in said for said in run_ranks(4, f"{HERE}refusal", FEWER, "sgd", action)
+        )
 
 
 def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
@@ -112,7 +112,7 @@ def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: 
     folder, wanted = str(tmp_path / "dcp"), single(optimizer, "nothing")[1]
     early, late = run_ranks(4, f"{HERE}saved", PLANS["mixed"][1], folder, optimizer)[0]
     close(late, wanted)
-    for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (4, FEWER), (2, [{"n": 2}] * 4)]:
+    for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{HERE}resumed", cuts, folder, optimizer):
             close(state, wanted)
     model = copy.deepcopy(net()[0])
@@ -130,7 +130,7 @@ def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None
     folder, wanted = tmp_path / "ck", single(optimizer, "nothing")[1]
     early, late = run_ranks(4, f"{HERE}checkpointed", PLANS["mixed"][1], str(folder), optimizer)[0]
     close(late, wanted)
-    for ranks, cuts in [(2, PLANS["channels"][1]), (4, FEWER), (2, [{"n": 2}] * 4)]:
+    for ranks, cuts in [(2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{HERE}taken_up", cuts, str(folder), optimizer):
             close(state, wanted)
     model = copy.deepcopy(net()[0])

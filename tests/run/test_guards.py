@@ -222,8 +222,6 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
 
 
 WRAPPERS: list[tuple[Act, str]] = [
-    (copy.deepcopy, "cannot be copied (copy.deepcopy, AveragedModel)"),
-    (AveragedModel, "cannot be copied (copy.deepcopy, AveragedModel)"),
     (pickle.dumps, "cannot be pickled: layerwise.save(model, file)"),
     (torch.compile, "torch.compile of the parallel module is not supported"),
     (lambda made: made.compile(), "torch.compile of the parallel module is not supported"),

@@ -6,6 +6,7 @@ makes them; a full bucket is all-reduced while the pass goes on. The scaling to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
+from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import fill
 from layerwise.run.guards.box_gradient import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
@@ -31,6 +33,7 @@ class Bucket:
     group: Group  # the ranks that sum them
     names: list[str]
     flat: Tensor | None = None  # their gradients, one after another; made at the first
+    tensors: int = 0  # that share its memory, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
     left: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
@@ -61,6 +64,8 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
+        # Of gradients that are partly summed and partly not: PyTorch's counter of writes, as the last pass left it.
+        self.versions: dict[str, int] = {}
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
@@ -79,8 +84,40 @@ class GradientReducer:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key]
 
+    def renew(self, bucket: Bucket) -> None:
+        """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
+        if bucket.flat is None:
+            return
+        aliases, kept = 0, False
+        for name in bucket.names:
+            gradient = self.parameters[name].grad
+            part = None if gradient is None else plain(local_part(gradient))
+            if part is None or not _same(part, self.views[name]):
+                kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
+            else:
+                aliases += isinstance(gradient, BoxGradient)
+        if kept or _tensors_in(bucket.flat) > bucket.tensors + aliases:
+            bucket.flat = None
+            for name in bucket.names:
+                del self.views[name]
+
+    def check_kept(self) -> None:
+        """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
+        for name, version in self.versions.items():
+            gradient = self.parameters[name].grad
+            if gradient is not None and local_part(plain(gradient))._version != version:
+                raise LayerwiseError(
+                    f"the gradient of parameter {name!r} was written to between passes of which some are within "
+                    "no_sync(): what is of all ranks and what of this one cannot be told apart any more. Write to it "
+                    "after the last pass, or zero it by set_to_none=True"
+                )
+        self.versions = {}
+
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Where the training loop looks for it."""
+        """Where the training loop looks for it, in the memory format of the parameter."""
+        part = local_part(p)
+        if gradient.stride() != part.stride():
+            gradient = torch.empty_like(part).copy_(gradient)
         if is_dtensor(p):
             p.grad = like(p, gradient)
         else:
@@ -98,7 +135,9 @@ class Gradients:
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
+        reducer.check_kept()
         for bucket in reducer.buckets:
+            reducer.renew(bucket)
             if bucket.handle is not None:  # of a pass that was ended by an error
                 bucket.handle.wait()
                 bucket.handle = None
@@ -198,6 +237,10 @@ class Gradients:
         for p in reducer.elsewhere:
             if p.requires_grad and p.grad is None:
                 p.grad = like(p, local_part(p).new_empty(0))
+        if not self.synchronise:
+            mixed = (name for name, summed in reducer.local.items() if summed is not None)
+            gradients = ((name, reducer.parameters[name].grad) for name in mixed)
+            reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
         if self.synchronise:
             made = {id(reducer.parameters[name]) for name in self.made} | {id(p) for p in reducer.elsewhere}
             for p in reducer.every:
@@ -237,6 +280,13 @@ class Gradients:
         for name, p in zip(bucket.names, parameters, strict=True):
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
+        bucket.tensors = _tensors_in(bucket.flat)
+
+
+def _tensors_in(flat: Tensor) -> int:
+    """How many tensors share its memory, and a constant."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count
 
 
 def _none(view: Tensor) -> bool:

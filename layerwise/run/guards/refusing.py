@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+
+if TYPE_CHECKING:
+    from layerwise.run.original import Original
 
 
 class Names(nn.Module):
@@ -27,6 +30,13 @@ class Names(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def train(self, mode: bool = True) -> NoReturn:
+        """LayerwiseError: the whole module has one mode."""
+        raise LayerwiseError(
+            "train() and eval() of a single layer of the parallel module are not supported: freeze a batch norm, or "
+            "leave a dropout out, before the model is made parallel, or parallelize with strategy='data'"
+        )
+
     forward = _refuse
     register_forward_hook = register_forward_pre_hook = _refuse
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
@@ -36,6 +46,26 @@ class Refusing(nn.Module):
     """What else an nn.Module can, and a parallel one cannot."""
 
     comm: Comm
+    _tree: nn.Module
+    _original: Original | None = None
+
+    def train(self, mode: bool = True) -> Self:
+        """All of it."""
+        self.training = mode
+        for node in self._tree.modules():
+            node.training = mode
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """LayerwiseError for what the layers would not follow: another module or parameter, another flag."""
+        original = self.__dict__.get("_original")
+        layer = isinstance(value, nn.Module | nn.Parameter) and not name.startswith("_")
+        if layer or (original is not None and name in original.attributes and name not in self.__dict__):
+            raise LayerwiseError(
+                f"{name!r} cannot be set on the parallel module, which would go on as it was traced: set it before the "
+                "model is made parallel"
+            )
+        super().__setattr__(name, value)
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """For a module that has this one. LayerwiseError where a loop looks for layers: it would find none."""

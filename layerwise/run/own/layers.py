@@ -36,8 +36,13 @@ class Replacement(Generic[M]):
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
+    @property
+    def active(self) -> bool:
+        """Whether it computes otherwise, now."""
+        return self.module.training
+
     def __call__(self, x: Tensor) -> Tensor:
-        call = self.calls.now() if self.module.training else None
+        call = self.calls.now() if self.active else None
         if call is None:
             result: Tensor = type(self.module).forward(self.module, x)
             return result
@@ -80,18 +85,33 @@ class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
 
 
 class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
-    """Normalises by the statistics of all ranks' samples. all_reduce: sums over them."""
+    """Normalises by the statistics of all ranks' samples."""
 
     def __init__(
-        self, module: nn.modules.batchnorm._BatchNorm, calls: Calls, all_reduce: Callable[[Tensor], Tensor]
+        self,
+        module: nn.modules.batchnorm._BatchNorm,
+        calls: Calls,
+        all_reduce: Callable[[Tensor], Tensor],
+        agree: Callable[[object], None],
     ) -> None:
+        """all_reduce: sums over all ranks. agree: raises where the ranks' sizes of a sample are unlike."""
         super().__init__(module, calls)
-        self.all_reduce = all_reduce
+        self.all_reduce, self.agree = all_reduce, agree
+
+        self._sizes: set[tuple[int, ...]] = set()  # of samples, which all ranks had alike
+
+    @property
+    def active(self) -> bool:
+        return self.module.training or self.module.running_mean is None
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
         """As `layerwise.ops.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
+        size = tuple(x.shape[1:])
+        if size not in self._sizes:
+            self.agree(size)
+            self._sizes.add(size)
         count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
         mean, var = module.running_mean, module.running_var
         y, *moments = normalised(

@@ -52,16 +52,26 @@ class Hooks(OrderedDict[int, Hook]):
 
 
 class Leaves:
-    """The parameters whose gradients are averaged, by name. summed: whether gradients are so at present."""
+    """The parameters whose gradients are averaged, by name.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], comm: Comm, summed: Callable[[], bool]) -> None:
-        self.parameters, self.comm, self.summed = parameters, comm, summed
+    unknown: those that the trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are.
+    summed: whether gradients are averaged at present.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        unknown: Mapping[str, nn.Parameter],
+        comm: Comm,
+        summed: Callable[[], bool],
+    ) -> None:
+        self.parameters, self.unknown, self.comm, self.summed = parameters, unknown, comm, summed
         self._before: dict[str, Tensor | None] = {}  # what parameters had when the pass began, and have not yet again
         self._gradients: Gradients | None = None
         self._astray: list[str] = []  # had a gradient before a pass through the model's call began
         self._nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
         me = weakref.ref(self)
-        for name, p in parameters.items():
+        for name, p in {**parameters, **unknown}.items():
             users = p._post_accumulate_grad_hooks
             users = users.users if isinstance(users, Hooks) else users
             p._post_accumulate_grad_hooks = Hooks(partial(_made, me, name), users)
@@ -79,7 +89,7 @@ class Leaves:
 
     def made(self, name: str) -> None:
         """Autograd has added to a parameter's `.grad`."""
-        if self._gradients is None:
+        if self._gradients is None or name in self.unknown:
             self._stray(name)
             return
         p = self.parameters[name]
@@ -118,7 +128,7 @@ class Leaves:
 
     def release(self) -> None:
         """Autograd calls the user's hooks itself again."""
-        for p in self.parameters.values():
+        for p in (*self.parameters.values(), *self.unknown.values()):
             if isinstance(p._post_accumulate_grad_hooks, Hooks):
                 p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks.users
 
@@ -142,14 +152,16 @@ class Leaves:
     def _check_strays(self) -> None:
         """LayerwiseError unless they are the same on all ranks."""
         names, self._astray = self._astray, []
-        ranks = self.comm.all_gather_object({name: _digest(self.parameters[name].grad) for name in names})
+        held = {**self.parameters, **self.unknown}
+        ranks = self.comm.all_gather_object({name: _digest(held[name].grad) for name in names})
         for name in names:
             if any(one.get(name) != ranks[0].get(name) for one in ranks):
                 raise LayerwiseError(
                     f"parameter {name!r} was given a gradient that is another one on every rank, by a part of the "
-                    "model that was called alone: call the model itself, which averages over the ranks"
+                    "model that was called alone, or was not run when the model was made parallel: call the model "
+                    "itself, which averages over the ranks, and make it parallel as it is to be trained"
                 )
-            call_hooks(self.parameters[name])
+            call_hooks(held[name])
 
 
 def _made(leaves: weakref.ref[Leaves], name: str, _: nn.Parameter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +36,12 @@ from layerwise.run.own.state import OwnState
 from layerwise.run.own.with_module import WithModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.work import summing
+from layerwise.run.shapes import agree_on_sizes
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import dtype_name
+
+# Which module runs the user's: the last one that it was given to.
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwnModule]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,11 @@ class OwnModule(WithModule):
         self._scales: dict[tuple[int, int], float] = {}
         self._trace: Trace | None = None
         self._spans: Spans | None = None
+        self._released = False
+        before = _owners.get(module)
+        if before is not None and (other := before()) is not None:
+            other.release()
+        _owners[module] = weakref.ref(self)
         self._replaced = list(self._replacements(facts))
         for replaced in self._replaced:
             replaced.place()
@@ -91,7 +101,7 @@ class OwnModule(WithModule):
             assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
             all_reduce = summing(comm, everyone, layer)
             assert all_reduce is not None
-            yield GlobalBatchNorm(norm, self._calls, all_reduce)
+            yield GlobalBatchNorm(norm, self._calls, all_reduce, partial(agree_on_sizes, comm))
 
     def _follow(self) -> None:
         """Gradients are averaged from now on."""
@@ -109,7 +119,12 @@ class OwnModule(WithModule):
         names = [name for name in names if name not in untrained]
         parameters = {name: held[name] for name in names}
         self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
-        self._leaves = Leaves(parameters, self.comm, lambda: self.summed)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        followed = {id(p) for p in parameters.values()}
+        unknown = {name: p for name, p in trained.items() if id(p) not in followed}
+        self._leaves = Leaves(parameters, unknown, self.comm, lambda: self.summed)
+        self._seen = list(self.module.modules())
+        self._structure = self._identities()
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         watch(self.module.parameters(), self.form)
         for kind in ("sync", "io", "statistics"):
@@ -146,7 +161,8 @@ class OwnModule(WithModule):
         if self.training and in_backward():
             return self._calls.again()
         seed = combine(self.options.seed, self.steps)
-        self.__dict__["steps"] += self.training
+        # Also in evaluation with a dropout in training, whose draws are others in every call.
+        self.__dict__["steps"] += self.training or any(replaced.active for replaced in self._replaced)
         if self.comm.size == 1:
             if batch is not None:
                 global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
@@ -169,7 +185,18 @@ class OwnModule(WithModule):
             raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
         return x.shape[0]
 
+    def _identities(self) -> list[int]:
+        """Of parameters and layers, to notice when others stand in their places."""
+        return [id(held) for m in self._seen for held in (*m._parameters.values(), *m._modules.values())]
+
     def _check_frozen(self) -> None:
+        if self._released:
+            raise LayerwiseError("the model was made parallel once more: call what that call returned")
+        if self._identities() != self._structure:
+            raise LayerwiseError(
+                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
+                "averages: change the model before, or make it parallel again"
+            )
         thawed = next((name for name, p in self._frozen if p.requires_grad), None)
         if thawed is not None:
             raise LayerwiseError(
@@ -307,6 +334,7 @@ class OwnModule(WithModule):
 
     def release(self) -> None:
         """The user's module is as it was, but for its values: this one is not to be called any more."""
+        self.__dict__["_released"] = True
         for replaced in self._replaced:
             replaced.remove()
         if self.comm.size > 1:

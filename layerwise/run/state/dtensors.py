@@ -113,6 +113,11 @@ def _number(op: Any, args: Sequence[DTensor], _: Any) -> object:
 
 def _unscale(op: Any, args: tuple[Sequence[DTensor], Tensor, Tensor], _: Any) -> None:
     gradients, found, scale = args
+    if not all(isinstance(gradient, DTensor) for gradient in gradients):
+        raise LayerwiseError(
+            "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
+            "optimizer of its own"
+        )
     meshes = list(dict.fromkeys(gradient.device_mesh for gradient in gradients))
     spanning = [mesh for mesh in meshes if mesh not in _SMALL]
     if not spanning:

@@ -30,12 +30,15 @@ class Placements:
 def placements(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int]
 ) -> dict[str, Placements] | None:
-    """Of all parameters, by name; None where the boxes of one of them are not those of any DTensor.
+    """Of all parameters, by name; None where the boxes of one of them are not those of any DTensor of all ranks.
+
+    One that only some ranks have would be a DTensor of these; but PyTorch's foreach functions take the mesh of the
+    first in a list for that of all, and on a rank outside it do nothing for any of them.
 
     boxes: by rank. order: the rank that each device of the plan is.
     """
     placed = {name: placement(each, shapes[name], order) for name, each in boxes.items()}
-    known = {name: one for name, one in placed.items() if one is not None}
+    known = {name: one for name, one in placed.items() if one is not None and one.ranks.size == len(order)}
     return known if len(known) == len(placed) else None
 
 

@@ -210,11 +210,16 @@ class State:
 
         LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
         """
+        if not all(isinstance(key, str) for key in state_dict):
+            raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
         shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
         named = {name: key for key in state_dict if (name := _without_box(key)) != key}
         missing, values = [], list[tuple[Shard, Tensor]]()
-        for name in (*shards, *(name for name in self.shardings if name not in shards)):  # on all ranks alike
+        extra = [name for name in shards if name not in self.boxes]
+        for name in (*self.boxes, *extra):  # in one order on all ranks: what other ranks have is collected
             shard = shards.get(name)
+            if shard is None and name not in self.shardings:
+                continue
             keys = (name, *aliases.get(name, ())) if shard is None else (shard.key, name, *shard.aliases)
             key = next((key for key in keys if key in state_dict), None)
             if key is not None:
@@ -240,6 +245,8 @@ class State:
 
     def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
         """What this rank takes of a state dict's value. LayerwiseError where it has another shape."""
+        if not isinstance(value, Tensor):
+            raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
         whole = self.shardings[name].shape if shard is None else shard.shape
         boxed = shard is not None and key == shard.key and not shard.whole
         if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else whole):
