@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from layerwise.cost.compute.roofline import OPTIMIZERS
@@ -19,6 +20,11 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
     if isinstance(model, ParallelModule):
         raise LayerwiseError(
             "the model is a ParallelModule, parallel already: give parallelize the model it was made of"
+        )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise LayerwiseError(
+            "parallelize is called within torch.autocast, where the model cannot be traced: call it before, and the "
+            "model that it returns within"
         )
     if sync_every != "auto" and not _whole(sync_every):
         raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")

@@ -138,7 +138,7 @@ def _layers(planner: Planner, path: Path, budget_s: float) -> None:
         if any(times.conditions == where for times in base.layers):
             model = CostModel(graph, devices, options)
             best = search(model, space).best.strategy
-            costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in graph.inner]
+            costs = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
             if sum(float(c.measured[0]) for c in costs) >= ENOUGH * sum(float(c.total[0]) for c in costs):
                 return
         Job(base, where, str(path), mode, graph, devices, options, space, budget_s).run(strategies, module, quiet=True)

@@ -44,7 +44,7 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
             uses[layer.name], uses[moved.name] = 1, uses[layer.name]
         else:
             layers[layer.name] = layer
-    return LayerGraph(tuple(layers.values()), graph.name)
+    return replace(graph, layers=tuple(layers.values()))
 
 
 def _views_before(f: Layer, layers: dict[str, Layer], uses: Counter[str]) -> list[Layer]:
@@ -101,7 +101,7 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
                 layers[name] = Layer(name, op, tuple(parts), tuple(layers[p].out for p in parts))
                 made_for[path[end]] = name
             running, start = made_for[path[end]], end
-    return LayerGraph(tuple(layers.values()), graph.name)
+    return replace(graph, layers=tuple(layers.values()))
 
 
 def _join(graph: LayerGraph) -> LayerGraph:
@@ -134,7 +134,7 @@ def _join(graph: LayerGraph) -> LayerGraph:
         if head in chains:
             continue
         result[head] = _grouped(graph[head], members.get(head, []), chains, origin, renamed, result)
-    return LayerGraph(tuple(result.values()), graph.name)
+    return replace(graph, layers=tuple(result.values()))
 
 
 def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:

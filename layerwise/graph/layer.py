@@ -130,6 +130,7 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     name: str = "model"
     differentiated: frozenset[str] = frozenset()  # inputs whose gradient is wanted, beside those of parameters
+    exempt: tuple[str, ...] = ()  # what the model computes within torch.autocast(enabled=False)
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -254,7 +255,7 @@ class LayerGraph:
             held = (layer.name,) if layer.role is Role.TIED else layer.parameters
             frozen = tuple(name for name in held if name in names)
             layers.append(layer if frozen == layer.frozen else replace(layer, frozen=frozen))
-        return LayerGraph(tuple(layers), self.name)
+        return replace(self, layers=tuple(layers))
 
     def rebatch(self, batch: int) -> LayerGraph:
         """The same network with `batch` samples: shapes are inferred again from the inputs."""
@@ -267,7 +268,7 @@ class LayerGraph:
             specs = tuple(done[source].out for source in layer.inputs[: len(layer.specs)])
             op = layer.op.rebatch(layer.specs, layer.out, specs).at_batch(self.batch, batch)
             done[layer.name] = replace(layer, op=op, specs=specs)
-        return LayerGraph(tuple(done.values()), self.name)
+        return replace(self, layers=tuple(done.values()))
 
 
 class GraphBuilder:
@@ -275,6 +276,7 @@ class GraphBuilder:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.exempt: list[str] = []  # see LayerGraph
         self._layers: dict[str, Layer] = {}
 
     def input(self, name: str, spec: TensorSpec) -> str:
@@ -314,7 +316,7 @@ class GraphBuilder:
         if not batches:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
-        graph = LayerGraph((*kept, sink), self.name)
+        graph = LayerGraph((*kept, sink), self.name, exempt=tuple(self.exempt))
         return graph.freeze(graph.unreached) if len(graph.returned) < len(graph.layers) else graph
 
 

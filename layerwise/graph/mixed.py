@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = None) -> LayerGraph:
     """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
 
-    A network that has such types already keeps them.
+    A network that has such types already keeps them. LayerwiseError where the model turns autocast off for a part.
 
     autocast: "bfloat16" or "float16"; device: "cpu" or "cuda", which differ; dtype: what the model's own element type
     is in the run (default: what it is in the graph).
     """
     if any(layer.types is not None for layer in graph.layers):
         return graph
+    if graph.exempt:
+        raise LayerwiseError(
+            f"layer {graph.exempt[0]!r} is within torch.autocast(enabled=False), which a plan that splits layers does "
+            "not follow: leave out the autocast around the call, or take strategy='data'"
+        )
     own = graph.dtype
     run = dtype or own
     done: dict[str, Layer] = {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer
 from layerwise.ops.stages import local_stages, needed_box, run_stages
+from layerwise.tensorfile import dtype_name
 
 SCALE = 0.05  # of random values: activations and gradients stay in the range of normal numbers
 
@@ -41,6 +42,7 @@ class LossSpec:
     """The mean loss of outputs of these shapes, and its gradient: of classes in dimension 1, or the mean of one."""
 
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...] = ()  # of the outputs; (): the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,11 @@ class Mode:
     channels_last: bool = False
 
     def filled(self, shape: Sequence[int], dtype: str = "float32", bound: int = 2) -> Tensor:
-        """Random values, of the mode's type where floating-point, else below `bound`."""
+        """Random values: of the mode's type, of the 16 bits that `dtype` has beside it, or integers below `bound`."""
         if "float" not in dtype:
-            kind: torch.dtype = getattr(torch, dtype)
-            return torch.randint(bound, tuple(shape), device=self.device).to(kind)
-        x = torch.randn(tuple(shape), device=self.device, dtype=self.dtype) * SCALE
+            return torch.randint(bound, tuple(shape), device=self.device).to(getattr(torch, dtype))
+        kind = self.autocast if self.autocast is not None and dtype == dtype_name(self.autocast) else self.dtype
+        x = torch.randn(tuple(shape), device=self.device, dtype=kind) * SCALE
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         return x.contiguous(memory_format=formats[x.dim()]) if self.channels_last and x.dim() in formats else x
 
@@ -93,7 +95,9 @@ class Bench:
         self.reduce = (
             _reduction(spec) if spec.cell.hi[: len(layer.out.shape)] != spec.owned.hi or _partial(spec) else None
         )
-        self.gradients = [mode.filled(spec.owned.shape) for _ in range(spec.uses)] if self.differentiable else []
+        self.gradients = (
+            [mode.filled(spec.owned.shape, layer.out.dtype) for _ in range(spec.uses)] if self.differentiable else []
+        )
         self.leaves: list[Tensor] = []
         self.out: Tensor | None = None
 

@@ -48,3 +48,11 @@ def test_a_parallel_module_is_parallel_already() -> None:
     module = layerwise.parallelize(network(), X, **QUIET)
     with pytest.raises(LayerwiseError, match="parallel already"):
         layerwise.parallelize(module, X)
+
+
+def test_parallelize_within_autocast_is_refused() -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(LayerwiseError, match=r"called within torch\.autocast.*call it before"),
+    ):
+        layerwise.parallelize(network().float(), X.float(), **QUIET)

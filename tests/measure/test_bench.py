@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layerwise.config import Config
-from layerwise.cost.model import CostModel
+from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.cells import wanted_cells
 from layerwise.measure.layers.measure import bench_of
 from layerwise.measure.layers.step import LossBench, UpdateBench
+from layerwise.ops.conv import Conv
+from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
@@ -50,6 +54,34 @@ def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.D
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in bench.trained)
             bench.forget()
             assert all(p.grad is None for p in bench.trained)
+
+
+def test_cells_of_mixed_precision() -> None:
+    """What autocast leaves in 16 bits comes in 16 bits, its gradient too; parameters are of 32."""
+    b = GraphBuilder("mixed")
+    x = b.input("x", TensorSpec((4, 3, 8, 8), ("n", "c", "h", "w")))
+    for name in ("first", "second"):
+        x = networks.add(b, name, Conv(4, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)), [x])
+    devices = brute.machine((1,))
+    rates = {**devices.processor.peak_flops, "bf16": 1e12}
+    devices = replace(devices, processor=replace(devices.processor, peak_flops=rates))
+    model = CostModel(b.finish([x]), devices, CostOptions(dtype="bfloat16"))
+    mode = mode_of(torch.device("cpu"), "bf16", channels_last=False)
+    cells = wanted_cells(model, {layer.name: (Config(),) for layer in model.graph.inner}).values()
+    inputs = []
+    for cell in cells:
+        if isinstance(cell.spec, CellSpec):
+            bench = Bench(cell.spec, mode)
+            inputs += [x.dtype for x in bench.inputs]
+            bench.forward()
+            assert bench.out is not None
+            assert bench.out.dtype == bench.gradients[0].dtype == torch.bfloat16
+            bench.backward()
+            assert {p.grad.dtype for p in bench.trained if p.grad is not None} == {torch.float32}
+        elif isinstance(cell.spec, LossSpec):
+            assert cell.name.startswith("loss of bfloat16")
+            assert LossBench(cell.spec, mode).outputs[0].dtype == torch.bfloat16
+    assert inputs == [torch.float32, torch.bfloat16]
 
 
 def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch) -> None:

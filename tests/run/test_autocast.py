@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import layerwise
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.execute.predicted_bytes import PREDICTED
@@ -187,3 +188,24 @@ def test_grad_scaler() -> None:
     for found_scale, found in run_threads(2, run):
         assert found_scale == scale
         assert all(apart(found[name], wanted[name]) < 0.01 for name in found)
+
+
+def test_autocast_that_a_model_turns_off_is_refused_with_autocast_around() -> None:
+    """Where the plan's layers are gone through; without autocast around, the model is what it is."""
+
+    def last(m: Model, y: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return m.second(y.float())
+
+    model, plain, x = both(last)
+    network = replace(network_of(model, (x,), 4, "test", trusted=True), module=None)
+    made = load(random_plan(fuse(network.graph), 1, 0, "sample"), network)
+    torch.testing.assert_close(made(x), plain(x), rtol=0, atol=0)
+    with (
+        torch.autocast("cpu", BF16),
+        pytest.raises(LayerwiseError, match=r"is within torch.autocast\(enabled=False\).*strategy='data'"),
+    ):
+        made(x)
+    made = layerwise.parallelize(model, x, verbose=False, measure_s=0)  # the model itself
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(made(x), plain(x), rtol=0, atol=0)

@@ -144,6 +144,8 @@ class _Importer:
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
+        if node.exempt and any(isinstance(made, Built) for made in results):
+            self.placer.builder.exempt.append(self.names[node.name])
         for value, made in zip(node.outputs, results, strict=False):
             if value is None or made is None or isinstance(made, tuple):
                 continue

@@ -26,6 +26,7 @@ Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules ar
 # https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
 REGIONS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 0, "tag_activation_checkpoint": 0}
 NO_GRADIENT = "wrap_with_set_grad_enabled"
+AUTOCAST = "wrap_with_autocast"  # (device type, element type, enabled, ...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Node:
     outputs: tuple[Value | None, ...]
     stack: Stack = ()
     overload: torch._ops.OpOverload | None = None
+    exempt: bool = False  # within torch.autocast(enabled=False)
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -182,7 +184,10 @@ class _Reader:
         inner.nodes = self.nodes
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))
+        before = len(self.nodes)
         returned = inner.read(body.graph)
+        if name == AUTOCAST and arguments[2] is False:
+            exempt(self.nodes, before)
         if name == NO_GRADIENT and arguments[0] is False:
             return tuple(detached(self.nodes, value) for value in returned)
         return returned
@@ -208,6 +213,11 @@ def detached(nodes: list[Node], value: T) -> T | Ref:
     result = replace(made[value.name], name=f"{value.name}.detached")
     nodes.append(Node(result.name, "aten::detach", {"self": value}, (result,), (), overload))
     return Ref(result.name)
+
+
+def exempt(nodes: list[Node], first: int) -> None:
+    """Marks the calls from number `first` on, which autocast leaves alone."""
+    nodes[first:] = [replace(node, exempt=True) for node in nodes[first:]]
 
 
 def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:

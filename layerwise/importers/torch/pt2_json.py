@@ -17,6 +17,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import canonical
 from layerwise.importers.torch.program import (
+    AUTOCAST,
     NO_GRADIENT,
     REGIONS,
     Node,
@@ -28,6 +29,7 @@ from layerwise.importers.torch.program import (
     bind,
     control_flow,
     detached,
+    exempt,
     left_open,
     module_path,
 )
@@ -177,7 +179,10 @@ class _Reader:
             outside = self.argument(actual)
             if isinstance(outside, Ref) and inside is not None:
                 inner.names[inside] = outside
+        before = len(self.nodes)
         inner.calls(graph)
+        if kind == AUTOCAST and self.argument(arguments[2]) is False:
+            exempt(self.nodes, before)
         returned = [name for result in sequence(graph["outputs"]) for name in _names(mapping(result))]
         taken = [name for result in sequence(node["outputs"]) for name in _names(mapping(result))]
         stopped = kind == NO_GRADIENT and self.argument(arguments[0]) is False

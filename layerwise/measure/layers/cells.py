@@ -123,5 +123,5 @@ def _losses(model: CostModel, sink: Layer) -> list[Wanted]:
     (row,) = extents(sink, layout, fullest(sink, layout), local_batch_norm=False)
     size = sum(float(spec.volume * spec.item_bytes) for spec in sink.specs)
     ends = np.cumsum([2, *(len(spec.shape) for spec in sink.specs)]).tolist()  # after the sink's own samples
-    spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)))
+    spec = LossSpec(tuple(row[a:b] for a, b in pairwise(ends)), tuple(spec.dtype for spec in sink.specs))
     return [Wanted(loss_name(sink), row, "loss", spec, 0.0, 4 * size, Work(), Work())]

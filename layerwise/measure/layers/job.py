@@ -128,7 +128,7 @@ class Job:
 
     def _summary(self, measuring: Measuring, best: Mapping[str, Config]) -> Summary:
         model, known = self._model(measuring.known), measuring.known
-        times = [model.node_cost(layer, (best[layer.name],)).compute for layer in self.graph.inner]
+        times = [model.node_cost(layer, (best[layer.name],)).compute for layer in model.graph.inner]
         missing = measuring.left(self.cells.values())
         measured = [
             known.cells[name][extents]

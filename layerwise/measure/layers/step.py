@@ -47,7 +47,10 @@ class LossBench:
     """The loss as `layerwise.run` takes it: cross-entropy over dimension 1 in float32, means added up."""
 
     def __init__(self, spec: LossSpec, mode: Mode) -> None:
-        self.outputs = [mode.filled(shape).requires_grad_() for shape in spec.shapes]
+        dtypes = spec.dtypes or ("float32",) * len(spec.shapes)
+        self.outputs = [
+            mode.filled(shape, dtype).requires_grad_() for shape, dtype in zip(spec.shapes, dtypes, strict=True)
+        ]
         self.targets = [
             torch.randint(shape[1], (shape[0], *shape[2:]), device=mode.device) if len(shape) > 1 else None
             for shape in spec.shapes

@@ -72,7 +72,7 @@ def _crossing(case: Case, sources: Collection[str], targets: Collection[str]) ->
 def _gathers_s(case: Case, plan: Plan, link: Hop) -> float:
     """One way: what each cut layer needs whole of other cut layers."""
     members = case.shape.inside
-    share = case.batch * case.facts.item_bytes / members
+    share = case.batch * case.facts.activation_bytes / members
     cut = (layer for layer in case.facts.layers if plan[layer.name]["c"] > 1)
     return sum(all_gather_s(share * items, members, link) for layer in cut for items in layer.gathered)
 
@@ -80,7 +80,7 @@ def _gathers_s(case: Case, plan: Plan, link: Hop) -> float:
 def _reductions_s(case: Case, plan: Plan, link: Hop) -> float:
     """One way: the sums of each layer cut by its input channels, and what goes from the uncut first layer to them."""
     members = case.shape.inside
-    share = case.batch * case.facts.item_bytes / members
+    share = case.batch * case.facts.activation_bytes / members
     summed = [layer.outputs for layer in case.facts.layers if plan[layer.name]["k"] > 1]
     uncut = {name for name, config in plan.items() if config.total == 1}
     scattered = _crossing(case, uncut, plan.keys() - uncut)
@@ -89,7 +89,7 @@ def _reductions_s(case: Case, plan: Plan, link: Hop) -> float:
 
 def _halo_s(case: Case, layer: LayerFacts, link: Hop) -> float:
     """Forward, and backward unless the layer reads the network's input: m(alpha + B·halo(x)·delta·beta) each."""
-    sample_bytes = case.batch * case.facts.item_bytes
+    sample_bytes = case.batch * case.facts.activation_bytes
     messages = halo_messages(layer, case.grid)
     once = sum(link.alpha_s + sample_bytes * items * link.beta_s_per_byte for items in messages)
     return once if layer.fed else 2 * once

@@ -51,7 +51,7 @@ class Case:
 
     def spread_s(self, items: float, link: Hop) -> float:
         """A ring's all-gather of `items` a sample, of which each device of a group has its share."""
-        size_bytes = self.batch * items / self.shape.inside * self.facts.item_bytes
+        size_bytes = self.batch * items / self.shape.inside * self.facts.activation_bytes
         return all_gather_s(size_bytes, self.shape.inside, link)
 
     def gather_after_s(self, link: Hop) -> float:

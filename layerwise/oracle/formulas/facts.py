@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.machine import Profile
+from layerwise.machine import AUTOCAST, Profile
 from layerwise.machine.profile import Link
 from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.linear import Linear
@@ -83,8 +83,14 @@ class Facts:
 
     @property
     def item_bytes(self) -> int:
-        """delta: bytes an item."""
+        """delta of parameters and their gradients: bytes an item."""
         return self.graph.layers[0].out.item_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """delta of activations and their gradients: in mixed precision that of 16 bits."""
+        mixed = self.options.dtype in AUTOCAST and self.graph.dtype == "float32"
+        return 2 if mixed else self.item_bytes
 
     @property
     def weights(self) -> int:
@@ -143,6 +149,7 @@ def facts_of(
     options = options or CostOptions(io="free")
     bare = Facts(graph, profile, (), 1.0, options)
     model, batch = bare.model(1, graph.batch), graph.batch
+    graph = model.graph
     computed = {layer.name: model.node_cost(layer, (Config(),)).compute for layer in graph.inner}
     times = {name: (float(t.forward[0]) / batch, float(t.backward[0]) / batch) for name, t in computed.items()}
     total, scale = sum(forward + backward for forward, backward in times.values()), 1.0

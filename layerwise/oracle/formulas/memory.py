@@ -18,16 +18,18 @@ def memory_bytes(
     copies: int = 0,
     layers: Iterable[LayerFacts] | None = None,
 ) -> float:
-    """delta · sum(2B(|x| inputs + |y| outputs) + (2 + copies)|w| weights + |bi|), before gamma.
+    """sum(delta · 2B(|x| inputs + |y| outputs)) + sum(delta · ((2 + copies)|w| weights + |bi|)), before gamma.
+
+    delta is that of activations, then that of parameters; they differ in mixed precision.
 
     batch: samples of a group of devices that share them. inputs, outputs, weights: which share of |x|, |y|, |w| a
     device has. copies: of the weights, that the optimizer keeps (Adam: 2); the paper counts none.
     """
-    total = 0.0
+    activations, parameters = 0.0, 0.0
     for layer in facts.layers if layers is None else layers:
-        total += 2 * batch * (layer.inputs * inputs + layer.outputs * outputs)
-        total += (2 + copies) * layer.weights * weights + layer.biases
-    return facts.item_bytes * total
+        activations += 2 * batch * (layer.inputs * inputs + layer.outputs * outputs)
+        parameters += (2 + copies) * layer.weights * weights + layer.biases
+    return facts.activation_bytes * activations + facts.item_bytes * parameters
 
 
 def reuse_factor(measured_bytes: float, naive_bytes: float) -> float:

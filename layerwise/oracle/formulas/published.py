@@ -45,7 +45,7 @@ def _layerwise(case: Case) -> tuple[float, float]:
     Filter gathers y forward and reduces dL/dx backward; channel reduces y forward and gathers dL/dx backward.
     """
     members = case.shape.inside
-    share, link = case.batch * case.facts.item_bytes / members, hop(case.devices, members)
+    share, link = case.batch * case.facts.activation_bytes / members, hop(case.devices, members)
     once = sum(all_gather_s(share * layer.outputs, members, link) for layer in case.facts.weighted()[:-1])
     return once, 2 * once
 
@@ -58,7 +58,7 @@ def _spatial(case: Case) -> Phases:
         forward, backward = published_halo(layer, case.grid)
         if forward:
             halo_s += 2 * (
-                2 * link.alpha_s + case.batch * (forward + backward) * facts.item_bytes * link.beta_s_per_byte
+                2 * link.alpha_s + case.batch * (forward + backward) * facts.activation_bytes * link.beta_s_per_byte
             )
     gather_s = case.gather_after_s(link)
     w_bytes = facts.weights * facts.item_bytes

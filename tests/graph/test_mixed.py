@@ -1,0 +1,66 @@
+"""Mixed precision: the types that autocast gives, of a CPU and of CUDA, without either being there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.graph.mixed import mixed
+from layerwise.importers.load import network_of
+
+
+class Model(nn.Module):
+    """What autocast computes in 16 bits, what it leaves as it is, and what it brings to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.ln, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.max_pool2d(self.bn(self.conv(x)).relu(), 1)
+        return y.sum(1), self.ln(y), y.softmax(1), y.exp(), self.fc(self.ln(y)), x.sin(), y + x[:, :1, 1:7, 1:7]
+
+
+def graph(*, fused: bool = True) -> LayerGraph:
+    torch.manual_seed(0)
+    unfused = network_of(Model(), (torch.randn(2, 3, 8, 8),), 2, "test", trusted=True).graph
+    return fuse(unfused) if fused else unfused
+
+
+BF16, F32 = "bfloat16", "float32"
+OUTPUTS = {
+    "cpu": [BF16, BF16, BF16, BF16, BF16, F32, F32],
+    "cuda": [F32, F32, F32, F32, BF16, F32, F32],
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device", OUTPUTS)
+def test_types_of_a_device(device: str, fused: bool) -> None:
+    plain = graph(fused=fused)
+    found = mixed(plain, BF16, device)
+    assert [spec.dtype for spec in found.layers[-1].specs] == OUTPUTS[device]
+    assert found["conv"].out.dtype == BF16
+    assert {item_bytes for layer in found.layers for _, _, item_bytes in layer.held()} == {4}
+    assert (found.digest, found.dtype) == (plain.digest, F32)
+    assert mixed(found, BF16, device) is found
+
+
+def test_types_stay_at_another_batch_and_in_float64() -> None:
+    plain = graph()
+    assert [s.dtype for s in mixed(plain, BF16, "cuda").rebatch(6).layers[-1].specs] == OUTPUTS["cuda"]
+    assert {s.dtype for s in mixed(plain, BF16, "cpu", "float64").layers[-1].specs} == {
+        F32
+    }  # autocast casts no float64
+
+
+def test_what_the_model_exempts_is_refused() -> None:
+    with pytest.raises(LayerwiseError, match=r"layer 'fc' is within torch.autocast\(enabled=False\)"):
+        mixed(replace(graph(), exempt=("fc",)), BF16, "cpu")
