@@ -216,6 +216,27 @@ def scaled(comm: Comm | None, cuts: Cuts, bad: int) -> tuple[list[float], dict[s
     return scales, whole(model)
 
 
+def half(comm: Comm | None, cuts: Cuts) -> tuple[list[float], dict[str, Tensor]]:
+    """In float32 with float16 by autocast and GradScaler, whose first scale is too large, the next well below."""
+    if comm is None:
+        model: Model = net_again().float()
+    else:
+        torch.set_num_threads(1)
+        model = load(plan(comm.size, cuts), net()[1], comm=comm, dtype=torch.float32)
+    optimizer, scales = torch.optim.SGD(model.parameters(), 0.05), []
+    scaler = torch.amp.GradScaler("cpu", 2.0**30, backoff_factor=2.0**-20)
+    for x in (*X, *X):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = model(x[share(model)].float())
+        assert out.dtype == torch.float16
+        scaler.scale(loss(out.float())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, whole(model)
+
+
 def net_again() -> Net:
     import copy
 

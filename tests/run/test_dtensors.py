@@ -75,6 +75,16 @@ def test_gradscaler_skips_a_step_on_all_ranks(name: str) -> None:
         check(run_ranks(ranks, f"{HERE}scaled", cuts, bad), wanted)
 
 
+@pytest.mark.parametrize("name", ["filters", "spatial"])
+def test_float16_with_gradscaler(name: str) -> None:
+    ranks, cuts = PLANS[name]
+    scales, wanted = dtensor_ranks.half(None, [])
+    assert set(scales) == {2.0**10}  # the first step is left out
+    for found, state in run_ranks(ranks, f"{HERE}half", cuts):
+        assert found == scales
+        close(state, wanted, 0.03)
+
+
 @pytest.mark.parametrize("name", ["filters", "mixed"])
 def test_a_weight_penalty_is_right_or_raises(name: str) -> None:
     ranks, cuts = PLANS[name]
