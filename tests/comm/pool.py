@@ -111,6 +111,8 @@ def run_ranks(size: int, function: str, *args: object, timeout_s: float = 120.0)
 
     Arguments and results are pickled. timeout_s: for the slowest rank.
     """
+    if size in _pools and not all(process.is_alive() for process in _pools[size].processes):
+        _pools.pop(size).end()  # a rank has ended while nothing was asked of it
     if size not in _pools:
         _pools[size] = Pool(size)
     try:
