@@ -1,7 +1,7 @@
 """GradientReducer: ranks that hold the same box of a parameter sum its gradients, in buckets, beside the backward pass.
 
 As DistributedDataParallel does it: gradients are views of flat buckets, filled in the order in which the backward pass
-makes them; a full bucket is all-reduced while the pass goes on. The scaling to a mean happened at the sink.
+makes them; a full bucket is all-reduced while the pass goes on. What is summed is scaled to a mean as it is copied in.
 """
 
 from __future__ import annotations
