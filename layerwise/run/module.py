@@ -24,13 +24,14 @@ from layerwise.plan import Plan
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.original import Original
 from layerwise.run.parallel import LossFunction, ParallelModule
-from layerwise.run.parts import is_dtensor, local_part
+from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.shapes import Shapes, Sizes, agree_on_sizes
@@ -72,7 +73,7 @@ class LayeredModule(Refusing, ParallelModule):
         every = dict(self._tree.named_parameters())
         held = {name: p for name, p in every.items() if boxes[name][comm.rank] is not None}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
-        self._follow_slots()
+        self._places = Places(self._tree)
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
@@ -95,7 +96,7 @@ class LayeredModule(Refusing, ParallelModule):
         if not any(p.requires_grad for p in every.values()):  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=options.dtype, device=options.device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
-        self._initial = {name: local_part(p)._version for name, p in held.items()} if self.cut else {}
+        self._initial = versions(held) if self.cut else {}
         if comm.size > 1:
             watch(self.parameters(), self.form)
             for name, p in self.named_parameters():
@@ -185,38 +186,11 @@ class LayeredModule(Refusing, ParallelModule):
         outputs = executor.forward(run, fed)
         return self._returned(executor.schedule, list(ends(run.token, outputs, scales, self.dtype, self.begin)), target)
 
-    def _follow_slots(self) -> None:
-        """Where the parameters stand, and their memory, to notice when others do."""
-        held = (module._parameters for module in self._tree.modules())
-        self._slots = [(slots, key, p, _storage(p)) for slots in held for key, p in slots.items() if p is not None]
-
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
-        held = self._reducer.parameters
-        if any(is_dtensor(p) and _storage(p) != storage for *_, p, storage in self._slots):
-            raise LayerwiseError(
-                "p.data = x was written of a parameter that the plan splits over the ranks, and has no effect on a "
-                "DTensor: write p.data.copy_(x), or give load_state_dict the values"
-            )
-        if any(slots.get(key) is not p for slots, key, p, _ in self._slots):
-            raise LayerwiseError(
-                "the parallel module's parameters are others than it was made with, as torch.func.functional_call has "
-                "it: the plan splits them over the ranks; give load_state_dict the values"
-            )
-        changed = next(
-            (name for name, version in self._initial.items() if local_part(held[name])._version != version), None
-        )
-        if changed is not None:
-            raise LayerwiseError(
-                f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
-                "the parameters over the ranks: initialise the model before, or give load_state_dict the values"
-            )
-        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
-        if thawed is not None:
-            raise LayerwiseError(
-                f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
-                "model parallel again, with requires_grad=True from the beginning"
-            )
+        self._places.check()
+        check_values(self._reducer.parameters, self._initial)
+        check_frozen(self._frozen)
 
     def _made(self, name: str, leaf: Tensor) -> None:
         """Autograd has added up the gradient of what the layers compute with in place of a parameter."""
@@ -265,7 +239,7 @@ class LayeredModule(Refusing, ParallelModule):
         self._known, self._initial = None, {}
         super()._apply(fn, False)  # type: ignore[no-untyped-call]
         self._state.apply(fn)
-        self._follow_slots()
+        self._places = Places(self._tree)
         return self
 
     def _returned(self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None) -> Any:
@@ -370,9 +344,3 @@ class LayeredModule(Refusing, ParallelModule):
         self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
-
-
-def _storage(p: Tensor) -> int:
-    """That of a DTensor itself, which has no memory: another one after `p.data = x`, which leaves its part as it is."""
-    number: int = torch._C.TensorBase.untyped_storage(p)._cdata
-    return number

@@ -23,6 +23,7 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.changes import check_frozen
 from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.guards.optimizers import watch
 from layerwise.run.inputs import global_batch
@@ -168,7 +169,7 @@ class OwnModule(WithModule):
                 global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
             return Call(seed)
         check_parameters(self._reducer.parameters.items(), partial_sums=True)
-        self._check_frozen()
+        self._check_structure()
         self.comm.at(self.steps, "the model")
         whole = global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
         share = self.share(whole)
@@ -189,7 +190,7 @@ class OwnModule(WithModule):
         """Of parameters and layers, to notice when others stand in their places."""
         return [id(held) for m in self._seen for held in (*m._parameters.values(), *m._modules.values())]
 
-    def _check_frozen(self) -> None:
+    def _check_structure(self) -> None:
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
         if self._identities() != self._structure:
@@ -197,12 +198,7 @@ class OwnModule(WithModule):
                 "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
                 "averages: change the model before, or make it parallel again"
             )
-        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
-        if thawed is not None:
-            raise LayerwiseError(
-                f"parameter {thawed!r} was frozen when the plan was made, so nobody adds up its gradients: make the "
-                "model parallel again, with requires_grad=True from the beginning"
-            )
+        check_frozen(self._frozen)
 
     def _move(self, x: Tensor) -> Tensor:
         """To the run's device, and to its element type from the network's."""
