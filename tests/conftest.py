@@ -51,7 +51,7 @@ FIRST = (
     "tests/comm/test_faults.py",
     "tests/run/test_processes.py",
     "tests/run/test_optimised.py",
-    "tests/run/test_own_module.py",
+    "tests/run/test_own_ranks.py",
     "tests/test_package.py",
     "tests/oracle/test_strategies.py",
     "tests/search/test_find.py",

@@ -42,6 +42,33 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(x)))
 
 
+class Generator(nn.Module):
+    """Images of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Supervised(nn.Module):
+    """Two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        return x, self.second(x)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One rank's, or one device's (`comm` None)."""

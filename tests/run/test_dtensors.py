@@ -15,7 +15,7 @@ from tests.run import dtensor_ranks
 from tests.run.dtensor_ranks import FEWER, OPTIMIZERS, PLANS, net, steps
 from tests.run.plans import difference
 
-HERE = "tests.run.dtensor_ranks:"
+HERE, STATES = "tests.run.dtensor_ranks:", "tests.run.dtensor_states:"
 each_plan = pytest.mark.parametrize("name", PLANS)
 
 
@@ -120,10 +120,10 @@ def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: Path, optimizer: str) -> None:
     folder, wanted = str(tmp_path / "dcp"), single(optimizer, "nothing")[1]
-    early, late = run_ranks(4, f"{HERE}saved", PLANS["mixed"][1], folder, optimizer)[0]
+    early, late = run_ranks(4, f"{STATES}saved", PLANS["mixed"][1], folder, optimizer)[0]
     close(late, wanted)
     for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
-        for state in run_ranks(ranks, f"{HERE}resumed", cuts, folder, optimizer):
+        for state in run_ranks(ranks, f"{STATES}resumed", cuts, folder, optimizer):
             close(state, wanted)
     model = copy.deepcopy(net()[0])
     state = model.state_dict()
@@ -138,10 +138,10 @@ def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: 
 def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None:
     """Another plan and another number of ranks go on from one, by layerwise.checkpoint and by dcp alike."""
     folder, wanted = tmp_path / "ck", single(optimizer, "nothing")[1]
-    early, late = run_ranks(4, f"{HERE}checkpointed", PLANS["mixed"][1], str(folder), optimizer)[0]
+    early, late = run_ranks(4, f"{STATES}checkpointed", PLANS["mixed"][1], str(folder), optimizer)[0]
     close(late, wanted)
     for ranks, cuts in [(2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
-        for state in run_ranks(ranks, f"{HERE}taken_up", cuts, str(folder), optimizer):
+        for state in run_ranks(ranks, f"{STATES}taken_up", cuts, str(folder), optimizer):
             close(state, wanted)
     model = copy.deepcopy(net()[0])
     dcp.load(model.state_dict(), checkpoint_id=folder / "step-00000002", no_dist=True)
@@ -154,4 +154,4 @@ def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None
 @each_plan
 def test_a_whole_state_dict_is_taken(name: str) -> None:
     ranks, cuts = PLANS[name]
-    run_ranks(ranks, f"{HERE}given", cuts, single("sgd", "nothing", 1)[1])
+    run_ranks(ranks, f"{STATES}given", cuts, single("sgd", "nothing", 1)[1])

@@ -1,0 +1,239 @@
+"""Rows about gradients: norms, several losses, those of inputs, parameters that have none."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD
+
+from tests.loops.row import Numbers, row, train
+from tests.loops.setting import IMAGES, Generator, Net, Setting, Supervised, whole
+
+
+@row
+def clip_norm(setting: Setting) -> Numbers:
+    """`torch.nn.utils.clip_grad_norm_`"""
+    model, norms = setting.net(), []
+
+    def clip() -> None:
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(getattr(norm, "full_tensor", lambda: norm)().double())
+
+    numbers = train(setting, model, before_step=clip)
+    return {**numbers, "norms": torch.stack(norms)}
+
+
+@row
+def clip_infinity_norm(setting: Setting) -> Numbers:
+    """`clip_grad_norm_(..., norm_type=inf)`"""
+    model = setting.net()
+    return train(setting, model, before_step=lambda: clip_grad_norm_(model.parameters(), 0.01, float("inf")))
+
+
+@row
+def clip_own(setting: Setting) -> Numbers:
+    """`model.clip_grad_norm_`, as FSDP1 has it"""
+    model = setting.net()
+    clip = getattr(model, "clip_grad_norm_", lambda most: clip_grad_norm_(model.parameters(), most))
+    return train(setting, model, before_step=lambda: clip(0.1))
+
+
+@row
+def clip_value(setting: Setting) -> Numbers:
+    """`clip_grad_value_`"""
+    model = setting.net()
+    return train(setting, model, before_step=lambda: clip_grad_value_(model.parameters(), 1e-3))
+
+
+@row
+def norms_by_hand(setting: Setting) -> Numbers:
+    """norms of gradients by hand, `p.grad.norm()`"""
+    model, norms = setting.net(), []
+
+    def look() -> None:
+        total = sum(p.grad.norm() ** 2 for p in model.parameters())
+        norms.append(getattr(total, "full_tensor", lambda: total)().double())
+
+    return {**train(setting, model, before_step=look), "norms": torch.stack(norms)}
+
+
+@row
+def accumulation(setting: Setting) -> Numbers:
+    """gradient accumulation, with or without `no_sync()`"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps = list(setting.batches(4))
+    for number, (x, y) in enumerate(steps):
+        if number == 1 and setting.comm is not None:
+            with model.no_sync():
+                F.cross_entropy(model(x), y).backward()
+        else:
+            F.cross_entropy(model(x), y).backward()
+        if number % 2 == 0 and number:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.step()
+    return whole(model)
+
+
+@row
+def zero_in_place(setting: Setting) -> Numbers:
+    """`zero_grad(set_to_none=False)`, `model.zero_grad()`"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.zero_grad()
+    return whole(model)
+
+
+@row
+def penalty_on_weights(setting: Setting) -> Numbers:
+    """a penalty on weights in the loss"""
+    model = setting.net()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return F.cross_entropy(out, y) + 1e-2 * getattr(penalty, "full_tensor", lambda: penalty)()
+
+    return train(setting, model, loss=loss)
+
+
+@row
+def noise_on_gradients(setting: Setting) -> Numbers:
+    """changing gradients in place, element by element (`p.grad.mul_`)"""
+    model = setting.net()
+
+    def halve() -> None:
+        for p in model.parameters():
+            p.grad.mul_(0.5).clamp_(-0.1, 0.1)
+
+    return train(setting, model, before_step=halve)
+
+
+@row
+def two_losses(setting: Setting) -> Numbers:
+    """several losses of one output; several backward passes with `retain_graph`"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        out = model(x)
+        F.cross_entropy(out, y).backward(retain_graph=True)
+        (out.square().mean() + 0.1 * out.abs().mean()).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def two_forwards(setting: Setting) -> Numbers:
+    """two forward passes and one backward pass (siamese networks, consistency)"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) + F.mse_loss(model(0.9 * x), model(1.1 * x))).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def inputs(setting: Setting) -> Numbers:
+    """gradients of inputs: adversarial samples, saliency"""
+    model = setting.net()
+    optimizer, seen = SGD(model.parameters(), lr=0.1), []
+    for x, y in setting.batches():
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x)
+        optimizer.zero_grad()
+        F.cross_entropy(model((x + 0.1 * g.sign()).detach()), y).backward()
+        optimizer.step()
+        seen.append(g)
+    return {"rows.gradients": seen[0], **whole(model)}
+
+
+@row
+def gradient_penalty(setting: Setting) -> Numbers:
+    """a gradient penalty (`create_graph=True`)"""
+    model = setting.net(smooth=True)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for x, _ in setting.batches():
+        x = x.clone().requires_grad_()
+        out = model(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        (out.mean() + (g.flatten(1).norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def gradient_penalty_with_batch_norm(setting: Setting) -> Numbers:
+    """a gradient penalty through a batch norm of the whole batch"""
+    model = setting.net()
+    (x, _), *_ = setting.batches()
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    g.square().sum(dim=(1, 2, 3)).mean().backward()
+    return whole(model)
+
+
+@row
+def of_parameters(setting: Setting) -> Numbers:
+    """`torch.autograd.grad` with respect to parameters"""
+    model = setting.net()
+    (x, y), *_ = setting.batches()
+    made = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    return {"first": made[0]}
+
+
+@row
+def gan(setting: Setting) -> Numbers:
+    """a GAN: two models, two optimizers"""
+    critic = setting.net(seed=1)
+    generator = setting.parallel(Generator(), IMAGES)
+    of_critic, of_generator = SGD(critic.parameters(), lr=0.05), SGD(generator.parameters(), lr=0.05)
+    for x, _ in setting.batches():
+        of_critic.zero_grad()
+        (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(generator(x)).mean()).backward()
+        of_generator.step()
+    return {**whole(critic), **{f"state.generator.{k}": v for k, v in whole(generator).items()}}
+
+
+@row
+def deep_supervision(setting: Setting) -> Numbers:
+    """deep supervision: a loss of several outputs"""
+    model = setting.parallel(Supervised(), IMAGES)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, _ in setting.batches():
+        optimizer.zero_grad()
+        one, two = model(x)
+        (one.square().mean() + 0.5 * two.square().mean()).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def frozen(setting: Setting) -> Numbers:
+    """freezing layers before the model is made parallel (fine-tuning)"""
+    model = Net()
+    model.first.requires_grad_(False)
+    model = setting.parallel(model)
+    return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@row
+def frozen_later(setting: Setting) -> Numbers:
+    """freezing parameters later"""
+    model = setting.net()
+    for name, p in model.named_parameters():
+        if name.startswith("hidden"):
+            p.requires_grad_(False)
+    return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))

@@ -1,0 +1,197 @@
+"""Rows about the model as a module: modes, attributes, hooks, types, sizes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from tests.loops.row import Numbers, row, train
+from tests.loops.setting import IMAGES, Net, Setting, Supervised, whole
+
+
+@row
+def evaluation(setting: Setting) -> Numbers:
+    """`train()`, `eval()`, `no_grad`, `inference_mode`"""
+    model = setting.net()
+    train(setting, model)
+    model.eval()
+    (x, _), *_ = setting.batches()
+    with torch.no_grad():
+        one = model(x)
+    with torch.inference_mode():
+        two = model(x)
+    model.train()
+    return {"rows.one": one, "rows.two": two.clone(), "training": model.training}
+
+
+@row
+def attributes(setting: Setting) -> Numbers:
+    """attributes, methods and `.config` of the model through the parallel one"""
+    model = setting.net()
+    return {"classes": model.classes(), "config": str(model.config)}
+
+
+@row
+def module_attribute(setting: Setting) -> Numbers:
+    """`model.module`, as DistributedDataParallel has it"""
+    model = setting.net()
+    inner = model if setting.comm is None else model.module
+    return {"classes": inner.classes()}
+
+
+@row
+def named_modules(setting: Setting) -> Numbers:
+    """`named_modules()` by the model's own names, `model.head`"""
+    model = setting.net()
+    names = {name for name, _ in model.named_modules()}
+    return {"names": str(sorted(names & {"first", "norm", "second", "hidden", "head"})), "head": str(model.head)}
+
+
+@row
+def forward_hooks(setting: Setting) -> Numbers:
+    """forward hooks of the model's layers"""
+    model, seen = setting.net(), []
+    model.hidden.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    train(setting, model)
+    return {"rows.hidden": seen[0]}
+
+
+@row
+def hooks_of_the_model(setting: Setting) -> Numbers:
+    """forward hooks of the model itself"""
+    model, seen = setting.net(), []
+    model.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    train(setting, model)
+    return {"rows.out": seen[0]}
+
+
+@row
+def initialise(setting: Setting) -> Numbers:
+    """`nn.init` and `apply` after the model is made parallel"""
+    model = setting.net()
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.01)
+            nn.init.zeros_(module.bias)
+
+    model.apply(init)
+    return train(setting, model)
+
+
+@row
+def channels_last(setting: Setting) -> Numbers:
+    """`to(memory_format=torch.channels_last)`"""
+    model = setting.net().to(memory_format=torch.channels_last)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(memory_format=torch.channels_last)), y).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def sync_batch_norm(setting: Setting) -> Numbers:
+    """`SyncBatchNorm.convert_sync_batchnorm`"""
+    model = Net()
+    if setting.comm is not None:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return train(setting, setting.parallel(model))
+
+
+@row
+def sum_of_parameters(setting: Setting) -> Numbers:
+    """`parameters_to_vector`, norms of parameters for a log"""
+    model = setting.net()
+    norm = sum(p.detach().norm() ** 2 for p in model.parameters())
+    vector = parameters_to_vector(model.parameters())
+    return {"norm": getattr(norm, "full_tensor", lambda: norm)(), "size": vector.numel()}
+
+
+@row
+def checkpointed(setting: Setting) -> Numbers:
+    """`torch.utils.checkpoint` around the model"""
+    model = setting.net(smooth=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def autocast(setting: Setting) -> Numbers:
+    """`torch.autocast` around the call"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x).double(), y)
+        loss.backward()
+        optimizer.step()
+    return {name.replace("state.", "rough."): value for name, value in whole(model).items()}
+
+
+@row
+def compiled(setting: Setting) -> Numbers:
+    """`torch.compile` of the parallel model"""
+    model = setting.net()
+    quick = torch.compile(model, backend="eager")
+    (x, y), *_ = setting.batches()
+    F.cross_entropy(quick(x), y).backward()
+    return {"rows.out": quick(x).detach()}
+
+
+@row
+def profiler(setting: Setting) -> Numbers:
+    """`torch.profiler` shows layers by name"""
+    model = setting.net()
+    (x, y), *_ = setting.batches()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        F.cross_entropy(model(x), y).backward()
+    if setting.comm is None:
+        return {"shown": True}
+    names = " ".join(event.key for event in profile.key_averages())
+    return {"shown": "conv" in names and (setting.strategy == "data" or "second" in names)}
+
+
+@row
+def other_sizes(setting: Setting) -> Numbers:
+    """images of another size than the example's"""
+    model = setting.parallel(Supervised(), IMAGES)
+    x = torch.randn(8, 1, 12, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return {"rows.out": model(setting.share(x))[1].detach()}
+
+
+@row
+def other_batches(setting: Setting) -> Numbers:
+    """batches of another size, a short last one"""
+    model = setting.net()
+    x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model.eval()
+    return {"rows.out": model(setting.share(x)).detach()}
+
+
+@row
+def ddp_around(setting: Setting) -> Numbers:
+    """`DistributedDataParallel` around the parallel model"""
+    model = setting.net()
+    if setting.comm is not None:
+        model = nn.parallel.DistributedDataParallel(model)
+    return {"classes": 10}
+
+
+@row
+def another_type(setting: Setting) -> Numbers:
+    """moving to another element type: `model.float()`, `model.half()`"""
+    model = setting.net().float()
+    (x, y), *_ = setting.batches()
+    F.cross_entropy(model(x.float()), y).backward()
+    return {name.replace("state.", "rough."): value for name, value in whole(model).items()}

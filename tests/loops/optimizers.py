@@ -1,0 +1,120 @@
+"""Rows about optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from tests.loops.row import Numbers, row, train
+from tests.loops.setting import Net, Setting, whole
+
+
+@row
+def sgd(setting: Setting) -> Numbers:
+    """SGD with momentum"""
+    return train(setting, setting.net())
+
+
+@row
+def adamw_foreach(setting: Setting) -> Numbers:
+    """AdamW, also `foreach=True`"""
+    model = setting.net()
+    return train(setting, model, AdamW(model.parameters(), lr=1e-2, foreach=True))
+
+
+@row
+def adamw_fused(setting: Setting) -> Numbers:
+    """AdamW with `fused=True`"""
+    model = setting.net()
+    return train(setting, model, AdamW(model.parameters(), lr=1e-2, fused=True))
+
+
+@row
+def several_optimizers(setting: Setting) -> Numbers:
+    """Adagrad, RMSprop, NAdam and the other element-wise ones of torch.optim"""
+    numbers: dict[str, Any] = {}
+    for kind in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam):
+        model = setting.net()
+        made = train(setting, model, kind(model.parameters(), lr=1e-2))
+        numbers |= {f"{name}.{kind.__name__}": value for name, value in made.items()}
+    return numbers
+
+
+@row
+def parameter_groups(setting: Setting) -> Numbers:
+    """parameter groups by name, no weight decay for biases and norms"""
+    model = setting.net()
+    plain = [p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name]
+    others = [p for name, p in model.named_parameters() if not (name.endswith("bias") or "norm" in name)]
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1, "lr": 0.05}]
+    return train(setting, model, AdamW(groups, lr=1e-2))
+
+
+@row
+def adafactor(setting: Setting) -> Numbers:
+    """Adafactor"""
+    model = setting.net()
+    return train(setting, model, torch.optim.Adafactor(model.parameters(), lr=1e-2))
+
+
+@row
+def muon(setting: Setting) -> Numbers:
+    """Muon"""
+    model = setting.net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return train(setting, model, torch.optim.Muon(matrices, lr=1e-2))
+
+
+@row
+def lbfgs(setting: Setting) -> Numbers:
+    """LBFGS"""
+    model = setting.net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    (x, y), *_ = setting.batches()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(model(x), y)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return whole(model)
+
+
+@row
+def optimizer_of_before(setting: Setting) -> Numbers:
+    """an optimizer built before the model is made parallel"""
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return train(setting, setting.parallel(model), optimizer)
+
+
+@row
+def schedulers(setting: Setting) -> Numbers:
+    """learning-rate schedulers, warm-up"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=5)
+    return train(setting, model, optimizer, after=lambda _: schedule.step())
+
+
+@row
+def optimizer_in_hooks(setting: Setting) -> Numbers:
+    """an optimizer that steps in `register_post_accumulate_grad_hook`"""
+    model = setting.net()
+    optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(p: nn.Parameter) -> None:
+        optimizers[p].step()
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    for x, y in setting.batches():
+        F.cross_entropy(model(x), y).backward()
+    return whole(model)

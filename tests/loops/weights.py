@@ -1,0 +1,150 @@
+"""Rows about values: averages of weights, files, state dicts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import SGD, AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.loops.row import Numbers, row, train
+from tests.loops.setting import Net, Setting, whole
+
+
+@row
+def ema(setting: Setting) -> Numbers:
+    """an average of weights: `AveragedModel`, EMA"""
+    model = setting.net()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    numbers = train(setting, model, after=lambda _: averaged.update_parameters(model))
+    (x, _), *_ = setting.batches()
+    averaged.eval()
+    with torch.no_grad():
+        return {**numbers, "rows.averaged": averaged(x)}
+
+
+@row
+def ema_by_hand(setting: Setting) -> Numbers:
+    """an average of weights kept by hand, from `state_dict()`"""
+    model = setting.net()
+    average = copy.deepcopy(model.state_dict())
+
+    def update(_: int) -> None:
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                average[name].lerp_(value, 0.5)
+
+    train(setting, model, after=update)
+    model.load_state_dict(average)
+    return whole(model)
+
+
+@row
+def copies(setting: Setting) -> Numbers:
+    """`copy.deepcopy` of the model; a teacher for distillation"""
+    model = setting.net()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            soft = teacher(x)
+        out = model(x)
+        (F.cross_entropy(out, y) + F.mse_loss(out, soft)).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def save_and_load(setting: Setting) -> Numbers:
+    """`layerwise.save`, `torch.save` of `full_state_dict()`, and loading into a plain model"""
+    model = setting.net()
+    train(setting, model)
+    full = getattr(model, "full_state_dict", model.state_dict)()
+    file = io.BytesIO()
+    torch.save(full, file)
+    file.seek(0)
+    plain = Net(seed=9)
+    plain.load_state_dict(torch.load(file, weights_only=True))
+    return whole(plain)
+
+
+@row
+def torch_save(setting: Setting) -> Numbers:
+    """`torch.save(model.state_dict())` and `load_state_dict` on the same ranks"""
+    model = setting.net()
+    train(setting, model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = setting.net(seed=9)
+    again.load_state_dict(torch.load(file, weights_only=False))
+    return whole(again)
+
+
+@row
+def dcp_resume(setting: Setting) -> Numbers:
+    """`torch.distributed.checkpoint` of model and optimizer, and going on from it"""
+    model = setting.net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(setting, model, optimizer)
+    folder = shared_folder(setting)
+    kept, state = get_state_dict(model, optimizer)
+    dcp.save({"model": kept, "optimizer": state}, checkpoint_id=folder)
+    again = setting.net(seed=9)
+    fresh = AdamW(again.parameters(), lr=1e-2)
+    kept, state = get_state_dict(again, fresh)
+    both = {"model": kept, "optimizer": state}
+    dcp.load(both, checkpoint_id=folder)
+    set_state_dict(again, fresh, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    return train(setting, again, fresh)
+
+
+@row
+def full_model_state(setting: Setting) -> Numbers:
+    """`get_model_state_dict(full_state_dict=True)`, `set_model_state_dict`"""
+    model = setting.net()
+    train(setting, model)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    again = setting.net(seed=9)
+    set_model_state_dict(again, full, options=StateDictOptions(full_state_dict=True))
+    return whole(again)
+
+
+@row
+def optimizer_state(setting: Setting) -> Numbers:
+    """`optimizer.state_dict()` and `load_state_dict` on the same ranks"""
+    model = setting.net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(setting, model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    fresh = AdamW(model.parameters(), lr=1e-2)
+    fresh.load_state_dict(state)
+    return train(setting, model, fresh)
+
+
+@row
+def pickled(setting: Setting) -> Numbers:
+    """pickling the model"""
+    model = setting.net()
+    return whole(pickle.loads(pickle.dumps(model)))
+
+
+def shared_folder(setting: Setting) -> str:
+    """The same on all ranks."""
+    if setting.comm is None:
+        return tempfile.mkdtemp()
+    return setting.comm.broadcast_text(tempfile.mkdtemp() if setting.rank == 0 else "")

@@ -1,0 +1,227 @@
+"""A model that several ranks run as it was written: a loop's numbers are one device's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network
+from layerwise.ops.base import Role
+from layerwise.run.load import load
+from layerwise.run.module import LayeredModule
+from layerwise.run.own.module import OwnModule
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.trace import Trace
+from tests.comm.thread import run_threads
+from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
+from tests.run.plans import difference
+from tests.run.small_modules import equal, gradients, on_ranks, plan_of, refused, traced
+
+
+def trained(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in IMAGES:
+        optimizer.zero_grad()
+        loss(model(share(x))).backward()
+        optimizer.step()
+    return state_and_gradients(model)
+
+
+def test_training_is_one_devices() -> None:
+    same_on_ranks(trained, ranks=(2, 3, 4))  # 4 have unequal numbers of samples
+
+
+def test_the_numbers_are_those_of_the_layers() -> None:
+    """Dropout draws the same, batch norm has the same statistics."""
+    _, network = net()
+    single = trained(alone(), lambda x: x)
+
+    def layered(made: ParallelModule) -> dict[str, Tensor]:
+        assert isinstance(made, LayeredModule)
+        trained(made, lambda x: x[made.share()])
+        return made.full_state_dict()
+
+    for degrees in ({"h": 2}, {"c": 2}):
+        for one in on_ranks(network, layered, 2, plan_of(network, 2, degrees)):
+            for name, value in one.items():
+                assert difference(value, single[f"state {name}"]) <= 1e-9, name
+
+
+def test_parts_of_the_model_called_alone_are_refused() -> None:
+    def act(made: ParallelModule) -> None:
+        made.head(torch.full((2, 4), float(made.comm.rank + 1), dtype=torch.float64)).sum().backward()
+
+    for text in refused(net()[1], act):
+        assert "was given a gradient that is another one on every rank" in text
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_checkpointing(around: bool) -> None:
+    """Dropout draws again what it drew, also where the backward passes come later."""
+
+    class Inside(Net):
+        def features(self, x: Tensor) -> Tensor:
+            made: Tensor = checkpoint(super().features, x, use_reentrant=False)
+            return made
+
+    @cache
+    def case() -> tuple[nn.Module, Network]:
+        torch.manual_seed(0)
+        module = (Net if around else Inside)().double()
+        return module, traced(module, IMAGES[0])
+
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        call = (lambda x: checkpoint(model, x, use_reentrant=False)) if around else model
+        first, second = loss(call(share(IMAGES[0]))), loss(call(share(IMAGES[1])))
+        first.backward()
+        second.backward()
+        return {name: value for name, value in state_and_gradients(model).items() if name.startswith("gradient")}
+
+    same_on_ranks(loop, case)
+    checked, unchecked = loop(alone(case), lambda x: x), alone(net)
+    first, second = loss(unchecked(IMAGES[0])), loss(unchecked(IMAGES[1]))
+    first.backward()
+    second.backward()
+    equal({name: checked[f"gradient {name}"] for name, _ in unchecked.named_parameters()}, gradients(unchecked))
+
+
+def test_averages_of_weights() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        averaged, optimizer = AveragedModel(model), torch.optim.SGD(model.parameters(), 0.1)
+        for x in IMAGES:
+            optimizer.zero_grad()
+            loss(model(share(x))).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        averaged.eval()
+        with torch.no_grad():
+            own = averaged(share(IMAGES[0]))[0]
+        return {"own outputs": own} | averaged.module.state_dict()
+
+    same_on_ranks(loop)
+
+
+def test_autocast_around_and_a_scaler() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in IMAGES:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                made = loss(model(share(x)))
+            scaler.scale(made).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return {"weights": model.head.weight.detach()}
+
+    single = loop(alone(calm), lambda x: x)
+    for one in on_ranks(calm()[1], lambda made: loop(made, lambda x: x[made.share()]), 2):
+        assert difference(one["weights"], single["weights"]) <= 0.02
+
+
+def test_uneven_batches_are_said() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        x = torch.cat([IMAGES[0], IMAGES[1][:1]])
+        out = model(share(x), batch=len(x)) if isinstance(model, ParallelModule) else model(x)
+        loss(out).backward()
+        return {"own": out[0].detach()} | state_and_gradients(model)
+
+    same_on_ranks(loop)
+    for text in refused(net()[1], lambda made: made(IMAGES[0][: 1 + made.comm.rank])):
+        assert "give module(..., batch=B) the number of samples of all ranks" in text
+
+
+def test_other_sizes_and_evaluation() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        x = torch.randn(6, 3, 9, 7, generator=torch.Generator().manual_seed(5)).double()
+        loss(model(share(x))).backward()
+        model.eval()
+        with torch.no_grad():
+            out = model(share(IMAGES[1]))
+        return {"own": out[0]} | state_and_gradients(model)
+
+    same_on_ranks(loop)
+
+
+def test_running_statistics_of_frozen_batch_norms_stay() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        model.norm.eval()
+        loss(model(share(IMAGES[0]))).backward()
+        return state_and_gradients(model)
+
+    same_on_ranks(loop)
+
+
+def test_a_step_that_failed_leaves_no_trace() -> None:
+    def loop(model: nn.Module, share: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        loss(model(share(IMAGES[0]))).backward()
+        out = model(share(IMAGES[1]))
+
+        def fails(_: Tensor) -> None:
+            raise KeyError
+
+        made = loss(out)
+        out[0].register_hook(fails)
+        with pytest.raises(KeyError):
+            made.backward()
+        model.zero_grad()
+        loss(model(share(IMAGES[2]))).backward()
+        return state_and_gradients(model)
+
+    same_on_ranks(loop)
+
+
+def test_what_several_ranks_cannot() -> None:
+    for act, message in (
+        (pickle.dumps, "cannot be pickled"),
+        (torch.compile, "torch.compile of the parallel module is not supported on several ranks"),
+        (lambda made: made.compile(), "torch.compile of the parallel module is not supported on several ranks"),
+        (lambda made: made.load_state_dict(made.state_dict(), assign=True), "would replace parameters"),
+    ):
+        for text in refused(net()[1], act):
+            assert message in text
+
+
+def test_the_original_is_as_before_when_it_is_let_go() -> None:
+    def act(comm: Any) -> bool:
+        module = copy.deepcopy(net()[0])
+        made = load(plan_of(net()[1], comm.size), module, comm=comm, dtype=torch.float64, example_inputs=(IMAGES[0],))
+        assert isinstance(made, OwnModule)
+        loss(made(IMAGES[0][made.share()])).backward()
+        made.release()
+        loss(module(IMAGES[0])).backward()
+        return not any("forward" in m.__dict__ for m in module.modules())
+
+    assert all(run_threads(2, act))
+
+
+def test_a_trace_has_a_span_a_layer_and_pass() -> None:
+    def act(made: ParallelModule) -> tuple[list[str], list[str]]:
+        trace = made.trace = Trace()
+        for x in IMAGES[:2]:
+            loss(made(x[made.share()])).backward()
+        made.trace = None
+        assert not made.conv._forward_hooks
+        assert not made.conv._forward_pre_hooks
+        spans = trace.spans()
+        assert all(span.end_s >= span.start_s for span in spans)
+        return sorted({span.name for span in spans if span.category == "compute"}), [span.name for span in spans]
+
+    for size in (1, 2):
+        for names, spans in on_ranks(net()[1], act, size):
+            layers = {layer.name for layer in fuse(net()[1].graph).layers if layer.role is Role.COMPUTE}
+            modules = layers & {name for name, _ in net()[0].named_modules()}
+            assert {"conv", "left", "right", "head"} <= modules
+            assert set(names) == modules | {f"{name} (backward)" for name in modules}
+            assert spans.count("conv") == spans.count("conv (backward)") == 2
+            assert ("waiting for gradients" in spans) == (size > 1)
