@@ -1,6 +1,7 @@
 """How the tests are run: hypothesis's settings, and in which order files are given to several workers."""
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,10 @@ from layerwise.importers.load import Network
 settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Processes that tests start share the bytecode of what they import, also where the environment says to write none.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,6 +40,15 @@ def _traced_once() -> Iterator[None]:
     load._built_in = of_batch
     yield
     load._built_in = built_in
+
+
+@pytest.fixture
+def models_traced_once() -> Iterator[None]:
+    """See tests.traces."""
+    from tests.traces import once
+
+    with once():
+        yield
 
 
 # The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).

@@ -20,6 +20,7 @@ from layerwise.ops.base import Role
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from layerwise.importers.torch.build import Stored
     from layerwise.importers.torch.structure import Structure
 
 HELP = (
@@ -122,15 +123,9 @@ def network_of(
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
     import torch
 
-    from layerwise.importers.batches import import_for_batches
     from layerwise.importers.torch.constants import Missing
-    from layerwise.importers.torch.from_torch import import_module
 
-    with calls_of(module) as called:
-        if trusted:
-            graph, stored, structure = import_module(module, tuple(examples), name=name)
-        else:
-            graph, stored, structure = import_for_batches(module, examples, name)
+    graph, stored, structure, called = traced(module, examples, name, trusted)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -144,9 +139,20 @@ def network_of(
     known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    return Network(
-        graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module, frozenset(called)
-    )
+    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module, called)
+
+
+def traced(
+    module: nn.Module, examples: Sequence[object], name: str, trusted: bool
+) -> tuple[LayerGraph, Stored, Structure | None, frozenset[str]]:
+    """What the module's code makes of the examples; no values but constants. Also the paths of `Network.called`."""
+    from layerwise.importers.batches import import_for_batches
+    from layerwise.importers.torch.from_torch import import_module
+
+    with calls_of(module) as called:
+        if trusted:
+            return *import_module(module, tuple(examples), name=name), frozenset(called)
+        return *import_for_batches(module, examples, name), frozenset(called)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from tests.api.script import BATCH, SEED, data, network
+from tests.traces import once
 
 
 def loop_over_loaders(
@@ -50,6 +51,7 @@ def _steps(model: nn.Module, loader: Any, optimizer: Any, seen: list[Any], losse
         yield
 
 
+@once()
 def left_early(comm: Comm) -> tuple[Tensor, Tensor]:
     """A loop over held-out samples is left early; then each rank evaluates samples of its own."""
     x = data().tensors[0]
@@ -63,6 +65,7 @@ def left_early(comm: Comm) -> tuple[Tensor, Tensor]:
         return first, model(x[comm.rank * BATCH : (comm.rank + 1) * BATCH])
 
 
+@once()
 def nested(comm: Comm) -> tuple[bool, Tensor, Tensor]:
     """Loops over a loader within loops over it and others; outputs of this rank's share of the last batch of 5."""
     dataset = data(BATCH + 5)
@@ -91,6 +94,7 @@ class _Losses(nn.Module):
         return F.mse_loss(out, torch.zeros_like(out))
 
 
+@once()
 def evaluated(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
     """A loss that the model makes; rows by pixel; running statistics: of this run and of PyTorch."""
     found, wanted = [], []
@@ -114,6 +118,7 @@ def evaluated(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
     return found, wanted
 
 
+@once()
 def few(comm: Comm) -> tuple[list[int], list[int]]:
     """Fewer samples a batch than ranks: samples of each batch that was trained on, and evaluated."""
     net = network()[5:]

@@ -26,6 +26,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.measure.links import timing
 from tests.api.script import BATCH, SEED, data, network
+from tests.traces import once
 
 
 def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[float], dict[str, Tensor], dict, bool]:
@@ -52,6 +53,7 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     return losses, whole, {name: dict(c.degrees) for name, c in model.plan.strategy.items()}, back
 
 
+@once()
 def refused(comm: Comm, how: dict[str, Any]) -> str:
     """The message of the LayerwiseError."""
     try:
@@ -61,6 +63,7 @@ def refused(comm: Comm, how: dict[str, Any]) -> str:
     raise AssertionError("not refused")
 
 
+@once()
 def fitted(comm: Comm, count: int, how: dict[str, Any]) -> tuple[list[Epoch], dict[str, Tensor]]:
     """`fit` on `count` samples, with the last six held out."""
     x, y = data(count).tensors
@@ -71,6 +74,7 @@ def fitted(comm: Comm, count: int, how: dict[str, Any]) -> tuple[list[Epoch], di
     return made.history, model.state_dict()
 
 
+@once()
 def fitted_in_part(comm: Comm) -> dict[str, Tensor]:
     """An optimizer over a layer that is on one device: the other rank has nothing of it."""
     model = network()
@@ -99,16 +103,19 @@ def whole_batch(comm: Comm) -> str:
     return model.io
 
 
+@once()
 def plan_text(comm: Comm) -> str:
     """A plan for these ranks."""
     return parallelize(network(), data().tensors[0][:4], comm=comm, verbose=False, measure_s=0).plan.dumps()
 
 
+@once()
 def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
     """The ranks are given different values of an argument."""
     return refused(comm, {name: values[comm.rank]})
 
 
+@once()
 def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
     """What `fit` says of an optimizer; "" where it trains."""
     try:
@@ -119,6 +126,7 @@ def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
     return ""
 
 
+@once()
 def too_few(comm: Comm) -> str:
     """One sample for two ranks."""
     try:
@@ -128,6 +136,7 @@ def too_few(comm: Comm) -> str:
     raise AssertionError("not refused")
 
 
+@once()
 def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of the user's own over a split data set, whose last batch is short."""
     dataset = data(count)
@@ -146,6 +155,7 @@ def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tens
     return losses, model.full_state_dict()
 
 
+@once()
 def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
     """A loop that knows nothing of it: whether each step changed the parameters, and the state at the end."""
     dataset = data(4 * BATCH)
@@ -171,6 +181,7 @@ def smooth() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).double()
 
 
+@once()
 def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
     """What "auto" finds."""
     example = data().tensors[0][: BATCH // comm.size]
@@ -206,6 +217,7 @@ def words(count: int = 4) -> dict[str, Tensor]:
     return {name: torch.randint(0, 11, (count, 6), generator=draw) for name in ("labels", "input_ids")}
 
 
+@once()
 def by_names(comm: Comm, how: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """One step of a model that is called by names: this rank's loss, the whole state."""
     whole = words()
@@ -283,11 +295,13 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     raise AssertionError("a mesh of two dimensions was taken")
 
 
+@once()
 def on_some_ranks(comm: Comm) -> str:
     """A process group of rank 0 alone."""
     return refused(comm, {"device_mesh": torch.distributed.new_group([0])})
 
 
+@once()
 def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     """One step of the head: the whole loss, bytes of gradients that this rank sent, the whole state."""
     x, y = data(BATCH).tensors
@@ -304,6 +318,7 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     return whole, sent, model.full_state_dict()
 
 
+@once()
 def saved(comm: Comm, path: str) -> tuple[dict[str, Tensor], str]:
     """The whole state; it is saved, and not where that is impossible."""
     model = parallelize(network(), data().tensors[0][:4], comm=comm, strategy="model", verbose=False, measure_s=0)

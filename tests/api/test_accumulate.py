@@ -11,6 +11,8 @@ from tests.api.script import BATCH, data
 from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 def test_every_second_step_is_that_of_twice_the_batch() -> None:
     model = smooth()

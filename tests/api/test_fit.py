@@ -17,6 +17,8 @@ from tests.api.script import data, network
 from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 QUIET = {"progress": False, "verbose": False, "measure_s": 0}
 
 

@@ -8,6 +8,8 @@ import layerwise
 from layerwise.errors import LayerwiseError
 from tests.api.script import Layered, data, network
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 X, Y = data().tensors[0][:4], data().tensors[1][:4]
 QUIET = {"verbose": False, "measure_s": 0}
 

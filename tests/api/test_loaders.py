@@ -27,6 +27,8 @@ from tests.api.test_fit import Stream
 from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 COUNT = 2 * BATCH + 5
 
 
