@@ -65,10 +65,10 @@ def network(name: str) -> Network:
     case, known = CASES[name], {f"{key}-like": made for key, made in (SMALL | LIKE).items()}
     torch.manual_seed(0)
     if name in known:
-        return network_of(known[name].build(), (torch.empty(2, *known[name].input_shape),), case.batch, name)
-    return network_of(
-        find(name.partition(",")[0]).build(**case.options), (torch.empty(2, *case.shape),), case.batch, name
-    )
+        module, shape = known[name].build(), known[name].input_shape
+    else:
+        module, shape = find(name.partition(",")[0]).build(**case.options), case.shape
+    return network_of(module, (torch.empty(2, *shape),), case.batch, name, trusted=True)
 
 
 def cpus(ranks: int) -> DeviceGraph:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.checkpoint import latest, load, save, storage
@@ -20,6 +20,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.export import export
 from tests.checkpoint.runs import OPTIMIZERS, alone, refused, saved, train
+from tests.examples import examples
 from tests.run.cut_modules import CutModule, cutting, tensors
 
 
@@ -35,7 +36,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "cannot be read: Not a directory" in refused(tmp_path / "file")
 
 
-@settings(max_examples=60)
+@examples(40)
 @given(st.data())
 def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A bit flipped, bytes cut off or added, in any file."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,10 +22,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from tests.checkpoint.runs import OPTIMIZERS, UNTRAINED, alone, equal, gradients, resumed, saved, train, trained
+from tests.examples import examples
 from tests.run.cut_modules import assembled, tensors
 
 
-@settings(max_examples=40)
+@examples(25)
 @given(
     ranks=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     seeds=st.tuples(st.integers(0, 2**20), st.integers(0, 2**20)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -29,6 +29,7 @@ from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.cost.test_price import NETWORKS, random_strategy
+from tests.examples import examples
 
 # ---- storages --------------------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def test_a_storage_lives_while_anybody_holds_it() -> None:
 
 
 @given(NETWORKS, st.data())
-@settings(max_examples=80)
+@examples(30)
 def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.DataObject) -> None:
     """Boxes that are needed, received and sent, of every device."""
     model = CostModel(network, brute.machine((2, 6)))
@@ -147,7 +148,7 @@ def test_adam_on_a_cpu_goes_parameter_by_parameter() -> None:
 
 
 @given(NETWORKS, st.sampled_from(["sample", "free"]), st.sampled_from(list(OPTIMIZERS)), st.data())
-@settings(max_examples=80)
+@examples(30)
 def test_every_device_has_room_for_what_it_keeps(
     network: LayerGraph, io: str, optimizer: str, data: st.DataObject
 ) -> None:
@@ -171,7 +172,7 @@ def test_every_device_has_room_for_what_it_keeps(
 
 
 @given(NETWORKS, st.data())
-@settings(max_examples=40)
+@examples(30)
 def test_an_optimizers_state_comes_on_top(network: LayerGraph, data: st.DataObject) -> None:
     """Momentum is there through all of the step, and takes nothing else."""
     machine = brute.machine((2, 6))

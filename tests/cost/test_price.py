@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -25,6 +25,7 @@ from layerwise.ops.view import Reshape
 from layerwise.search.baselines import baseline
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 
@@ -97,7 +98,7 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=100)
+@examples(30)
 def test_bytes_are_those_of_every_element(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Law 7 for the predicted side, also where the cells are of different sizes."""
     model = CostModel(network, graph)
@@ -193,7 +194,7 @@ def test_every_device_makes_its_own_constants() -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(30)
 def test_a_price_is_the_sum_of_the_tables(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     """Whatever else is in the tables, and whichever way the links and the gradients are priced."""
     options = CostOptions(
@@ -273,7 +274,7 @@ def test_a_tied_parameter_is_held_once_and_updated_once() -> None:
 
 
 @given(NETWORKS, st.data())
-@settings(max_examples=50)
+@examples(30)
 def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) -> None:
     """Parameters with their gradients, what the layer makes, and what it gathers from others: of each device."""
     model = CostModel(network, brute.machine((2, 6)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -23,6 +23,7 @@ from layerwise.ops.norm import BatchNorm
 from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 FREE = CostOptions(io="free")
@@ -48,7 +49,7 @@ def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
 
 
 @given(NETWORKS)
-@settings(max_examples=40)
+@examples(25)
 def test_on_one_device_a_step_is_its_computation(network: LayerGraph) -> None:
     model = CostModel(network, brute.machine((1,)))
     strategy = complete(model, {layer.name: Config() for layer in network.layers if layer.op.kind != "input"})
@@ -62,7 +63,7 @@ def test_on_one_device_a_step_is_its_computation(network: LayerGraph) -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(30)
 def test_a_step_is_no_shorter_than_any_device_computes(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -88,7 +89,7 @@ def test_a_step_is_no_shorter_than_any_device_computes(
 
 
 @given(st.lists(st.integers(1, 6000), min_size=2, max_size=6), brute.machines(), st.integers(1, 1000))
-@settings(max_examples=100)
+@examples(40)
 def test_data_parallelism_is_no_slower_than_its_additive_price(
     widths: list[int], graph: DeviceGraph, slow: int
 ) -> None:

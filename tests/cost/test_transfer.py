@@ -7,7 +7,7 @@ from math import isclose
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -23,8 +23,9 @@ from layerwise.partition.edge import Edge
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
-MANY, SOME = settings(max_examples=200), settings(max_examples=70)  # 740 cases in all, of several edges each
+MANY, SOME = examples(100), examples(30)  # 360 cases in all, of several edges each
 
 
 def check(found: Traffic, table: brute.Table, item_bytes: int, graph: DeviceGraph) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -18,6 +18,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, Overlap
 from tests.cost import brute, networks
 from tests.cost.test_timeline import linear
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.branches()
 FAR = 1e12  # bytes, beyond any here
@@ -55,7 +56,7 @@ def costs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
 
 
 @given(NETWORKS, brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(25)
 def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
@@ -63,7 +64,7 @@ def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
 
 
 @given(NETWORKS, st.sampled_from([(4,), (6,)]), st.data())
-@settings(max_examples=60)
+@examples(25)
 def test_a_measured_line_is_the_analytic_one(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     graph = brute.machine(sizes)
     plain, measured = CostModel(network, graph), CostModel(network, as_stated(graph))

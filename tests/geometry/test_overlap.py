@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.geometry import AxisMap, Box, Grid, identity, interval_overlap, pieces, scaled, whole, window
+from tests.examples import examples
 from tests.geometry.shapes import grids, owners
 
 Positions = Callable[[int], range]  # positions of the input that one position of the output needs, by definition
@@ -75,7 +76,7 @@ def hull(needs: Positions, lo: int, hi: int, extent: int) -> list[int]:
     return list(range(max(min(read), 0), min(max(read) + 1, extent))) if read else []
 
 
-@settings(max_examples=1000)
+@examples(400)
 @given(transfers())
 def test_transfers_are_the_elements_counted(case: tuple[Grid, Grid, tuple[AxisMap, ...], list[Positions]]) -> None:
     producer, consumer, maps, needs = case

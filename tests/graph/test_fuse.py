@@ -10,7 +10,7 @@ from collections.abc import Callable
 import networkx as nx
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -25,6 +25,7 @@ from layerwise.ops.pointwise import Binary, Dropout, Unary
 from layerwise.ops.view import Expand, Permute, Reshape
 from layerwise.search.eliminate import eliminate
 from layerwise.tensor import TensorSpec
+from tests.examples import examples
 from tests.importers.evaluate import evaluate
 from tests.importers.networks import Net, chain, crossing, dense, inception, networks, residual
 
@@ -44,7 +45,7 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=seeded, dtype=torch.float64)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(networks())
 def test_the_function_and_the_parameters_stay(graph: LayerGraph) -> None:
     assert_same(graph)
@@ -64,7 +65,7 @@ def _parameters(graph: LayerGraph) -> list[str]:
     return [name for layer in graph.layers for name, _ in layer.own_parameters()]
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(networks())
 def test_layers_stay_in_topological_order_and_nothing_can_be_fused_again(graph: LayerGraph) -> None:
     fused, seen = fuse(graph), set[str]()
@@ -74,7 +75,7 @@ def test_layers_stay_in_topological_order_and_nothing_can_be_fused_again(graph: 
     assert fuse(fused) == fused
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(networks())
 def test_the_batch_may_be_changed_before_or_after(graph: LayerGraph) -> None:
     before, after = fuse(graph.rebatch(6)), fuse(graph).rebatch(6)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load, save
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
 from layerwise.machine.schema import parse, write
+from tests.examples import examples
 
 seconds = st.floats(0, 1e3).map(lambda x: float(f"{x:.5g}"))
 works = st.builds(Work, seconds, seconds, seconds)
@@ -44,7 +45,7 @@ ONE = LayerTimes(
 
 
 @given(st.lists(sets, max_size=3, unique_by=lambda one: one.conditions))
-@settings(max_examples=60)
+@examples(30)
 def test_any_times_round_trip(layers: list[LayerTimes]) -> None:
     profile = replace(load("cpu"), layers=tuple(layers))
     assert parse(write(profile), "x.json") == profile

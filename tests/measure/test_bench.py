@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,13 +22,14 @@ from layerwise.measure.layers.step import LossBench, UpdateBench
 from layerwise.ops.conv import Conv
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 NETWORKS = networks.windows() | networks.views() | networks.branches() | networks.sequences()
 CPU = Mode(torch.device("cpu"), torch.float32)
 
 
 @given(NETWORKS, st.sampled_from([(1,), (2,), (4,), (2, 6)]), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(25)
 def test_every_cell_runs(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
     model = CostModel(network, brute.machine(sizes))
     configs = {

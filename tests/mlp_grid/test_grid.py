@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
@@ -17,6 +17,7 @@ from layerwise.mlp_grid.grid import ProcessGrid, grid_plan, grid_strategy, grids
 from layerwise.ops.linear import Linear
 from layerwise.ops.pointwise import Unary
 from layerwise.tensor import TensorSpec
+from tests.examples import examples
 from tests.importers.networks import Net, chain
 
 
@@ -36,7 +37,7 @@ def model_of(graph: LayerGraph, processes: int, per_node: int = 2, profile: str 
     return CostModel(graph, load(profile).device_graph(processes, min(processes, per_node)), options)
 
 
-@settings(max_examples=25)
+@examples(15)
 @given(
     st.lists(st.integers(1, 300), min_size=2, max_size=5),
     st.integers(1, 64),

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -21,6 +21,7 @@ from layerwise.machine import LinkLevel, Profile, load
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import Wishes
+from tests.examples import examples
 
 ALONE = [f.name for f in fields(Phases) if f.name.endswith("_s") and f.name not in ("gather_s", "reduce_s")]
 
@@ -54,7 +55,7 @@ def answers(graph: LayerGraph, machine: Profile, name: str, devices: int, batch:
     return found
 
 
-@settings(max_examples=25)
+@examples(20)
 @given(
     name=st.sampled_from(["serial", "data", "spatial", "filter", "channel", "pipeline", "df", "ds"]),
     channels=st.sampled_from([(8, 16), (24, 8, 16)]),

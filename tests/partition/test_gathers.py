@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -22,6 +22,7 @@ from layerwise.partition.gathers import are_gathers
 from layerwise.partition.transfer import transfer
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.examples import examples
 
 EDGE = ("first", "second", 0)
 
@@ -41,7 +42,7 @@ def patterns(network: LayerGraph, edge: tuple[str, str, int], u: Config, v: Conf
 
 
 @given(st.one_of(networks.windows(), networks.views(), networks.sequences()), brute.machines(), st.data())
-@settings(max_examples=100)
+@examples(40)
 def test_as_the_runtime_decides(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     model = CostModel(network, graph)
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count, 4)) for layer in network.layers}
@@ -123,7 +124,7 @@ def test_as_measured() -> None:
 
 
 @given(networks.windows(), brute.machines(), st.data())
-@settings(max_examples=60)
+@examples(30)
 def test_some_devices_give_a_lower_bound(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     model = CostModel(network, replace(graph, collectives=True))
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count, 4)) for layer in network.layers}

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config
@@ -15,10 +15,11 @@ from layerwise.ops.base import Dim, Space
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute
+from tests.examples import examples
 
 
 @given(brute.spaces(), st.integers(1, 12), st.data())
-@settings(max_examples=200)
+@examples(100)
 def test_layouts_put_each_cell_on_one_device(where: Space, devices: int, data: st.DataObject) -> None:
     """As the definition says, device by device; computed and owned cells."""
     configs = data.draw(brute.configs(where, devices, most=5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -22,9 +24,14 @@ CASES = [
 ]
 
 
+@cache
+def of_case(name: str, plan: str, optimizer: str, ranks: int) -> tuple[float, float]:
+    return compared(name, plan, optimizer, ranks, CPU)
+
+
 @pytest.mark.parametrize(("name", "plan", "optimizer", "ranks"), CASES)
 def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int) -> None:
-    predicted, measured = compared(name, plan, optimizer, ranks, CPU)
+    predicted, measured = of_case(name, plan, optimizer, ranks)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
@@ -34,4 +41,4 @@ def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int
 def test_memory_in_mixed_precision(name: str, plan: str, ranks: int) -> None:
     predicted, measured = compared(name, plan, "sgd", ranks, CPU, "bf16")
     assert predicted == pytest.approx(measured, rel=0.05)
-    assert predicted < 0.9 * compared(name, plan, "sgd", ranks, CPU)[0]
+    assert predicted < 0.9 * of_case(name, plan, "sgd", ranks)[0]

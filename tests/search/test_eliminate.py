@@ -7,7 +7,7 @@ from collections.abc import Callable
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -21,11 +21,12 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate, min_plus
 from layerwise.search.exhaustive import exhaustive
 from layerwise.search.find import configurations
+from tests.examples import examples
 from tests.importers.networks import chain, crossing, inception, residual
 from tests.search.tables import complete_tables, random_tables, tables
 
 
-@settings(max_examples=500)
+@examples(250)
 @given(random_tables())
 def test_it_equals_exhaustive_search(t: CostTables) -> None:
     found, best = eliminate(t), exhaustive(t)
@@ -36,7 +37,7 @@ def test_it_equals_exhaustive_search(t: CostTables) -> None:
     assert t.price(strategy) == pytest.approx(found.cost_s)
 
 
-@settings(max_examples=200)
+@examples(150)
 @given(random_tables(), st.integers(0, 2**32 - 1))
 def test_other_node_costs_may_take_the_place_of_the_tables(t: CostTables, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -44,7 +45,7 @@ def test_other_node_costs_may_take_the_place_of_the_tables(t: CostTables, seed: 
     assert eliminate(t, node=node).cost_s == pytest.approx(exhaustive(CostTables(t.configs, node, t.transfer)).cost_s)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(random_tables(nodes=9, most=2))
 def test_the_order_is_one_of_node_and_edge_eliminations_to_a_fixed_point(t: CostTables) -> None:
     """Replayed on a graph (the paper's algorithm 1): a digraph merges parallel edges by itself."""

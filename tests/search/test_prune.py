@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
@@ -22,6 +22,7 @@ from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations
 from layerwise.search.narrow import narrow, weighted
 from layerwise.search.prune import Keep, by_edge_cost, restrict
+from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables
 
@@ -36,7 +37,7 @@ def contained(t: CostTables, upper_s: float) -> Keep:
     return keep
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(random_tables(nodes=5, most=4), st.floats(0, 0.5))
 def test_whatever_is_part_of_a_strategy_within_the_bound_is_kept(t: CostTables, above: float) -> None:
     upper = eliminate(t).cost_s * (1 + above)
@@ -58,7 +59,7 @@ def test_what_has_lost_its_cheap_partner_goes_too() -> None:
     assert {name: k.tolist() for name, k in keep.items()} == {"a": [True, False, False], "b": [True, True, False]}
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(random_tables(nodes=5, most=4), st.integers(0, 4))
 def test_messages_bound_every_strategy_by_each_of_its_configurations(t: CostTables, sweeps: int) -> None:
     bounds = Messages(t.transfer, list(t.node)).bounds(t.node, sweeps)
