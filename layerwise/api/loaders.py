@@ -144,7 +144,7 @@ class Feeding:
         padded = mine.new_zeros((max(stop - start for start, stop in shares), *mine.shape[1:]))
         padded[: len(mine)] = mine
         every = padded.new_empty((module.comm.size, *padded.shape))
-        module.comm.all_gather(every, padded, tuple(range(module.comm.size)), "io", "outputs of an evaluation")
+        module.comm.all_gather(every, padded, tuple(range(module.comm.size)), "io", "outputs of an evaluation").wait()
         whole = mine.new_empty((size, *mine.shape[1:]))
         for rows, (start, stop) in zip(every, shares, strict=True):
             whole[start:stop] = rows[: stop - start]

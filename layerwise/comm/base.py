@@ -28,10 +28,19 @@ class CommError(LayerwiseError):
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """What is under way. It keeps its tensors; until it has ended, what is sent is not to be written to, what is
+    received not to be read.
+    """
 
     def wait(self) -> None:
-        """Returns when the result is in place (on a GPU: when work of the current stream will find it there)."""
+        """Returns when the result is in place (on a GPU: when work of the current stream will find it there).
+
+        A second call does nothing.
+        """
+
+
+class SumHandle(Handle, Protocol):
+    """A sum of gradients under way."""
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Calls it once when the network is done, waited for or not, from whatever thread.
@@ -43,10 +52,13 @@ class Handle(Protocol):
 class Comm(ABC):
     """One rank's end of the network.
 
-    Every rank calls the same operations of a group in the same order. A peer that is gone or does not answer within
-    the time-out is a CommError that names it. `sent` counts the payload handed over by this rank, in bytes: a message
-    counts once, at its sender; an all-reduce counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole
-    numbers with an exact sum (`all_reduce_bytes`).
+    Every rank starts the same operations of a group in the same order. They are under way until their handles are
+    waited for, in whatever order; one whose handle is given up, as an error came between, ends by itself. A peer that
+    is gone or does not answer within the time-out is a CommError that names it.
+
+    `sent` counts the payload handed over by this rank, in bytes: a message counts once, at its sender; an all-reduce
+    counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole numbers with an exact sum
+    (`all_reduce_bytes`).
 
     Traffic of kind "sync" has a stream of its own: it never waits for the other kinds, nor they for it.
     """
@@ -77,36 +89,36 @@ class Comm(ABC):
     @abstractmethod
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
-    ) -> None:
-        """Point-to-point messages, at most one to and one from a peer; returns when all have been sent and received.
+    ) -> Handle:
+        """Starts point-to-point messages, at most one to and one from a peer. It ends when all are sent and received.
 
         Tensors are contiguous; what is received is written into the given ones. Nothing travels where a tensor has no
         elements: both sides leave it out. `what` is for error messages.
         """
 
     @abstractmethod
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Writes (len(group), *mine.shape) into `out`: row i is what the i-th rank of the group brings.
 
         Counts len(group) - 1 times `mine`.
         """
 
     @abstractmethod
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Writes into `out` the sum over the group of row i of `parts` (len(group), *out.shape), for its i-th rank.
 
         Counts the rows of the others.
         """
 
     @abstractmethod
-    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Row i of `parts` goes to the i-th rank of the group; row i of `out` comes from it.
 
         Counts the rows of the others.
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
         """Starts to sum a contiguous tensor, in place, over a prepared group. Not to be touched until it has ended."""
 
     @abstractmethod
@@ -152,7 +164,7 @@ class Comm(ABC):
 
 
 class Done:
-    """The handle of a collective that has ended already."""
+    """The handle of what has ended already."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -160,6 +172,21 @@ class Done:
     def when_done(self, call: Callable[[], None]) -> None:
         """Now."""
         call()
+
+
+class Then:
+    """A handle whose wait ends with a call."""
+
+    def __init__(self, handle: Handle, call: Callable[[], None]) -> None:
+        self._handle, self._call = handle, call
+        self._ended = False
+
+    def wait(self) -> None:
+        """Once."""
+        if not self._ended:
+            self._handle.wait()
+            self._call()
+            self._ended = True
 
 
 def all_reduce_bytes(tensor: Tensor, members: int, index: int) -> int:

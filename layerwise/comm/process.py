@@ -5,7 +5,8 @@ waits for at once; the sums of gradients (kind "sync"), which run beside them; t
 
 gloo: all receives of an exchange are posted before its sends. Then both directions of a link are used at once, at 91 %
 of 1 Gb/s for 16 MB between 2 or 4 nodes, whole or in chunks; sends first give 44 to 56 %, and chunks of 64 KB to 1 MB
-cure that only in part (measured with torch 2.13 on the emulated cluster). So a message is one piece.
+cure that only in part (measured with torch 2.13 on the emulated cluster). So a message is one piece. The messages of a
+pair of ranks are numbered, in the order in which both start them: of several under way none is taken for another.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, SumHandle, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
 from layerwise.comm.messages import MessageComm
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 SLACK_S: Final = 5.0  # after the time-out, before the guard ends what torch has not
+NUMBERS: Final = 2**30  # then messages are numbered from 0 again
 LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
 
 Collective = Callable[..., "dist.Work | None"]
@@ -54,6 +56,8 @@ class ProcessComm(MessageComm):
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
+        self._numbers: Counter[tuple[bool, int]] = Counter()  # of messages so far: whether sent, and the peer
+        self._given_up: list[_UnderWay] = []  # nobody will wait for these
         self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
         watch.overdue = self._overdue
         self._texts = self._new_group(self._everyone, "gloo")
@@ -88,65 +92,73 @@ class ProcessComm(MessageComm):
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
-    ) -> None:
+    ) -> Handle:
         """gloo: one message a peer, receives first. NCCL: one batch."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
         if not sends and not receives:
-            return
+            return Done()
         assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), what
+        self._end_given_up()
         self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
         group = self._waited_for[self._everyone]
         if self.collectives:
             with self._during(what):
                 operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
                 operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sends]
-                for work in dist.batch_isend_irecv(operations):
-                    self._wait(work, what)
-            return
+                batch = [(f"in {what}", work) for work in dist.batch_isend_irecv(operations)]
+            return _UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)])
         landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
         leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
         works: list[tuple[str, dist.Work | None]] = []
         with self._during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
-                works.append((now[0], dist.irecv(tensor.detach(), peer, group)))
+                works.append((now[0], dist.irecv(tensor.detach(), peer, group, self._number(peer, sent=False))))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
-                works.append((now[0], dist.isend(tensor.detach(), peer, group)))
-            for now[0], running in works:
-                assert running is not None
-                running.wait()
-        for (_, tensor), arrived in zip(receives, landing, strict=True):
-            if arrived is not tensor:
-                tensor.detach().copy_(arrived)
+                works.append((now[0], dist.isend(tensor.detach(), peer, group, self._number(peer, sent=True))))
+        staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
+        return _UnderWay(self, what, works, [*landing, *leaving], staged)
 
-    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def _number(self, peer: int, *, sent: bool) -> int:
+        """Of the next message to or from a peer."""
+        self._numbers[sent, peer] += 1
+        return self._numbers[sent, peer] % NUMBERS
+
+    def _end_given_up(self) -> None:
+        """Waits for what an error has left under way. It ends: every rank has started it before what it starts now."""
+        while self._given_up:
+            self._given_up.pop().wait()
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not mine.numel():
             return super().all_gather(out, mine, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(mine)
-        self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
+        return self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().reduce_scatter(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(out)
-        self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, kind, what)
+        return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, kind, what)
 
-    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
         if not self.collectives or len(group) == 1 or not parts.numel():
             return super().all_to_all(out, parts, group, kind, what)
         self.sent[kind] += (len(group) - 1) * _bytes(parts) // len(group)
-        self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
+        return self._collective(dist.all_to_all_single, out, parts.contiguous(), group, kind, what)
 
-    def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> None:
+    def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+        self._end_given_up()
         with self._during(what):
-            self._wait(do(out, given, group=self._stream(kind)[group], async_op=True), what)
+            work = do(out, given, group=self._stream(kind)[group], async_op=True)
+        return _UnderWay(self, what, [(f"in {what}", work)], [out, given])
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
         """torch.distributed's, started here."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
@@ -156,8 +168,7 @@ class ProcessComm(MessageComm):
         with self._during(what):
             work = dist.all_reduce(staged, group=self._stream(kind)[group], async_op=True)
         assert work is not None
-        if self.collectives:
-            self._last = work, what, time.monotonic()
+        self._note(work, what)
         return _Running(self, work, tensor.detach(), staged, what)
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -208,11 +219,10 @@ class ProcessComm(MessageComm):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made
 
-    def _wait(self, work: dist.Work | None, what: str) -> None:
-        """With NCCL this returns at once: the GPU waits."""
-        assert work is not None
-        work.wait()
-        self._last = work, what, time.monotonic()
+    def _note(self, work: dist.Work | None, what: str) -> None:
+        """NCCL: it is started, or only the GPU waits for it."""
+        if self.collectives and work is not None:
+            self._last = work, what, time.monotonic()
 
     def _overdue(self) -> str:
         """What NCCL has not done within the time-out, though nobody waits for it on the CPU."""
@@ -240,14 +250,55 @@ class ProcessComm(MessageComm):
             self._watch.leave()
 
 
+class _UnderWay:
+    """Messages, or a collective: what each of the works does, the tensors, and those that are to be copied at the end.
+
+    Its tensors may not go before it has ended: so the Comm takes over what is given up.
+    """
+
+    def __init__(
+        self,
+        comm: ProcessComm,
+        what: str,
+        works: Sequence[tuple[str, dist.Work | None]],
+        tensors: Sequence[Tensor],
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self.comm, self.what, self.works, self.tensors, self.staged = comm, what, works, tensors, staged
+        for _, work in works:
+            comm._note(work, what)
+
+    def wait(self) -> None:
+        """Also brings what has arrived to where it belongs. With NCCL it returns at once: the GPU waits."""
+        if not self.works:
+            return
+        works, self.works = self.works, ()
+        with self.comm._during(self.what) as now:
+            for now[0], work in works:
+                assert work is not None
+                work.wait()
+                self.comm._note(work, self.what)
+        for into, arrived in self.staged:
+            into.detach().copy_(arrived)
+        self.tensors = self.staged = ()
+
+    def __del__(self) -> None:
+        if self.works:
+            self.comm._given_up.append(self)
+
+
 class _Running:
     """An all-reduce under way."""
 
     def __init__(self, comm: ProcessComm, work: dist.Work, tensor: Tensor, staged: Tensor, what: str) -> None:
         self.comm, self.work, self.tensor, self.staged, self.what = comm, work, tensor, staged, what
+        self.ended = False
 
     def wait(self) -> None:
         """Also brings the result to where it belongs."""
+        if self.ended:
+            return
+        self.ended = True
         with self.comm._during(self.what):
             self.work.wait()
         if self.staged.device != self.tensor.device:

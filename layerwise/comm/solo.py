@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Done, Group, Handle, Kind
+from layerwise.comm.base import Done, Group, Handle, Kind, SumHandle
 from layerwise.comm.messages import MessageComm
 
 
@@ -26,12 +26,13 @@ class SoloComm(MessageComm):
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
-    ) -> None:
+    ) -> Handle:
         """There is nobody to exchange with."""
         assert not sends, what
         assert not receives, what
+        return Done()
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
         """The sum of one is itself."""
         assert group == (0,), what
         return Done()

@@ -125,7 +125,7 @@ def ring(comm: Comm, steps: int = 10**6, at: Callable[[int], None] = lambda step
     for step in range(steps):
         comm.at(step, "ring")
         at(step)
-        comm.exchange([(right, there)], [(left, back)], "transfers", "ring")
+        comm.exchange([(right, there)], [(left, back)], "transfers", "ring").wait()
         time.sleep(0.01)
 
 
@@ -145,7 +145,23 @@ def cascade(comm: Comm) -> None:
     if comm.rank == 1:
         time.sleep(1.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    comm.exchange([], [({0: 2, 2: 1}[comm.rank], torch.empty(3))], "transfers", "chain")
+    comm.exchange([], [({0: 2, 2: 1}[comm.rank], torch.empty(3))], "transfers", "chain").wait()
+
+
+def in_flight(comm: Comm) -> None:
+    """Rank 1 is killed while messages are under way that nobody waits for yet."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(10**6):
+        comm.at(step, "skip")
+        handles = []
+        for what in ("skip 1", "skip 2"):
+            there, back = torch.ones(100_000), torch.empty(100_000)
+            handles.append(comm.exchange([(right, there)], [(left, back)], "transfers", what))
+        time.sleep(0.01)
+        if comm.rank == 1 and step == 150:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for handle in reversed(handles):
+            handle.wait()
 
 
 def in_all_reduce(comm: Comm) -> None:
@@ -188,7 +204,7 @@ def other_plans(comm: Comm) -> None:
     """Ranks 0 and 1 both want to receive."""
     comm.at(3, "conv1" if comm.rank == 0 else "conv2")
     if comm.rank < 2:
-        comm.exchange([], [(1 - comm.rank, torch.empty(3))], "transfers", f"conv{comm.rank + 1}")
+        comm.exchange([], [(1 - comm.rank, torch.empty(3))], "transfers", f"conv{comm.rank + 1}").wait()
 
 
 def goes_on(comm: Comm) -> None:

@@ -5,8 +5,10 @@ All numbers are small whole ones, so that sums are exact in every element type.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
+from random import Random
 
 import torch
 from torch import Tensor
@@ -42,16 +44,45 @@ def messages(comm: Comm, name: str) -> Counter[Kind]:
     sends = [(rank, content(comm.rank, rank)) for rank in reversed(others)]
     receives = [(rank, torch.full_like(content(rank, comm.rank), 99)) for rank in others]
     for _ in range(2):
-        comm.exchange(sends, receives, "transfers", "messages")
+        comm.exchange(sends, receives, "transfers", "messages").wait()
     for rank, tensor in receives:
         same(tensor, content(rank, comm.rank))
-    comm.exchange([], [], "transfers", "nothing")
+    comm.exchange([], [], "transfers", "nothing").wait()
     scalar = torch.zeros((), dtype=dtype)  # a scalar, in one direction only
     if comm.rank == 0:
-        comm.exchange([(1, brings(0, 5, (), dtype))], [], "statistics", "scalar")
+        comm.exchange([(1, brings(0, 5, (), dtype))], [], "statistics", "scalar").wait()
     elif comm.rank == 1:
-        comm.exchange([], [(0, scalar)], "statistics", "scalar")
+        comm.exchange([], [(0, scalar)], "statistics", "scalar").wait()
         same(scalar, brings(0, 5, (), dtype))
+    return comm.sent
+
+
+def in_flight(comm: Comm, name: str) -> Counter[Kind]:
+    """Many exchanges of uneven sizes at once, of all ranks with all; waited for out of order, twice, some never."""
+    dtype, count = getattr(torch, name), 60
+    comm.sent.clear()
+    draw = Random(comm.rank)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+
+    def content(sender: int, receiver: int, number: int) -> Tensor:
+        rows = (37 * number + 5 * sender + receiver) % 97  # some are empty
+        return brings(sender, 100 * receiver + number, (rows * rows, 3), dtype)
+
+    running = []
+    for number in range(count):
+        receives = [(rank, torch.full_like(content(rank, comm.rank, number), 99)) for rank in others]
+        sends = [(rank, content(comm.rank, rank, number)) for rank in draw.sample(others, len(others))]
+        running.append((number, comm.exchange(sends, receives, "transfers", f"messages {number}"), receives))
+        if number % 20 == comm.rank:
+            time.sleep(0.01)
+        if number % 7 == 3:
+            del running[-1]  # given up
+    draw.shuffle(running)
+    for number, handle, receives in running:
+        handle.wait()
+        handle.wait()
+        for rank, tensor in receives:
+            same(tensor, content(rank, comm.rank, number))
     return comm.sent
 
 
@@ -68,12 +99,14 @@ def collectives(comm: Comm, name: str) -> Counter[Kind]:
         count, index = len(group), group.index(comm.rank)
         for shape in [(3, 5), (), (0, 4)]:
             out = torch.full((count, *shape), 99, dtype=dtype)
-            comm.all_gather(out, brings(comm.rank, 1, shape, dtype), group, "transfers", "gather")
+            comm.all_gather(out, brings(comm.rank, 1, shape, dtype), group, "transfers", "gather").wait()
             same(out, torch.stack([brings(rank, 1, shape, dtype) for rank in group]))
-            comm.all_to_all(out, brings(comm.rank, 2, (count, *shape), dtype), group, "transfers", "to all")
+            comm.all_to_all(out, brings(comm.rank, 2, (count, *shape), dtype), group, "transfers", "to all").wait()
             same(out, torch.stack([brings(rank, 2, (count, *shape), dtype)[index] for rank in group]))
             total = torch.full(shape, 99, dtype=dtype)
-            comm.reduce_scatter(total, brings(comm.rank, 3, (count, *shape), dtype), group, "transfers", "scatter")
+            comm.reduce_scatter(
+                total, brings(comm.rank, 3, (count, *shape), dtype), group, "transfers", "scatter"
+            ).wait()
             same(total, sum_of([brings(rank, 3, (count, *shape), dtype)[index] for rank in group]))
     return comm.sent
 
@@ -98,7 +131,7 @@ def reductions(comm: Comm, name: str) -> Counter[Kind]:
     comm.all_reduce(torch.empty(0, dtype=dtype), everyone, "statistics", "nothing").wait()
     there, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     landing = torch.zeros(4, dtype=dtype)
-    comm.exchange([(there, brings(comm.rank, 8, (4,), dtype))], [(back, landing)], "transfers", "ring")
+    comm.exchange([(there, brings(comm.rank, 8, (4,), dtype))], [(back, landing)], "transfers", "ring").wait()
     same(landing, brings(back, 8, (4,), dtype))
     for tensor, handle, what, group in reversed(running):
         handle.wait()
@@ -114,6 +147,7 @@ def as_with_nccl(comm: Comm, name: str) -> Counter[Kind]:
     try:
         with warnings.catch_warnings(action="error"):
             messages(comm, name)
+            in_flight(comm, name)
             reductions(comm, name)
             return collectives(comm, name)
     finally:
@@ -153,6 +187,10 @@ def expected_bytes(use: str, size: int, itemsize: int) -> dict[str, int]:
     if use == "messages":
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (a + b) % 3]
         return {"transfers": 2 * 7 * itemsize * sum(a + 2 * b + 1 for a, b in pairs), "statistics": itemsize}
+    if use == "in_flight":
+        pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+        rows = [(37 * number + 5 * a + b) % 97 for number in range(60) for a, b in pairs]
+        return {"transfers": 3 * itemsize * sum(n * n for n in rows)}
     if use == "collectives":
         return {"transfers": sum(3 * count * (count - 1) * (15 + 1) * itemsize for count in (size, size - 1))}
     sums = 2 * (size - 1) + (size - 2) + ((size + 1) // 2 - 1)

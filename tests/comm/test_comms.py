@@ -14,7 +14,7 @@ from tests.comm.pool import RankError, run_ranks
 from tests.comm.thread import run_threads
 
 DTYPES = ["float32", "float64", "bfloat16", "int64"]
-USES = ["messages", "collectives", "reductions"]
+USES = ["messages", "in_flight", "collectives", "reductions"]
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -64,10 +64,10 @@ def test_solo() -> None:
     comm = SoloComm()
     out, total = torch.empty(1, 3), torch.empty(3)
     comm.prepare([(0,)], "sync")
-    comm.all_gather(out, torch.arange(3.0), (0,), "transfers", "gather")
+    comm.all_gather(out, torch.arange(3.0), (0,), "transfers", "gather").wait()
     assert out.tolist() == [[0, 1, 2]]
-    comm.all_to_all(out, torch.ones(1, 3), (0,), "transfers", "to all")
-    comm.reduce_scatter(total, out, (0,), "transfers", "scatter")
+    comm.all_to_all(out, torch.ones(1, 3), (0,), "transfers", "to all").wait()
+    comm.reduce_scatter(total, out, (0,), "transfers", "scatter").wait()
     comm.all_reduce(total, (0,), "sync", "sum").wait()
     comm.barrier()
     comm.handshake({"plan": "abc"})

@@ -58,6 +58,7 @@ def as_torchrun_does() -> Ends:
 RUNS: dict[str, Callable[[], Ends]] = {
     "0 is stopped": lambda: Run(faults.joins_while_rank_0_is_stopped, 2).ends(stopped=[0]),
     "killed": lambda: Run(faults.rank_1_is_killed, 3).ends(),
+    "killed in flight": lambda: Run(faults.in_flight, 3).ends(),
     "killed in an all-reduce": lambda: Run(faults.in_all_reduce, 3).ends(),
     "cascade": lambda: Run(faults.cascade, 3).ends(),
     "server killed": lambda: Run(faults.rank_0_is_killed, 3).ends(),
@@ -101,10 +102,10 @@ def check(ends: Ends, alive: list[int], pattern: str) -> None:
         assert end.seconds < 30, end  # the time-out is 60 s, where it is not to be waited for; most take 5
 
 
-@pytest.mark.parametrize("run", ["killed", "killed in an all-reduce"])
+@pytest.mark.parametrize("run", ["killed", "killed in flight", "killed in an all-reduce"])
 def test_a_killed_rank_is_named_by_all_others(ends: Callable[[str], Ends], run: str) -> None:
-    sign = r"last sign \d\.\d s ago, at step \d+ in layer (ring|weights)"
-    mine = "this rank was (in gradients|(sending to|receiving from) rank [012] for ring)"
+    sign = r"last sign \d\.\d s ago, at step \d+ in layer (ring|skip|weights)"
+    mine = "this rank was (in gradients|(sending to|receiving from) rank [012] for (ring|skip [12]))"
     check(ends(run), [0, 2], rf"rank 1 of 3 is gone \({sign}\): killed, or its network is cut; {mine}$")
     assert ends(run)[1].code == -signal.SIGKILL
 

@@ -1,4 +1,7 @@
-"""ThreadComm: ranks that are threads of one process. For tests: cheap, deterministic, and strict about order."""
+"""ThreadComm: ranks that are threads of one process. For tests: cheap, deterministic, and strict about order.
+
+Also about what is under way: what is sent may not be written to, and what is received is there at the wait only.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, SumHandle, all_reduce_bytes, ranks
 from layerwise.comm.messages import MessageComm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-Use = tuple[str, Group, int, int]  # a use, the group, from, to
+Use = tuple[str, Group, int, int, int]  # a use, the group, from, to, a number
 Message = tuple[str, "Tensor | str"]
 STOP: Final = None  # what a queue gives once a rank has failed
 
@@ -64,6 +67,7 @@ class ThreadComm(MessageComm):
         self._everyone = tuple(range(size))
         self._prepared: set[tuple[Kind, Group]] = set()
         self._started: Counter[tuple[Kind, Group]] = Counter()
+        self._numbers: Counter[tuple[bool, int]] = Counter()  # of messages so far: whether sent, and the peer
 
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
         """Checks that all ranks name the same."""
@@ -74,22 +78,30 @@ class ThreadComm(MessageComm):
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
-    ) -> None:
+    ) -> Handle:
         """Tensors are copied on their way."""
         for peers in ([peer for peer, _ in sends], [peer for peer, _ in receives]):
             assert len(set(peers)) == len(peers), f"{what}: two messages of one peer"
             assert self.rank not in peers, f"{what}: a message to itself"
+        sent, expected = [], []
         for peer, tensor in sends:
             assert tensor.is_contiguous(), what
             if tensor.numel():
                 self.sent[kind] += tensor.numel() * tensor.element_size()
-                self._put("exchange", (), peer, f"{kind} {what}", tensor.detach().clone())
+                self._put("exchange", (), peer, f"{kind} {what}", tensor.detach().clone(), self._number(peer, True))
+                sent.append((tensor, tensor._version))
         for peer, tensor in receives:
             assert tensor.is_contiguous(), what
             if tensor.numel():
-                self._fill(tensor, self._take("exchange", (), peer, f"{kind} {what}"), what)
+                tensor.detach().fill_(77)  # for who reads it too early
+                expected.append((peer, tensor, self._number(peer, False)))
+        return _Exchange(self, sent, expected, kind, what)
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def _number(self, peer: int, sent: bool) -> int:
+        self._numbers[sent, peer] += 1
+        return self._numbers[sent, peer]
+
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
         """Every rank adds up what all have put in, in the order of the ranks, when it waits."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
@@ -112,14 +124,14 @@ class ThreadComm(MessageComm):
         told = {peer: self._take("text", (), peer, "texts") for peer in others} | {self.rank: text}
         return [str(told[rank]) for rank in self._everyone]
 
-    def _put(self, use: str, group: Group, peer: int, what: str, content: Tensor | str) -> None:
-        self._hub.queue((use, group, self.rank, peer)).put((what, content))
+    def _put(self, use: str, group: Group, peer: int, what: str, content: Tensor | str, number: int = 0) -> None:
+        self._hub.queue((use, group, self.rank, peer, number)).put((what, content))
 
-    def _take(self, use: str, group: Group, peer: int, what: str) -> Tensor | str:
+    def _take(self, use: str, group: Group, peer: int, what: str, number: int = 0) -> Tensor | str:
         self.doing = f"waiting for rank {peer}: {use}, {what}"
         left = self._hub.deadline - time.monotonic()
         try:
-            message = self._hub.queue((use, group, peer, self.rank)).get(timeout=max(left, 0.0))
+            message = self._hub.queue((use, group, peer, self.rank, number)).get(timeout=max(left, 0.0))
         except Empty:
             raise CommError(f"rank {self.rank} of {self.size} timed out {self.doing}") from None
         if message is STOP:
@@ -135,15 +147,43 @@ class ThreadComm(MessageComm):
         tensor.detach().view(-1).copy_(content.view(-1))
 
 
+class _Exchange:
+    """Messages under way."""
+
+    def __init__(
+        self,
+        comm: ThreadComm,
+        sent: list[tuple[Tensor, int]],
+        expected: list[tuple[int, Tensor, int]],
+        kind: Kind,
+        what: str,
+    ) -> None:
+        self.comm, self.sent, self.expected, self.kind, self.what = comm, sent, expected, kind, what
+
+    def wait(self) -> None:
+        """Takes what the others have put in."""
+        for tensor, version in self.sent:
+            assert tensor._version == version, f"{self.what}: a tensor was written to on its way"
+        for peer, tensor, number in self.expected:
+            self.comm._fill(
+                tensor, self.comm._take("exchange", (), peer, f"{self.kind} {self.what}", number), self.what
+            )
+        self.sent, self.expected = [], []
+
+
 class _Sum:
     """An all-reduce under way."""
 
     def __init__(self, comm: ThreadComm, tensor: Tensor, mine: Tensor, group: Group, use: str, what: str) -> None:
         self.comm, self.tensor, self.mine, self.group, self.use, self.what = comm, tensor, mine, group, use, what
         self.calls: list[Callable[[], None]] = []
+        self.ended = False
 
     def wait(self) -> None:
         """Takes what the others have put in, and adds."""
+        if self.ended:
+            return
+        self.ended = True
         total: Tensor | None = None
         for rank in self.group:
             if rank == self.comm.rank:

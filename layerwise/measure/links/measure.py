@@ -121,11 +121,11 @@ def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
         if operation == "all_reduce":
             comm.all_reduce(whole, group, "statistics", what).wait()
         elif operation == "reduce_scatter":
-            comm.reduce_scatter(torch.empty_like(rows[0]), rows, group, "statistics", what)
+            comm.reduce_scatter(torch.empty_like(rows[0]), rows, group, "statistics", what).wait()
         elif operation == "all_gather":
-            comm.all_gather(into, rows[0], group, "statistics", what)
+            comm.all_gather(into, rows[0], group, "statistics", what).wait()
         else:
-            comm.all_to_all(into, rows, group, "statistics", what)
+            comm.all_to_all(into, rows, group, "statistics", what).wait()
 
     return do
 
@@ -147,13 +147,13 @@ def _messages(comm: Comm, peer: int, mine: int, count: int, *, both: bool) -> Do
 
     def exchange() -> None:
         landing = receive()
-        comm.exchange(send(), landing, "transfers", what)
+        comm.exchange(send(), landing, "transfers", what).wait()
         keep(landing)
 
     def there_and_back() -> None:
         for sender in (0, 1):
             landing = [] if mine == sender else receive()
-            comm.exchange(send() if mine == sender else [], landing, "transfers", what)
+            comm.exchange(send() if mine == sender else [], landing, "transfers", what).wait()
             keep(landing)
 
     return exchange if both else there_and_back

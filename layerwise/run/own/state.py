@@ -53,7 +53,7 @@ class OwnState:
             if self.comm.size > 1:
                 others = range(1, self.comm.size)
                 sends = [(rank, value) for rank in others] if self.comm.rank == 0 else []
-                self.comm.exchange(sends, [] if self.comm.rank == 0 else [(0, value)], "io", f"state of {key}")
+                self.comm.exchange(sends, [] if self.comm.rank == 0 else [(0, value)], "io", f"state of {key}").wait()
             whole[key] = value.cpu()
         return whole
 

@@ -5,17 +5,35 @@ With gloo everything is messages, which are faster than its collectives (`comm.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Kind
+from layerwise.comm.base import Comm, Done, Group, Handle, Kind, Then
 from layerwise.geometry import Box
 from layerwise.partition.transfer import Transfer
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, what travels)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A tensor on its way. What it is made of is not to be written to until it has landed."""
+
+    handle: Handle
+    land: Callable[[], Tensor | None]  # makes it of what has arrived
+
+    def finish(self) -> Tensor | None:
+        """Waits for it, once."""
+        self.handle.wait()
+        return self.land()
+
+
+def landed(x: Tensor | None) -> Flight:
+    """A flight that has ended."""
+    return Flight(Done(), lambda: x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,77 +57,93 @@ class Redistribution:
 
         None is a box of zeros.
         """
-        t = self.transfer
-        if t.pattern == "local":
-            return self.kept(x, like)
-        if x is None and t.own is not None:
-            x = like.new_zeros(t.own.shape)
-        received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
-        self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what)
-        if t.need is None:
-            return None
-        out = like.new_empty(t.need.shape)
-        if t.kept is not None:
-            out[t.kept.slices(t.need)] = _part(x, t.own, t.kept)
-        for (_, box), (_, part) in zip(t.receives, received, strict=True):
-            out[box.slices(t.need)] = part
-        return out
+        return self.begin(x, like).finish()
 
     def adjoint(self, g: Tensor | None, like: Tensor) -> Tensor | None:
         """The way back: gradients of `need` are added up in `own`, in the order of the ranks after this one's.
 
         None is a gradient of zeros.
         """
+        return self.begin_adjoint(g, like).finish()
+
+    def begin(self, x: Tensor | None, like: Tensor) -> Flight:
+        """Starts `forward`."""
         t = self.transfer
         if t.pattern == "local":
-            return None if t.own is None else _own_part(t, g, like, own_only=True)
+            return landed(self.kept(x, like))
+        if x is None and t.own is not None:
+            x = like.new_zeros(t.own.shape)
+        received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
+
+        def land() -> Tensor | None:
+            if t.need is None:
+                return None
+            out = like.new_empty(t.need.shape)
+            if t.kept is not None:
+                out[t.kept.slices(t.need)] = _part(x, t.own, t.kept)
+            for (_, box), (_, part) in zip(t.receives, received, strict=True):
+                out[box.slices(t.need)] = part
+            return out
+
+        return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what), land)
+
+    def begin_adjoint(self, g: Tensor | None, like: Tensor) -> Flight:
+        """Starts `adjoint`."""
+        t = self.transfer
+        if t.pattern == "local":
+            return landed(None if t.own is None else _own_part(t, g, like, own_only=True))
         if g is None and t.need is not None:
             g = like.new_zeros(t.need.shape)
         if t.pattern == "gather" and self.comm.collectives:
             assert g is not None
             return self._reduce_scatter(g, like)
         received = [(peer, like.new_empty(box.shape)) for peer, box in t.sends]
-        self._move(g, [(peer, _part(g, t.need, box)) for peer, box in t.receives], received, f"{self.what}, backward")
-        if t.own is None:
-            return None
-        total = _own_part(t, g, like, own_only=not received)
-        for (_, box), (_, part) in zip(t.sends, received, strict=True):
-            total[box.slices(t.own)] += part
-        return total
 
-    def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> None:
+        def land() -> Tensor | None:
+            if t.own is None:
+                return None
+            total = _own_part(t, g, like, own_only=not received)
+            for (_, box), (_, part) in zip(t.sends, received, strict=True):
+                total[box.slices(t.own)] += part
+            return total
+
+        sent = [(peer, _part(g, t.need, box)) for peer, box in t.receives]
+        return Flight(self._move(g, sent, received, f"{self.what}, backward"), land)
+
+    def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> Handle:
         """As the collective that the pattern names, or as messages."""
         comm, group = self.comm, self.transfer.group
         if comm.collectives and self.transfer.pattern == "all-to-all" and group:
-            self._all_to_all(sent, received, what)
-        elif comm.collectives and self.transfer.pattern == "gather" and x is not None:
+            return self._all_to_all(sent, received, what)
+        if comm.collectives and self.transfer.pattern == "gather" and x is not None:
             mine = sent[0][1].flatten()
             out = mine.new_empty((len(group), mine.numel()))
-            comm.all_gather(out, mine, group, self.kind, what)
-            for peer, part in received:
-                part.copy_(out[group.index(peer)].view_as(part))
-        else:
-            comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
+            return Then(comm.all_gather(out, mine, group, self.kind, what), lambda: _take_rows(out, group, received))
+        return comm.exchange([(peer, part.contiguous()) for peer, part in sent], received, self.kind, what)
 
-    def _all_to_all(self, sent: Messages, received: Messages, what: str) -> None:
+    def _all_to_all(self, sent: Messages, received: Messages, what: str) -> Handle:
         """Equal parts between all members; what stays here is not sent."""
         group, flat = self.transfer.group, {peer: part.reshape(-1) for peer, part in sent}
         size = next(iter(flat.values()))
         empty = size.new_zeros(size.shape)
         out = size.new_empty((len(group), *size.shape))
-        self.comm.all_to_all(out, torch.stack([flat.get(peer, empty) for peer in group]), group, self.kind, what)
-        for peer, part in received:
-            part.copy_(out[group.index(peer)].view_as(part))
+        rows = torch.stack([flat.get(peer, empty) for peer in group])
+        return Then(self.comm.all_to_all(out, rows, group, self.kind, what), lambda: _take_rows(out, group, received))
 
-    def _reduce_scatter(self, g: Tensor, like: Tensor) -> Tensor:
+    def _reduce_scatter(self, g: Tensor, like: Tensor) -> Flight:
         t = self.transfer
         assert t.own is not None
         assert t.kept is not None
         boxes = dict(t.receives) | {self.comm.rank: t.kept}
         parts = torch.stack([_part(g, t.need, boxes[peer]).flatten() for peer in t.group])
-        out = like.new_empty(parts.shape[1:])
-        self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
-        return _own_part(t, out.view(t.kept.shape), like, own_only=True, origin=t.kept)
+        out, shape, kept = like.new_empty(parts.shape[1:]), t.kept.shape, t.kept
+        handle = self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
+        return Flight(handle, lambda: _own_part(t, out.view(shape), like, own_only=True, origin=kept))
+
+
+def _take_rows(rows: Tensor, group: Group, received: Messages) -> None:
+    for peer, part in received:
+        part.copy_(rows[group.index(peer)].view_as(part))
 
 
 def _own_part(t: Transfer, g: Tensor | None, like: Tensor, *, own_only: bool, origin: Box | None = None) -> Tensor:

@@ -87,7 +87,7 @@ class _ReduceScatter(torch.autograd.Function):
         parts = {rank: partial[box.slices(reduction.cell)].contiguous() for rank, box in reduction.owned}
         mine = parts.pop(comm.rank)
         received = [(rank, torch.empty_like(mine)) for rank in parts]
-        comm.exchange(list(parts.items()), received, "transfers", what)
+        comm.exchange(list(parts.items()), received, "transfers", what).wait()
         in_order = sorted([*received, (comm.rank, mine)], key=lambda pair: pair[0])
         total = in_order[0][1].clone()
         for _, part in in_order[1:]:
@@ -108,7 +108,7 @@ class _AllGather(torch.autograd.Function):
         mine = mine.contiguous()
         others = [(rank, box) for rank, box in reduction.owned if rank != comm.rank]
         received = [(rank, mine.new_empty(box.shape)) for rank, box in others]
-        comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what)
+        comm.exchange([(rank, mine) for rank, _ in others], received, "transfers", what).wait()
         whole = mine.new_empty(reduction.cell.shape)
         whole[dict(reduction.owned)[comm.rank].slices(reduction.cell)] = mine
         for (_, part), (_, box) in zip(received, others, strict=True):

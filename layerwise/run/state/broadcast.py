@@ -39,10 +39,10 @@ def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
 def _send(tensor: Tensor, to: list[int], comm: Comm, what: str) -> None:
     if comm.rank == 0 and to:
         value = tensor.detach().to(comm.device).contiguous()
-        comm.exchange([(rank, value) for rank in to], [], "io", what)
+        comm.exchange([(rank, value) for rank in to], [], "io", what).wait()
     elif comm.rank in to:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)
-        comm.exchange([], [(0, value)], "io", what)
+        comm.exchange([], [(0, value)], "io", what).wait()
         tensor.detach().copy_(value)
 
 
