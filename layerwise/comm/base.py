@@ -38,10 +38,6 @@ class Handle(Protocol):
         A second call does nothing.
         """
 
-
-class SumHandle(Handle, Protocol):
-    """A sum of gradients under way."""
-
     def when_done(self, call: Callable[[], None]) -> None:
         """Calls it once when the network is done, waited for or not, from whatever thread.
 
@@ -118,7 +114,7 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Starts to sum a contiguous tensor, in place, over a prepared group. Not to be touched until it has ended."""
 
     @abstractmethod
@@ -187,6 +183,10 @@ class Then:
             self._handle.wait()
             self._call()
             self._ended = True
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """When the network is done."""
+        self._handle.when_done(call)
 
 
 def all_reduce_bytes(tensor: Tensor, members: int, index: int) -> int:

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, SumHandle, all_reduce_bytes, reason
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, reason
 from layerwise.comm.connect import bounded
 from layerwise.comm.messages import MessageComm
+from layerwise.comm.under_way import UnderWay, Waitable
 from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
@@ -57,7 +58,7 @@ class ProcessComm(MessageComm):
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
         self._numbers: Counter[tuple[bool, int]] = Counter()  # of messages so far: whether sent, and the peer
-        self._given_up: list[_UnderWay] = []  # nobody will wait for these
+        self.given_up: list[UnderWay] = []  # nobody will wait for these
         self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
         watch.overdue = self._overdue
         self._texts = self._new_group(self._everyone, "gloo")
@@ -103,23 +104,24 @@ class ProcessComm(MessageComm):
         self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
         group = self._waited_for[self._everyone]
         if self.collectives:
-            with self._during(what):
+            with self.during(what):
                 operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
                 operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sends]
                 batch = [(f"in {what}", work) for work in dist.batch_isend_irecv(operations)]
-            return _UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)])
+            self._note(batch[-1][1], what)
+            return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)])
         landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
         leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
-        works: list[tuple[str, dist.Work | None]] = []
-        with self._during(what) as now:
+        works: list[tuple[str, Waitable]] = []
+        with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
-                works.append((now[0], dist.irecv(tensor.detach(), peer, group, self._number(peer, sent=False))))
+                works.append((now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(peer, sent=False)))))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
-                works.append((now[0], dist.isend(tensor.detach(), peer, group, self._number(peer, sent=True))))
+                works.append((now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(peer, sent=True)))))
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
-        return _UnderWay(self, what, works, [*landing, *leaving], staged)
+        return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
 
     def _number(self, peer: int, *, sent: bool) -> int:
         """Of the next message to or from a peer."""
@@ -128,8 +130,8 @@ class ProcessComm(MessageComm):
 
     def _end_given_up(self) -> None:
         """Waits for what an error has left under way. It ends: every rank has started it before what it starts now."""
-        while self._given_up:
-            self._given_up.pop().wait()
+        while self.given_up:
+            self.given_up.pop().wait()
 
     def all_gather(self, out: Tensor, mine: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange."""
@@ -154,33 +156,35 @@ class ProcessComm(MessageComm):
 
     def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         self._end_given_up()
-        with self._during(what):
-            work = do(out, given, group=self._stream(kind)[group], async_op=True)
-        return _UnderWay(self, what, [(f"in {what}", work)], [out, given])
+        with self.during(what):
+            work = _sure(do(out, given, group=self._stream(kind)[group], async_op=True))
+        self._note(work, what)
+        return UnderWay(self, what, [(f"in {what}", work)], [out, given])
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """torch.distributed's, started here."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
             return Done()
         self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
-        staged = tensor.detach() if self.collectives else _on_cpu(tensor.detach(), copy=True)
-        with self._during(what):
-            work = dist.all_reduce(staged, group=self._stream(kind)[group], async_op=True)
-        assert work is not None
+        tensor = tensor.detach()
+        staged = tensor if self.collectives else _on_cpu(tensor, copy=True)
+        with self.during(what):
+            work = _sure(dist.all_reduce(staged, group=self._stream(kind)[group], async_op=True))
         self._note(work, what)
-        return _Running(self, work, tensor.detach(), staged, what)
+        belongs = [] if staged is tensor else [(tensor, staged)]
+        return UnderWay(self, what, [(f"in {what}", work)], [staged], belongs)
 
     def all_gather_text(self, text: str) -> list[str]:
         """By way of the CPU."""
         texts: list[str] = [""] * self.size
-        with self._during("an agreement of all ranks"):
+        with self.during("an agreement of all ranks"):
             dist.all_gather_object(texts, text, group=self._texts)
         return texts
 
     def barrier(self) -> None:
         """By way of the CPU."""
-        with self._during("a barrier"):
+        with self.during("a barrier"):
             dist.barrier(group=self._texts)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -203,7 +207,7 @@ class ProcessComm(MessageComm):
         # NCCL's own watchdog would abort without a message: it shall find that this one has acted.
         seconds = self._timeout_s + (4 * SLACK_S if self.collectives and backend is None else 0)
         backend = backend or ("nccl" if self.collectives else "gloo")
-        with self._during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):
+        with self.during(f"the making of a process group of ranks {group}", self._timeout_s + SLACK_S):
 
             def make() -> dist.ProcessGroup:
                 if self.device.type == "cuda":  # a thread has its own
@@ -219,9 +223,9 @@ class ProcessComm(MessageComm):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made
 
-    def _note(self, work: dist.Work | None, what: str) -> None:
-        """NCCL: it is started, or only the GPU waits for it."""
-        if self.collectives and work is not None:
+    def _note(self, work: dist.Work, what: str) -> None:
+        """NCCL: it has been started; only the GPU waits for it."""
+        if self.collectives:
             self._last = work, what, time.monotonic()
 
     def _overdue(self) -> str:
@@ -236,7 +240,7 @@ class ProcessComm(MessageComm):
         return what if overdue else ""
 
     @contextmanager
-    def _during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
+    def during(self, what: str, limit_s: float | None = None) -> Iterator[list[str]]:
         """torch's errors in here become a CommError that says who is at fault. The list: what it does just now."""
         now = [f"in {what}"]
         self._watch.enter(what, LONG * self._timeout_s if limit_s is None else limit_s)
@@ -250,63 +254,10 @@ class ProcessComm(MessageComm):
             self._watch.leave()
 
 
-class _UnderWay:
-    """Messages, or a collective: what each of the works does, the tensors, and those that are to be copied at the end.
-
-    Its tensors may not go before it has ended: so the Comm takes over what is given up.
-    """
-
-    def __init__(
-        self,
-        comm: ProcessComm,
-        what: str,
-        works: Sequence[tuple[str, dist.Work | None]],
-        tensors: Sequence[Tensor],
-        staged: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self.comm, self.what, self.works, self.tensors, self.staged = comm, what, works, tensors, staged
-        for _, work in works:
-            comm._note(work, what)
-
-    def wait(self) -> None:
-        """Also brings what has arrived to where it belongs. With NCCL it returns at once: the GPU waits."""
-        if not self.works:
-            return
-        works, self.works = self.works, ()
-        with self.comm._during(self.what) as now:
-            for now[0], work in works:
-                assert work is not None
-                work.wait()
-                self.comm._note(work, self.what)
-        for into, arrived in self.staged:
-            into.detach().copy_(arrived)
-        self.tensors = self.staged = ()
-
-    def __del__(self) -> None:
-        if self.works:
-            self.comm._given_up.append(self)
-
-
-class _Running:
-    """An all-reduce under way."""
-
-    def __init__(self, comm: ProcessComm, work: dist.Work, tensor: Tensor, staged: Tensor, what: str) -> None:
-        self.comm, self.work, self.tensor, self.staged, self.what = comm, work, tensor, staged, what
-        self.ended = False
-
-    def wait(self) -> None:
-        """Also brings the result to where it belongs."""
-        if self.ended:
-            return
-        self.ended = True
-        with self.comm._during(self.what):
-            self.work.wait()
-        if self.staged.device != self.tensor.device:
-            self.tensor.copy_(self.staged)
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """From gloo's thread; with NCCL at once, on a stream that waits for it."""
-        self.work.get_future().add_done_callback(lambda _: call())
+def _sure(work: dist.Work | None) -> dist.Work:
+    """What only a rank outside of the group does not have."""
+    assert work is not None
+    return work
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Done, Group, Handle, Kind, SumHandle
+from layerwise.comm.base import Done, Group, Handle, Kind
 from layerwise.comm.messages import MessageComm
 
 
@@ -32,7 +32,7 @@ class SoloComm(MessageComm):
         assert not receives, what
         return Done()
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """The sum of one is itself."""
         assert group == (0,), what
         return Done()

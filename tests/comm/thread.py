@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from layerwise.comm.base import CommError, Done, Group, Handle, Kind, SumHandle, all_reduce_bytes, ranks
+from layerwise.comm.base import CommError, Done, Group, Handle, Kind, all_reduce_bytes, ranks
 from layerwise.comm.messages import MessageComm
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ThreadComm(MessageComm):
         self._numbers[sent, peer] += 1
         return self._numbers[sent, peer]
 
-    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> SumHandle:
+    def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Every rank adds up what all have put in, in the order of the ranks, when it waits."""
         assert tensor.is_contiguous(), what
         if len(group) == 1 or not tensor.numel():
@@ -159,6 +159,7 @@ class _Exchange:
         what: str,
     ) -> None:
         self.comm, self.sent, self.expected, self.kind, self.what = comm, sent, expected, kind, what
+        self.calls: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Takes what the others have put in."""
@@ -169,6 +170,13 @@ class _Exchange:
                 tensor, self.comm._take("exchange", (), peer, f"{self.kind} {self.what}", number), self.what
             )
         self.sent, self.expected = [], []
+        for call in self.calls:
+            call()
+        self.calls.clear()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """At the end of the wait: messages are taken there."""
+        self.calls.append(call)
 
 
 class _Sum:

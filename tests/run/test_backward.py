@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
+from layerwise.plan import Plan
 from layerwise.run.guards.box_gradient import plain
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
@@ -68,7 +69,7 @@ def whole(modules: list[tuple[list[tuple[str, tuple[int, ...], Box]], dict[str, 
 
 
 def check(
-    given: tuple[nn.Module, Network], samples: Tensor, loop: Loop, ranks: int, degrees: Mapping[str, int]
+    given: tuple[nn.Module, Network], samples: Tensor, loop: Loop, ranks: int, degrees: Mapping[str, int] | Plan
 ) -> None:
     """The loop's numbers and the parameters' gradients afterwards, on ranks and on one device."""
     module, network = copy.deepcopy(given[0]), given[1]
@@ -80,7 +81,8 @@ def check(
         held = [(shard.name, shard.shape, shard.box) for shard in made.shards() if shard.name in gradients]
         return (held, gradients), numbers
 
-    told = on_ranks(network, rank, ranks, plan_of(network, ranks, degrees))
+    plan = degrees if isinstance(degrees, Plan) else plan_of(network, ranks, degrees)
+    told = on_ranks(network, rank, ranks, plan)
     together = whole([gradients for gradients, _ in told])
     assert set(together) >= {name for name, p in module.named_parameters() if p.grad is not None}
     for name, gradient in together.items():

@@ -17,8 +17,27 @@ from torch import Tensor
 from layerwise.comm.base import Comm
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.loss import Loss
+from layerwise.run.execute.spans import Move
+from layerwise.run.schedule.redistribute import Flight
 
-Move = Callable[[Tensor | None], Tensor | None]  # of one rank's part of a tensor
+
+class Link:
+    """A tensor that is sent ahead; and its gradient, on its way back."""
+
+    def __init__(self, there: Move, back: Move) -> None:
+        self.there, self.back = there, back
+        self.returning: Link | None = None  # of the backward pass that is under way
+        self._flight: Flight | None = None
+
+    def begin(self, x: Tensor | None) -> None:
+        """Sends it."""
+        self._flight = self.there.begin(x)
+
+    def finish(self) -> Tensor | None:
+        """Waits for it."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        return self.there.finish(flight)
 
 
 def ordered(token: Tensor, *tensors: Tensor, at_backward: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
@@ -33,6 +52,21 @@ def ordered(token: Tensor, *tensors: Tensor, at_backward: Callable[[], None] | N
 def moved(token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
     """The token, and what `there` makes of x. Its adjoint is `back`, whose adjoint is `there`."""
     result: tuple[Tensor, Tensor | None] = _Moved.apply(token, x, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sent_ahead(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+    """The token, and a ticket. What is made of x is on its way, until the ticket is handed in.
+
+    The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
+    """
+    result: tuple[Tensor, Tensor] = _SentAhead.apply(token, x, link)  # type: ignore[no-untyped-call]
+    return result
+
+
+def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor | None]:
+    """The token, and what was sent ahead."""
+    result: tuple[Tensor, Tensor | None] = _Awaited.apply(token, ticket, link)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -86,6 +120,45 @@ class _Moved(torch.autograd.Function):
         else:
             result = ctx.back(gradient)
         return token, result if ctx.given else None, None, None
+
+
+class _SentAhead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+        ctx.link, ctx.given = link, x is not None
+        ctx.set_materialize_grads(False)
+        link.begin(x)
+        return token.view_as(token), token.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, ticket: Tensor) -> tuple[Tensor | None, ...]:
+        if token is None:
+            token = torch.zeros(())
+        returning, ctx.link.returning = ctx.link.returning, None
+        if torch.is_grad_enabled():
+            token, result = awaited(token, ticket, returning)
+        else:
+            result = returning.finish()
+        return token, result if ctx.given else None, None
+
+
+class _Awaited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor | None]:
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        return token.view_as(token), link.finish()
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if token is None:
+            token = torch.zeros(())
+        link = ctx.link
+        link.returning = returning = Link(link.back, link.there)
+        if torch.is_grad_enabled():
+            return *sent_ahead(token, gradient, returning), None
+        returning.begin(gradient)
+        return token, token, None
 
 
 class _Ends(torch.autograd.Function):

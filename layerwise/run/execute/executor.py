@@ -7,24 +7,24 @@ communicates takes the order token along (see `run.execute.autograd`), so the ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.utils import checkpoint
 
-from layerwise.chrome import Category
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.execute.autograd import moved, ordered
+from layerwise.run.execute.autograd import Link, awaited, moved, ordered, sent_ahead
+from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
+from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.trace import Trace
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+Made = dict[str, Tensor | None]  # by a layer's name: this rank's box of what it makes
 
 
 @dataclass(slots=True)
@@ -48,21 +48,35 @@ class Executor:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
-        self.trace: Trace | None = None
+        self.spans = Spans()
         self._likes: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def trace(self) -> Trace | None:
+        """Collects spans of what this rank does, where set."""
+        return self.spans.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self.spans.trace = trace
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
         """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
-        values = dict[str, Tensor | None]()
+        values = Made()
         types = dict[str, torch.dtype]()  # of what each layer makes
         outputs: list[Tensor | None] = []
+        ahead = dict[int, tuple[Link, Tensor | None]]()  # with their tickets, by the edge's id
         for i, scheduled in enumerate(self.schedule.layers):
             name, role = scheduled.layer.name, scheduled.layer.role
             self.comm.at(run.number, name)
-            if not (run.training or scheduled.returned):  # nothing is remembered in evaluation
+            needed = run.training or scheduled.returned  # nothing is remembered in evaluation
+            received = self._received(run, scheduled, values, types, ahead) if needed else []
+            for user, edge in self.schedule.begun_before.get(i, ()):
+                if run.training or user.returned:
+                    ahead[id(edge)] = self._sent_ahead(run, edge, values, types)
+            if not needed:
                 self._drop(values, scheduled, i)
                 continue
-            received = [self._redistribute(run, edge, values, types, role) for edge in scheduled.edges]
             if role is Role.SINK:
                 outputs = received
                 break
@@ -77,47 +91,78 @@ class Executor:
             self._drop(values, scheduled, i)
         return outputs
 
-    def _drop(self, values: dict[str, Tensor | None], scheduled: ScheduledLayer, number: int) -> None:
+    def _drop(self, values: Made, scheduled: ScheduledLayer, number: int) -> None:
         """Lets go of what no later layer uses."""
         for name in (scheduled.layer.name, *(edge.source for edge in scheduled.edges)):
             if self.schedule.last_use.get(name, number) == number:
                 values.pop(name, None)
 
-    def _redistribute(
+    def _received(
         self,
         run: Pass,
-        edge: ScheduledEdge,
-        values: Mapping[str, Tensor | None],
+        scheduled: ScheduledLayer,
+        values: Made,
         types: Mapping[str, torch.dtype],
-        user: Role,
+        ahead: dict[int, tuple[Link, Tensor | None]],
+    ) -> list[Tensor | None]:
+        """A layer's inputs. First those sent ahead: so in the backward pass what is needed next goes first."""
+        came = dict[int, Tensor | None]()
+        for slot, edge in enumerate(scheduled.edges):
+            if edge.ahead:
+                came[slot] = self._awaited(run, *ahead.pop(id(edge)))
+        for slot, edge in enumerate(scheduled.edges):
+            if not edge.ahead:
+                came[slot] = self._redistribute(run, edge, values, types, scheduled.layer.role)
+        return [came[slot] for slot in range(len(came))]
+
+    def _redistribute(
+        self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype], user: Role
     ) -> Tensor | None:
         """What this rank needs of a layer's output for another one."""
-        x, dtype, way = values[edge.source], types[edge.source], edge.redistribution
+        x, dtype = values[edge.source], types[edge.source]
         whole = user is Role.SINK and self.schedule.free  # every rank has all of it, and computes the same of it
         if not (edge.travels or whole):
-            return way.kept(x, self._like(dtype))
-        like = self._like(dtype)
-
-        def there(x: Tensor | None) -> Tensor | None:
-            with self._span(edge.what, "transfers"):
-                return way.forward(x, like)
-
-        def back(gradient: Tensor | None) -> Tensor | None:
-            self.comm.at(run.number, f"{edge.what} (backward)")
-            with self._span(f"{edge.what} (backward)", "transfers"):
-                return way.adjoint(gradient, like)
-
-        def own(gradient: Tensor | None) -> Tensor | None:
-            """Nothing is added up where all ranks have the same gradient."""
-            box = way.transfer.own
-            return None if box is None or gradient is None else gradient[box.slices()]
-
+            return edge.redistribution.kept(x, self._like(dtype))
+        there, back = self._ways(run, edge, dtype, alike=whole and not self.schedule.whole_classes)
         if not (run.differentiate and edge.backward):
             with torch.no_grad():
                 return there(x)
-        alike = whole and not self.schedule.whole_classes
-        run.token, result = moved(run.token, x, there, own if alike else back)
+        run.token, result = moved(run.token, x, there, back)
         return result
+
+    def _sent_ahead(
+        self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype]
+    ) -> tuple[Link, Tensor | None]:
+        """What is on its way, and the ticket that autograd knows it by."""
+        link, x = Link(*self._ways(run, edge, types[edge.source])), values[edge.source]
+        if not (run.differentiate and edge.backward):
+            with torch.no_grad():
+                link.begin(x)
+            return link, None
+        run.token, ticket = sent_ahead(run.token, x, link)
+        return link, ticket
+
+    def _awaited(self, run: Pass, link: Link, ticket: Tensor | None) -> Tensor | None:
+        if ticket is None:
+            with torch.no_grad():
+                return link.finish()
+        run.token, result = awaited(run.token, ticket, link)
+        return result
+
+    def _ways(self, run: Pass, edge: ScheduledEdge, dtype: torch.dtype, *, alike: bool = False) -> tuple[Move, Move]:
+        """There and back. alike: nothing is added up, as all ranks have the same gradient."""
+        like, way, name = self._like(dtype), edge.redistribution, f"{edge.what} (backward)"
+
+        def back(gradient: Tensor | None) -> Flight:
+            self.comm.at(run.number, name)
+            return way.begin_adjoint(gradient, like)
+
+        def own(gradient: Tensor | None) -> Flight:
+            box = way.transfer.own
+            return landed(None if box is None or gradient is None else gradient[box.slices()])
+
+        there = Move(edge.what, lambda x: way.begin(x, like), self.spans)
+        return there, Move(name, own if alike else back, self.spans)
 
     def _layer(self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor:
         """The rank's box of a layer's output."""
@@ -127,20 +172,20 @@ class Executor:
         given = [next(tied) if name is None else run.parameters[name] for name in scheduled.parameters]
         inputs = list(received[:count])
         if not (run.differentiate and scheduled.backward):
-            with torch.no_grad(), self._span(layer.name, "compute"):
+            with torch.no_grad(), self.spans.span(layer.name, "compute"):
                 return self._compute(run, scheduled, inputs, given)
         communicates = scheduled.work.communicates
-        if self.trace is not None:
+        if self.spans.trace is not None:
             begun: list[int] = []
             self._end_span_behind(run, inputs, given, begun)
         elif communicates:
             _wait_for_one(run, inputs, given)
-        with self._span(layer.name, "compute"):
+        with self.spans.span(layer.name, "compute"):
             if self.options.recompute:
                 out = self._recomputed(run, scheduled, inputs, given)
             else:
                 out = self._compute(run, scheduled, inputs, given)
-        if self.trace is not None:
+        if self.spans.trace is not None:
             run.token, out = ordered(run.token, out, at_backward=partial(self._begin_span, layer.name, run, begun))
         elif communicates:
             run.token, out = ordered(run.token, out)
@@ -163,7 +208,7 @@ class Executor:
         """Where kernels run: within the run's torch.autocast, which may be there already."""
         kind, dtype = self.options.device.type, self.options.autocast
         if dtype is None or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
-            return _NOTHING
+            return NOTHING
         return torch.autocast(kind, dtype)
 
     def _recomputed(
@@ -193,8 +238,8 @@ class Executor:
         """In a trace a layer's backward pass ends when all its gradients are made."""
 
         def end() -> None:
-            if self.trace is not None and begun:
-                self.trace.end(begun.pop())
+            if self.spans.trace is not None and begun:
+                self.spans.trace.end(begun.pop())
 
         tensors = (*inputs, *given)
         which = {i: x for i, x in enumerate(tensors) if x is not None and x.requires_grad}
@@ -207,13 +252,8 @@ class Executor:
 
     def _begin_span(self, name: str, run: Pass, begun: list[int]) -> None:
         self.comm.at(run.number, f"{name} (backward)")
-        if self.trace is not None:
-            begun.append(self.trace.begin(f"{name} (backward)", "compute"))
-
-    def _span(self, name: str, category: Category) -> AbstractContextManager[object]:
-        if self.trace is not None:
-            return self.trace.span(name, category)
-        return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
+        if self.spans.trace is not None:
+            begun.append(self.spans.trace.begin(f"{name} (backward)", "compute"))
 
     def _like(self, dtype: torch.dtype) -> Tensor:
         """An empty tensor of that type on this rank's device."""

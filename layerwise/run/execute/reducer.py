@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, SumHandle
+from layerwise.comm.base import Comm, Group, Handle
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import fill
 from layerwise.run.guards.box_gradient import BoxGradient, plain
@@ -36,7 +36,7 @@ class Bucket:
     tensors: int = 0  # that share its memory, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
     left: bool = False  # whether this pass has begun to sum it, or will not
-    handle: SumHandle | None = None  # the sum under way
+    handle: Handle | None = None  # the sum under way
 
 
 class GradientReducer:

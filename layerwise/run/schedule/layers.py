@@ -9,6 +9,7 @@ import torch
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
+from layerwise.partition.ahead import begun_before
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import input_maps, of_all_classes
@@ -27,6 +28,7 @@ class ScheduledEdge:
     source: str  # the layer that makes it
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
+    ahead: bool  # whether it is begun sooner than its user comes (`Schedule.begun_before`)
 
     @property
     def what(self) -> str:
@@ -55,6 +57,7 @@ class ScheduledLayer:
 class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
 
+    begun_before: the edges that run ahead, with their users, by the number of the layer before which they begin.
     groups: of ranks whose transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that
     the ranks get of each output.
     """
@@ -68,7 +71,15 @@ class Schedule:
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
+        self._begun = begun_before(self.graph)
+        self._ahead = {end for begun in self._begun.values() for end in begun}
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
+        users = {layer.layer.name: layer for layer in self.layers}
+        self.begun_before = {
+            number: tuple((users[user], users[user].edges[slot]) for user, slot in begun)
+            for number, layer in enumerate(self.graph.layers)
+            if (begun := [end for end in self._begun.get(layer.name, ()) if users[end[0]].edges[end[1]].ahead])
+        }
         self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
@@ -102,7 +113,9 @@ class Schedule:
             self.groups |= groups_of(place.owned.each, need)
         kind: Kind = "io" if sink and self.free else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
-        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot])
+        # Whole outputs of ranks that have computed alike (io free) do not come back by messages.
+        ahead = part.pattern != "local" and kind == "transfers" and (layer.name, slot) in self._ahead
+        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot], ahead)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""

@@ -1,0 +1,90 @@
+"""UnderWay: what torch.distributed has been given to do for a ProcessComm."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from layerwise.comm.process import ProcessComm
+
+
+class Waitable(Protocol):
+    """A work of torch's, or what stands for some."""
+
+    def wait(self) -> object:
+        """Until it has ended. RuntimeError where it fails or takes too long."""
+
+
+class UnderWay:
+    """Messages, or a collective: its works, with what each of them does, and its tensors.
+
+    staged: on another device, (where it belongs, what has arrived). silent: the works tell nobody that they are done.
+    The tensors may not go before all has ended, so the Comm takes over what is given up.
+    """
+
+    def __init__(
+        self,
+        comm: ProcessComm,
+        what: str,
+        works: Sequence[tuple[str, Waitable]],
+        tensors: Sequence[Tensor],
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
+        *,
+        silent: bool = False,
+    ) -> None:
+        self.comm, self.what, self.works, self.tensors, self.staged = comm, what, works, tensors, staged
+        self.silent = silent
+
+    def wait(self) -> None:
+        """Also brings what has arrived to where it belongs. With NCCL it returns at once: the GPU waits."""
+        if not self.works:
+            return
+        works, self.works = self.works, ()
+        with self.comm.during(self.what) as now:
+            for now[0], work in works:
+                work.wait()
+        for into, arrived in self.staged:
+            into.detach().copy_(arrived)
+        self.tensors = self.staged = ()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """From gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits for it."""
+        last = self.works[-1][1] if self.works else None
+        if last is None:
+            call()
+        elif isinstance(last, dist.Work) and not self.silent:
+            last.get_future().add_done_callback(lambda _: call())
+        else:
+            self.works = [(f"in {self.what}", _Waiter([work for _, work in self.works], call))]
+
+    def __del__(self) -> None:
+        if self.works:
+            self.comm.given_up.append(self)
+
+
+class _Waiter:
+    """A thread that waits for works, and then calls."""
+
+    def __init__(self, works: Sequence[Waitable], call: Callable[[], None]) -> None:
+        self._works, self._call = works, call
+        self._end: Future[None] = Future()
+        threading.Thread(target=self._run, name="layerwise messages", daemon=True).start()
+
+    def wait(self) -> object:
+        """The works' time-outs hold."""
+        return self._end.result()
+
+    def _run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            self._call()
+            self._end.set_result(None)
+        except BaseException as error:
+            self._end.set_exception(error)
