@@ -183,8 +183,12 @@ class LayeredModule(Refusing, ParallelModule):
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
-        outputs = executor.forward(run, fed)
-        return self._returned(executor.schedule, list(ends(run.token, outputs, scales, self.dtype, self.begin)), target)
+        try:
+            outputs = executor.forward(run, fed)
+            made = ends(run.token, outputs, scales, self.dtype, self.begin)
+        finally:
+            run.token = token  # functions of the graph remember the pass, so it must not hold the graph
+        return self._returned(executor.schedule, list(made), target)
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
