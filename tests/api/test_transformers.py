@@ -38,7 +38,8 @@ CASES = [
 ]
 # Of the same operators as others of CASES; they run with the slow ones.
 ALIKE = (("poolformer", "eager"), ("roberta", "sdpa"), ("distilbert", "eager"), ("llama", "eager"), ("vit", "eager"))
-ALIKE += (("gpt2, no mask", "sdpa"),)  # qwen2 and mistral make their masks by themselves, too
+# Mistral makes its masks by itself, too; Swin has its windows with drop path; Gemma is a Llama with other constants.
+ALIKE += (("gpt2, no mask", "sdpa"), ("qwen2, no mask", "eager"), ("swin", "eager"), ("gemma", "sdpa"))
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
 
 
 ALL = ("data", "spatial", "filter", "channel", "df", "ds")
-RUNS = [(network, name, ranks) for network in ("convolutional", "resnet18") for name in ALL for ranks in (2, 4)]
+RUNS = [("convolutional", name, ranks) for name in ALL for ranks in (2, 4)] + [("resnet18", name, 4) for name in ALL]
 RUNS += [("unet3d", "data", 2), ("unet3d", "spatial", 4), ("unet3d", "ds", 4)]  # a volume, of two samples
 
 

@@ -1,6 +1,7 @@
 """Parameters of a split plan are DTensors: PyTorch's own functions give one device's numbers on 2 and 4 ranks."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,31 @@ def check(results: list[Any], wanted: tuple[list[float | None], dict[str, Tensor
         close(state, wanted[1])
 
 
-@each_plan
-@pytest.mark.parametrize("action", ["clip", "clip_inf", "clip_by_hand", "clip_as_old_tutorials", "largest", "value"])
+def plans_and_actions() -> Iterator[object]:
+    """Every action on two plans, every plan with two actions; slowly, all."""
+    for name in PLANS:
+        for action in ("clip", "clip_inf", "clip_by_hand", "clip_as_old_tutorials", "largest", "value"):
+            quick = name in ("filters", "mixed") or action in ("clip", "clip_by_hand")
+            yield pytest.param(name, action, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "action"), plans_and_actions())
 def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
     ranks, cuts = PLANS[name]
     check(run_ranks(ranks, f"{HERE}trained", cuts, "sgd", action), single("sgd", action))
 
 
-@pytest.mark.parametrize("name", ["filters", "mixed"])
-@pytest.mark.parametrize("optimizer", ["sgd_loop", "adamw", "adamw_fused", "adam", "rmsprop", "adagrad"])
+SLOW = {("filters", optimizer) for optimizer in ("adam", "rmsprop", "adagrad")}  # as the others of torch's
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(name, optimizer, marks=pytest.mark.slow if (name, optimizer) in SLOW else ())
+        for name in ("filters", "mixed")
+        for optimizer in ("sgd_loop", "adamw", "adamw_fused", "adam", "rmsprop", "adagrad")
+    ],
+)
 def test_optimizers_are_one_devices(name: str, optimizer: str) -> None:
     ranks, cuts = PLANS[name]
     check(run_ranks(ranks, f"{HERE}trained", cuts, optimizer, "clip"), single(optimizer, "clip"))
