@@ -121,6 +121,14 @@ class Comm(ABC):
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank: for agreement at start-up and for reports, not for speed. Not counted."""
 
+    def tell(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Starts to tell all ranks a few whole numbers of 64 bits, as many on each; what it returns waits for them.
+
+        It then has every rank's, by rank. Not counted.
+        """
+        told = self.all_gather_object(list(numbers))
+        return lambda: told
+
     def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's value, by rank, by way of JSON."""
         return [json.loads(text) for text in self.all_gather_text(json.dumps(value))]

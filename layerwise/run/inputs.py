@@ -14,7 +14,6 @@ from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.layers import Schedule
-from layerwise.run.schedule.place import samples
 from layerwise.tensorfile import dtype_name
 
 
@@ -40,8 +39,8 @@ class Inputs:
             if layer.role is Role.CONSTANT
         }
 
-    def batch(self, inputs: Sequence[Tensor], batch: int | None, *, target: bool) -> int:
-        """The global batch that these are of. LayerwiseError where they are too many, or not this rank's share."""
+    def fed_samples(self, inputs: Sequence[Tensor], *, target: bool) -> int:
+        """How many samples these have. LayerwiseError where there are too many inputs, or other things than tensors."""
         if len(inputs) != len(self._layers):
             raise LayerwiseError(
                 f"the model takes {len(self._layers)} inputs ({', '.join(layer.name for layer in self._layers)})"
@@ -51,8 +50,7 @@ class Inputs:
             if not isinstance(x, Tensor):
                 raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: give a tensor")
         pairs = zip(self._layers, inputs, strict=True)
-        fed = next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
-        return global_batch(self.plan, self.comm, fed, batch)
+        return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
     def differentiated(self, inputs: Sequence[Tensor], scales: Sequence[float]) -> frozenset[str]:
         """The inputs of which gradients are wanted. scales: of the outputs' gradients.
@@ -92,37 +90,6 @@ class Inputs:
                 f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
             )
         return x.to(schedule.options.element_type(spec.dtype, schedule.graph))
-
-
-def global_batch(plan: Plan, comm: Comm, fed: int, batch: int | None) -> int:
-    """The samples of all ranks, of which this one has `fed`; batch: what the caller says that they are.
-
-    LayerwiseError where this rank's are not its share of it.
-    """
-    share = samples(plan, plan.batch)[comm.rank]
-    if batch is None:
-        batch = fed if plan.io == "free" else fed * comm.size
-        if plan.io == "sample" and fed == share.stop - share.start:
-            batch = plan.batch
-        elif plan.io == "sample":
-            _agree(comm, fed)
-    share = samples(plan, batch)[comm.rank]
-    if fed != share.stop - share.start or fed == 0:
-        raise LayerwiseError(
-            f"rank {comm.rank} was given {fed} samples; of a global batch of {batch} its share is "
-            f"{share.stop - share.start}: give module(..., batch=B) the number of samples of all ranks"
-        )
-    return batch
-
-
-def _agree(comm: Comm, fed: int) -> None:
-    """That all ranks feed as many. One that feeds its share of the plan's batch does not come: a time-out tells."""
-    counts = comm.all_gather_text(str(fed)) if comm.size > 1 else []
-    if len(set(counts)) > 1:
-        raise LayerwiseError(
-            f"the ranks were given {', '.join(counts)} samples: give module(..., batch=B) the number of samples of "
-            "all ranks, and each rank its share"
-        )
 
 
 def _constant(network: Network, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
+from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer
@@ -34,7 +35,7 @@ from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
-from layerwise.run.shapes import Shapes, Sizes, agree_on_sizes
+from layerwise.run.shapes import Shapes, Sizes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
@@ -108,8 +109,6 @@ class LayeredModule(Refusing, ParallelModule):
         options = self.options.here()
         key = batch, sizes, differentiated, options.autocast
         if key not in self._executors:
-            if sizes != self._shapes.sizes:
-                agree_on_sizes(self.comm, sizes)
             graph = replace(self._fitting(batch, sizes), differentiated=differentiated)
             schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
@@ -150,11 +149,9 @@ class LayeredModule(Refusing, ParallelModule):
             executor.trace = trace
 
     def forward(self, *inputs: Tensor, batch: int | None = None) -> Any:
-        """Outputs of this rank's samples (io sample), or see the class. `batch`: the global one, where it is short.
+        """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.
 
         They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
-        Without `batch` a rank that feeds another number of samples than the plan says takes it that all ranks feed as
-        many.
         """
         check_call()
         self._check_hooks()
@@ -163,8 +160,9 @@ class LayeredModule(Refusing, ParallelModule):
         if self.loss is not None and self.io == "free":
             *before, target = inputs
             inputs = tuple(before)
-        whole = self._shapes.inputs.batch(inputs, batch, target=target is not None)
+        samples = self._shapes.inputs.fed_samples(inputs, target=target is not None)
         sizes = self._shapes.sizes_of(inputs)
+        whole = Batch(self.plan, self.comm, samples, batch, sizes).whole
         given = self._shapes.at(sizes).inputs
         share = self.share(whole)
         part = 1.0 if self.io == "free" else (share.stop - share.start) / whole

@@ -102,11 +102,3 @@ def _skeleton(module: nn.Module) -> nn.Module | None:
         return copy.deepcopy(module, memo)
     except Exception:  # whatever a user's class meets
         return None
-
-
-def agree_on_sizes(comm: Comm, sizes: object) -> None:
-    """LayerwiseError where ranks feed other sizes than this one, which is here for the first time with its own."""
-    if comm.size > 1 and len(said := set(comm.all_gather_text(str(sizes)))) > 1:
-        raise LayerwiseError(
-            f"the ranks were given samples of unlike shapes, {' and '.join(sorted(said))}: pad all of a batch alike"
-        )

@@ -254,7 +254,7 @@ def test_bad_input_is_one_clear_error() -> None:
 
     def wrong(comm):
         module = load(plan, given.network, comm=comm, dtype=torch.float64)
-        with pytest.raises(LayerwiseError, match="its share is"):
+        with pytest.raises(LayerwiseError, match="their shares of a batch of 4 are 2, 2"):
             module(given.inputs[0][:3], batch=4)
         with pytest.raises(LayerwiseError, match="takes 1 inputs"):
             module()

@@ -137,8 +137,11 @@ def test_uneven_batches_are_said() -> None:
         return {"own": out[0].detach()} | state_and_gradients(model)
 
     same_on_ranks(loop)
-    for text in refused(net()[1], lambda made: made(IMAGES[0][: 1 + made.comm.rank])):
-        assert "give module(..., batch=B) the number of samples of all ranks" in text
+    for text in refused(net()[1], lambda made: made(IMAGES[0][: 1 + made.comm.rank], batch=4)):
+        assert text.startswith("the ranks were given 1, 2 samples, and their shares of a batch of 4 are 2, 2")
+        assert "where B is the number of samples of all ranks (model(..., batch=B))" in text
+    for text in refused(net()[1], lambda made: made(IMAGES[0][:2], batch=None if made.comm.rank else 4)):
+        assert text.startswith("the ranks called the model with batch=4, no batch=: give all of them")
 
 
 def test_other_sizes_and_evaluation() -> None:

@@ -7,16 +7,30 @@ from dataclasses import dataclass
 import torch
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.batches import Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One call of the model on this rank, by its samples of the global batch."""
 
     seed: int  # of its random numbers
-    first: int = 0  # the first of this rank's samples
-    samples: int = 1  # how many it has
-    whole: int = 1  # how many all ranks have; on one device 1 of 1, whatever the batch
+    batch: Batch | None = None  # None: nothing depends on the others' samples
+
+    @property
+    def first(self) -> int:
+        """The first of this rank's samples."""
+        return 0 if self.batch is None else self.batch.share.start
+
+    @property
+    def samples(self) -> int:
+        """How many it has."""
+        return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
+
+    @property
+    def whole(self) -> int:
+        """How many all ranks have. On one device 1 of 1, whatever the batch."""
+        return 1 if self.batch is None else self.batch.whole
 
 
 class Calls:

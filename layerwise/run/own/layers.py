@@ -92,13 +92,10 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         module: nn.modules.batchnorm._BatchNorm,
         calls: Calls,
         all_reduce: Callable[[Tensor], Tensor],
-        agree: Callable[[object], None],
     ) -> None:
-        """all_reduce: sums over all ranks. agree: raises where the ranks' sizes of a sample are unlike."""
+        """all_reduce: sums over all ranks, whose samples must have one size."""
         super().__init__(module, calls)
-        self.all_reduce, self.agree = all_reduce, agree
-
-        self._sizes: set[tuple[int, ...]] = set()  # of samples, which all ranks had alike
+        self.all_reduce = all_reduce
 
     @property
     def active(self) -> bool:
@@ -108,10 +105,6 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         """As `layerwise.ops.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        size = tuple(x.shape[1:])
-        if size not in self._sizes:
-            self.agree(size)
-            self._sizes.add(size)
         count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
         mean, var = module.running_mean, module.running_var
         y, *moments = normalised(

@@ -21,12 +21,12 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
+from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.changes import check_frozen
 from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.guards.optimizers import watch
-from layerwise.run.inputs import global_batch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.own.calls import Call, Calls, in_backward
 from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
@@ -37,7 +37,6 @@ from layerwise.run.own.state import OwnState
 from layerwise.run.own.with_module import WithModule
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.work import summing
-from layerwise.run.shapes import agree_on_sizes
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import dtype_name
 
@@ -84,6 +83,7 @@ class OwnModule(WithModule):
         self._replaced = list(self._replacements(facts))
         for replaced in self._replaced:
             replaced.place()
+        self._norms = [replaced for replaced in self._replaced if isinstance(replaced, GlobalBatchNorm)]
         self._samples_in = _samples_in(facts.graph, module)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
         self._moved = self._move if moves else None
@@ -102,7 +102,7 @@ class OwnModule(WithModule):
             assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
             all_reduce = summing(comm, everyone, layer)
             assert all_reduce is not None
-            yield GlobalBatchNorm(norm, self._calls, all_reduce, partial(agree_on_sizes, comm))
+            yield GlobalBatchNorm(norm, self._calls, all_reduce)
 
     def _follow(self) -> None:
         """Gradients are averaged from now on."""
@@ -139,9 +139,8 @@ class OwnModule(WithModule):
         call = self._call(inputs, named, batch)
         if self._moved is not None:
             inputs, named = pytree.tree_map_only(Tensor, self._moved, (inputs, named))
-        scale = 1.0 if self.comm.size == 1 else self._scale(call)
         if self.comm.size > 1 and torch.is_grad_enabled():
-            inputs, named = pytree.tree_map_only(Tensor, partial(self._entering, scale=scale), (inputs, named))
+            inputs, named = pytree.tree_map_only(Tensor, partial(self._entering, call=call), (inputs, named))
         before, self._calls.forward = self._calls.forward, call
         try:
             with self._autocast():
@@ -150,6 +149,7 @@ class OwnModule(WithModule):
             self._calls.forward = before
         if not torch.is_grad_enabled() or (self.comm.size == 1 and not self._replaced):
             return outputs
+        scale = self._scale(call)
         return pytree.tree_map_only(Tensor, partial(self._leaving, call=call, scale=scale), outputs)
 
     @property
@@ -163,17 +163,21 @@ class OwnModule(WithModule):
             return self._calls.again()
         seed = combine(self.options.seed, self.steps)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
-        self.__dict__["steps"] += self.training or any(replaced.active for replaced in self._replaced)
+        drawn = self.training or any(replaced.active for replaced in self._replaced)
+        self.__dict__["steps"] += drawn
         if self.comm.size == 1:
             if batch is not None:
-                global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
+                _ = Batch(self.plan, self.comm, self._fed(inputs, named), batch).whole
             return Call(seed)
         check_parameters(self._reducer.parameters.items(), partial_sums=True)
         self._check_structure()
         self.comm.at(self.steps, "the model")
-        whole = global_batch(self.plan, self.comm, self._fed(inputs, named), batch)
-        share = self.share(whole)
-        return Call(seed, share.start, share.stop - share.start, whole)
+        if not (drawn or torch.is_grad_enabled()):
+            return Call(seed)
+        sizes = None
+        if any(norm.active for norm in self._norms):
+            sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+        return Call(seed, Batch(self.plan, self.comm, self._fed(inputs, named), batch, sizes, as_planned=False))
 
     def _fed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """This rank's samples."""
@@ -211,16 +215,18 @@ class OwnModule(WithModule):
 
     def _scale(self, call: Call) -> float:
         """Of the outputs' gradients: their mean over the ranks is then that of the loss of all samples."""
+        if self.comm.size == 1:
+            return 1.0
         key = call.samples, call.whole
         if key not in self._scales:
             self._scales[key] = factors(self.graph, call.samples / call.whole)[0] * self.comm.size
         return self._scales[key]
 
-    def _entering(self, x: Tensor, scale: float) -> Tensor:
+    def _entering(self, x: Tensor, call: Call) -> Tensor:
         """An input. Where its gradient is differentiated again, the pass that does begins there."""
         if not x.requires_grad:
             return x
-        if scale != 1:
+        if self._scale(call) != 1:
             raise LayerwiseError(
                 "an input requires a gradient, which is made only where all ranks feed equally many samples and the "
                 "loss is a mean: give it detached, or such a batch"

@@ -1,0 +1,88 @@
+"""How many samples all ranks feed: they tell each other in every call, as any of them may have a short batch."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.plan import Plan
+from layerwise.run.schedule.place import samples
+
+
+class Batch:
+    """The samples of one call of the model. All ranks make one, in the same calls.
+
+    What the ranks have been given travels while they compute; `whole` waits for it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Comm,
+        fed: int,
+        given: int | None,
+        sizes: tuple[tuple[int, ...], ...] | None = None,
+        *,
+        as_planned: bool = True,
+    ) -> None:
+        """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
+
+        as_planned: each must feed its share of the batch, because the plan moves samples between ranks.
+        """
+        self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
+        self._known: tuple[int, slice] | None = None
+        digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
+        self._told = comm.tell((fed, given or 0, digest))
+
+    @property
+    def whole(self) -> int:
+        """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
+        return self._agreed()[0]
+
+    @property
+    def share(self) -> slice:
+        """This rank's of them."""
+        return self._agreed()[1]
+
+    def _agreed(self) -> tuple[int, slice]:
+        if self._known is None:
+            self._known = self._checked()
+        return self._known
+
+    def _checked(self) -> tuple[int, slice]:
+        counts, given, sizes = (list(column) for column in zip(*self._told(), strict=True))
+        if len(set(given)) > 1:
+            said = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
+            raise LayerwiseError(
+                f"the ranks called the model with {said}: give all of them the number of samples that they have "
+                "together, or none"
+            )
+        if len(set(sizes)) > 1:
+            shapes = sorted(set(self._comm.all_gather_text(str(self._sizes))))
+            raise LayerwiseError(
+                f"the ranks were given samples of unlike shapes, {' and '.join(shapes)}: pad all of a batch alike"
+            )
+        free = self._plan.io == "free"
+        fed = counts[0] if free else sum(counts)
+        whole = given[0] or fed
+        any_will_do = whole == fed and not self._as_planned
+        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, whole)
+        shares = [share.stop - share.start for share in slices]
+        if counts != shares or not all(counts):
+            each = f"their shares of a batch of {whole} are {_listed(shares)}"
+            raise LayerwiseError(
+                f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
+                "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
+            )
+        return whole, slices[self._comm.rank]
+
+    def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
+        """As many samples as each rank has, in the order of the plan's devices."""
+        order = self._plan.device_order
+        ends = dict(zip(order, accumulate(counts[rank] for rank in order), strict=True))
+        return tuple(slice(ends[rank] - count, ends[rank]) for rank, count in enumerate(counts))
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
