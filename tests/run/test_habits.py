@@ -121,11 +121,24 @@ def test_gradients_add_up_whichever_are_synchronised(synchronised: Sequence[int]
 # ------------------------------------------------------------------------------------------------------ inputs
 
 
-def test_ranks_that_feed_unlike_numbers_of_samples_are_refused() -> None:
-    _, network = mlp()
+def test_ranks_that_feed_other_numbers_of_samples_than_the_layers_need_are_refused() -> None:
+    _, network = layered_mlp()
     told = refused(network, lambda made: made(SAMPLES[0][: 5 if made.comm.rank else 3]))
     assert len(set(told)) == 1
     assert told[0].startswith("the ranks were given 3, 5 samples, and their shares of a batch of 8 are 4, 4: give each")
+
+
+def test_ranks_feed_unlike_numbers_of_samples_where_none_travel() -> None:
+    module, network = mlp()
+    single = copy.deepcopy(module)
+    loss(single(SAMPLES[0])).backward()
+
+    def rank(made: ParallelModule) -> dict[str, Tensor | None]:
+        loss(made(SAMPLES[0][slice(3, 8) if made.comm.rank else slice(3)])).backward()
+        return gradients(made)
+
+    for found in on_ranks(network, rank, 2):
+        equal(found, gradients(single))
 
 
 @pytest.mark.parametrize("fed", [1, 3, 7])
