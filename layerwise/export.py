@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from layerwise.cli import Parser, run_main
+from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, writing
 
 
@@ -54,38 +55,30 @@ and then, without layerwise:
 
 def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Exported:
     """Writes the state dict. LayerwiseError where the checkpoint is missing or damaged, or OUT cannot be written."""
-    import torch  # here, so that --help is quick
-    from torch import Tensor
+    from torch import Tensor  # here, so that --help is quick
 
-    from layerwise.checkpoint.chunks import read_into
-    from layerwise.checkpoint.contribution import About
-    from layerwise.checkpoint.optimizer_state import PREFIX
+    from layerwise.checkpoint.contribution import MODEL
+    from layerwise.checkpoint.reader import Reader
     from layerwise.checkpoint.step_folders import find
-    from layerwise.checkpoint.storage import Reader
     from layerwise.tensorfile import write_tensors
 
     check_writable(out)
     reader = Reader(find(checkpoint))
-    metadata = reader.read_metadata()
+    if reader.about is None:
+        raise LayerwiseError(
+            f"{reader.where} is not layerwise's: torch.distributed.checkpoint.format_utils.dcp_to_torch_save reads it"
+        )
     reader.verify(reader.files)
-    about = About.of(reader)
-    saved_as = {
-        name: saved
-        for saved in metadata.state_dict_metadata
-        if not saved.startswith(PREFIX)
-        for name in (saved, *about.aliases.get(saved, ()))
-    }
+    inside = f"{MODEL}."
+    saved_as = {name.removeprefix(inside): name for name in reader.description.tensors if name.startswith(inside)}
 
     def read(name: str) -> Tensor:
-        shape, dtype = reader.spec(saved_as[name])
-        tensor = torch.zeros(shape, dtype=dtype)
-        read_into(reader, {saved_as[name]: tensor})
-        return tensor
+        return reader.whole(saved_as[name])
 
     with writing(out) as temporary:
         write_tensors(temporary, {name: reader.spec(saved) for name, saved in saved_as.items()}, read)
         size = temporary.stat().st_size
-    return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, about.steps)
+    return Exported(os.fspath(reader.folder), os.fspath(out), len(saved_as), size, reader.about["steps"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.records import read_records
-from layerwise.checkpoint.storage import Reader
+from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
 from layerwise.files import MAX_DEPTH, parse_json, read_json
 from layerwise.machine import load
@@ -21,7 +21,7 @@ READERS = {
     "profile": lambda path: load(str(path)),
     "measured runs": read_runs,
     "records": read_records,
-    "checkpoint": lambda path: Reader(path.parent).read_metadata(),
+    "checkpoint": lambda path: Reader(path.parent),
     "strategy": lambda path: read_json(path, "strategy"),
 }
 TEXTS = {

@@ -1,4 +1,4 @@
-"""A file of tensors, each as torch.save writes it, one after the other: DCP's `.distcp`. Read without its pickles.
+"""A file of values, each as torch.save writes it, one after the other: DCP's `.distcp`. Tensors without their pickles.
 
 torch.save makes a zip archive whose member `data/0` are the elements, stored as they are and aligned; the pickle in it
 only says type and shape, which a checkpoint's metadata say, too.
@@ -24,29 +24,35 @@ from layerwise.tensorfile import Spec
 ALIGNED = 64  # bytes: torch.save puts elements at multiples of it, counted from where it begins
 ELEMENTS = "/data/0"  # the end of the member's name
 LOCAL_HEADER = 30  # bytes of a member's own header, before its name and padding
-Span = tuple[int, int]  # offset and length of a tensor's archive in the file, in bytes
+Span = tuple[int, int]  # offset and length of a value's archive in the file, in bytes
 
 
-def write_blobs(path: Path, tensors: Iterable[Tensor]) -> tuple[str, list[Span]]:
-    """Writes the file, on disk when this returns. Returns its SHA-256, and where each tensor is.
+def write_blobs(path: Path, values: Iterable[object]) -> tuple[str, list[Span]]:
+    """Writes the file, on disk when this returns. Returns its SHA-256, and where each value is.
 
-    Tensors, on any device, are taken one by one: one copy is in memory at a time. OSError where that is impossible.
+    Values, most of them tensors on any device, are taken one by one: one copy is in memory at a time. OSError where
+    that is impossible.
     """
     spans: list[Span] = []
     with path.open("wb") as file:
         out = _Hashed(file)
-        for tensor in tensors:
+        for value in values:
             out.write(b"\0" * (-out.length % ALIGNED))
             start = out.length
-            own = tensor.detach().cpu().contiguous()
-            if own.untyped_storage().nbytes() != own.nbytes:  # torch.save writes all of the storage
-                own = own.clone()
-            torch.save(own, out)  # type: ignore[arg-type]
+            torch.save(_alone(value), out)  # type: ignore[arg-type]
             spans.append((start, out.length - start))
-            del tensor, own  # before the next one comes
+            del value  # before the next one comes
         file.flush()
         os.fsync(file.fileno())
     return out.sha256.hexdigest(), spans
+
+
+def _alone(value: object) -> object:
+    """A tensor on the CPU, with memory of its own: torch.save writes all of what it is a part of."""
+    if not isinstance(value, Tensor):
+        return value
+    own = value.detach().cpu().contiguous()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
 
 
 def map_blob(path: Path, span: Span, spec: Spec) -> Tensor:
@@ -69,8 +75,11 @@ def map_blob(path: Path, span: Span, spec: Spec) -> Tensor:
         header = file.read(LOCAL_HEADER)
         name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
         start = offset + member.header_offset + LOCAL_HEADER + name + extra
-        if start + size > offset + length or start % dtype.itemsize:
+        if start + size > offset + length:
             raise ValueError(f"the elements of {size} bytes are not at {start}")
+        if start % dtype.itemsize:  # as torch's own writer may leave them: a copy is aligned
+            file.seek(start)
+            return torch.frombuffer(bytearray(file.read(size)), dtype=dtype).reshape(shape)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that can be written to
     return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=start).reshape(shape)
 

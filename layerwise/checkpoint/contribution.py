@@ -1,134 +1,149 @@
-"""What each rank brings to a checkpoint, how rank 0 makes one of it, and what can be known of it afterwards."""
+"""What each rank brings to a checkpoint, and how rank 0 makes one of it.
+
+A folder of torch.distributed.checkpoint (DCP), as `dcp.save({"model": ..., "optimizer": ...})` makes it of what
+`get_state_dict` gives, which `dcp.load` and `dcp_to_torch_save` read; and beside it `checkpoint.json`, with the SHA-256
+of every file.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
-from layerwise.checkpoint.chunks import Chunks, ChunkSavePlanner, chunks_of
-from layerwise.checkpoint.optimizer_state import PREFIX, OptimizerFacts, checked, merge
-from layerwise.checkpoint.storage import Reader, Stored, Writer
+from layerwise.checkpoint.blobs import write_blobs
+from layerwise.checkpoint.description import check_whole
+from layerwise.checkpoint.reader import FORMAT, METADATA, SEAL, VERSION, checksum
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
+from layerwise.geometry import Box
 from layerwise.run.state.shard import Shard
-from layerwise.tensorfile import DTYPE_OF, dtype_name
+from layerwise.tensorfile import DTYPE_OF, DTYPES, dtype_name, sync_folder
+from layerwise.version import __version__
 
-Told = Mapping[str, Any]  # what `Contribution.write` returns, after its way through JSON
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """The boxes that this rank writes, and what it knows besides."""
-
-    boxes: Mapping[str, Chunks]
-    aliases: Mapping[str, tuple[str, ...]]
-    optimizer: OptimizerFacts | None
-
-    @staticmethod
-    def of(shards: Sequence[Shard], optimizer: OptimizerFacts | None, states: Mapping[str, Chunks]) -> Contribution:
-        """`states` are the optimizer's boxes. LayerwiseError for a parameter whose name is taken by these."""
-        odd = next((shard.name for shard in shards if shard.name.startswith(PREFIX)), None)
-        if odd is not None:
-            raise LayerwiseError(
-                f"{odd!r} cannot be saved: names that begin with {PREFIX} are the optimizer's; rename it"
-            )
-        boxes = chunks_of([shard for shard in shards if writes(shard)])
-        return Contribution({**boxes, **states}, {s.name: s.aliases for s in shards if s.aliases}, optimizer)
-
-    def write(self, folder: Path, rank: int) -> dict[str, JSON]:
-        """Writes this rank's file and tells what is in it. OSError where that is impossible."""
-        if not folder.is_dir():
-            raise LayerwiseError(f"{os.fspath(folder)!r} is not to be seen here: all ranks must share the file system")
-        planner, writer = ChunkSavePlanner(), Writer(folder, rank)
-        planner.set_up_planner(dict(self.boxes), is_coordinator=rank == 0)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        results = writer.write_data(plan, planner).wait()
-        places = {result.index: result.storage_data for result in results}
-        return {
-            "stored": [results[0].storage_data.file, results[0].storage_data.sha256] if results else None,
-            "tensors": {
-                name: [dtype_name(some.dtype), some.shape, _rows(name, some, places)]
-                for name, some in self.boxes.items()
-            },
-            "aliases": self.aliases,
-            "optimizer": cast(JSON, self.optimizer),
-        }
+MODEL = "model"
+Told = Mapping[str, Any]  # what `write` returns, after its way through JSON
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What a checkpoint says besides its tensors."""
+class Entry:
+    """A box of a tensor, or a value that is none, under the keys that lead to it in DCP's nested dicts."""
 
-    model: str  # `model_digest`
-    steps: int  # training forwards done
-    progress: Mapping[str, Any]  # what the caller of `save` gave
-    aliases: Mapping[str, Sequence[str]]  # further names of tensors
-    optimizer: OptimizerFacts | None
-
-    @staticmethod
-    def of(reader: Reader) -> About:
-        """LayerwiseError where it makes no sense."""
-        with reader.sense():
-            about: dict[str, Any] = dict(reader.about)
-            if type(about["steps"]) is not int or about["steps"] < 0:
-                raise ValueError(f"{about['steps']!r} steps")
-            optimizer = None if about["optimizer"] is None else checked(about["optimizer"])
-            aliases = {name: tuple(map(str, names)) for name, names in about["aliases"].items()}
-            return About(str(about["model"]), about["steps"], dict(about["progress"].items()), aliases, optimizer)
+    keys: tuple[str | int, ...]
+    value: object
+    shape: tuple[int, ...] = ()  # of all of the tensor
+    lo: tuple[int, ...] = ()  # where the box begins
+    aliases: tuple[str, ...] = ()  # further names, in the place of the last key
 
 
-def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> None:
-    """Completes the folder, with `about` and what follows from what the ranks have told.
-
-    LayerwiseError where they contradict each other or elements are missing.
-    """
-    optimizers = [contribution["optimizer"] for contribution in written]
-    if None in optimizers and any(optimizers):
-        raise LayerwiseError(f"rank {optimizers.index(None)} gave no optimizer, others did: give all ranks the same")
-    tensors: dict[str, TensorStorageMetadata] = {}
-    results: list[WriteResult] = []
-    for contribution in written:
-        for name, (dtype, shape, rows) in contribution["tensors"].items():
-            new = TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[dtype]), torch.Size(shape), [])
-            known = tensors.setdefault(name, new)
-            if (known.properties.dtype, known.size) != (new.properties.dtype, new.size):
-                raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
-            for lo, sizes, offset, length in rows:
-                known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
-                file, sha256 = contribution["stored"]
-                place = Stored(file, sha256, offset, length)
-                results.append(WriteResult(MetadataIndex(name, lo), length, place))
-    extended: dict[str, JSON] = {
-        **about,
-        "aliases": {name: aliases for contribution in written for name, aliases in contribution["aliases"].items()},
-        "optimizer": None if None in optimizers else cast(JSON, merge(optimizers)),
-    }
-    Writer(folder, 0, extended).finish(Metadata(dict(tensors)), [results])
-
-
-def _rows(name: str, boxes: Chunks, places: Mapping[MetadataIndex, Stored]) -> list[JSON]:
-    """Of each box: its origin and sizes, and where it is in the file."""
-    rows: list[JSON] = []
-    for lo, tensor in boxes.tensors.items():
-        place = places[MetadataIndex(name, lo)]
-        rows.append([lo, tensor.shape, place.offset, place.length])
-    return rows
+def of_model(shards: Iterable[Shard]) -> Iterator[Entry]:
+    """What this rank writes of its parameters and buffers."""
+    for shard in shards:
+        if writes(shard):
+            yield Entry((MODEL, shard.name), shard.tensor, shard.shape, shard.box.lo, shard.aliases)
 
 
 def writes(shard: Shard) -> bool:
     """Whether this rank writes the shard's box: an empty one only where the whole tensor is empty."""
     return shard.first and (shard.box.volume > 0 or prod(shard.shape) == 0)
+
+
+def write(folder: Path, rank: int, entries: Sequence[Entry]) -> dict[str, JSON]:
+    """Writes this rank's file and tells what is in it. OSError where that is impossible."""
+    if not folder.is_dir():
+        raise LayerwiseError(f"{os.fspath(folder)!r} is not to be seen here: all ranks must share the file system")
+    if not entries:
+        return {"file": None, "rows": []}
+    for entry in entries:
+        if isinstance(entry.value, Tensor) and entry.value.dtype not in DTYPES:
+            raise LayerwiseError(
+                f"a checkpoint cannot hold {entry.keys[-1]!r} of {entry.value.dtype}: leave it out of the model"
+            )
+    file = f"__{rank}_0.distcp"
+    digest, spans = write_blobs(folder / file, (entry.value for entry in entries))
+    rows: list[JSON] = []
+    for entry, span in zip(entries, spans, strict=True):
+        box: JSON = None
+        if isinstance(entry.value, Tensor):
+            box = [dtype_name(entry.value.dtype), entry.shape, entry.lo, entry.value.shape]
+        rows.append([entry.keys, entry.aliases, box, span])
+    return {"file": [file, digest], "rows": rows}
+
+
+def finish(folder: Path, about: Mapping[str, JSON], written: Sequence[Told]) -> None:
+    """Completes the folder. LayerwiseError where the ranks contradict each other, or elements are missing."""
+    held: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    nested: dict[str, tuple[str | int, ...]] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for told in written:
+        for keys, aliases, box, (offset, length) in told["rows"]:
+            info = _StorageInfo(told["file"][0], offset, length)
+            for last in (keys[-1], *aliases):
+                names = (*keys[:-1], last)
+                name = ".".join(map(str, names))
+                nested[name] = names
+                if box is None:
+                    held[name] = BytesStorageMetadata()
+                    places[MetadataIndex(name)] = info
+                    continue
+                _add(held, name, box)
+                places[MetadataIndex(name, box[2])] = info
+    for name, one in held.items():
+        if isinstance(one, TensorStorageMetadata):
+            try:
+                check_whole(name, tuple(one.size), [_box(chunk) for chunk in one.chunks])
+            except ValueError as error:
+                raise LayerwiseError(f"the ranks do not hold all of the state: {error}") from None
+    described = pickle.dumps(Metadata(dict(held), nested, places))
+    _write(folder / METADATA, described)
+    files = dict(told["file"] for told in written if told["file"])
+    files[METADATA] = hashlib.sha256(described).hexdigest()
+    body: dict[str, JSON] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "written_by": {"layerwise": __version__, "torch": torch.__version__},
+        "about": about,
+        "files": files,
+    }
+    _write(folder / SEAL, json.dumps({**body, "checksum": checksum(body)}, allow_nan=False).encode())
+    sync_folder(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """On disk when this returns."""
+    with path.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _add(held: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, box: Sequence[Any]) -> None:
+    dtype, shape, lo, sizes = box
+    new = TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[dtype]), torch.Size(shape), [])
+    known = held.setdefault(name, new)
+    alike = isinstance(known, TensorStorageMetadata) and known.properties.dtype == new.properties.dtype
+    if not (isinstance(known, TensorStorageMetadata) and alike and known.size == new.size):
+        raise LayerwiseError(f"{name!r} differs in element type or shape between ranks")
+    known.chunks.append(ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)))
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))

@@ -1,8 +1,9 @@
-"""What travels of a torch.optim optimizer: state of a parameter's shape by boxes, numbers and settings as JSON."""
+"""The state of a torch.optim optimizer as DCP's `get_state_dict` has it: by the model's names, with its groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
@@ -10,168 +11,200 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.chunks import Chunks
-from layerwise.checkpoint.storage import Reader
+from layerwise.checkpoint.contribution import Entry
+from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
-from layerwise.files import JSON
-from layerwise.geometry import Box
 from layerwise.run.parts import local_part
 from layerwise.run.state.shard import Shard
-from layerwise.tensorfile import DTYPE_OF, dtype_name
 
-PREFIX = "optimizer.state."  # of the names of state, as DCP has them: optimizer.state.conv.weight.exp_avg
-UNSAVED = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}  # who, and by which kernel
-
-
-class ParameterGroup(TypedDict):
-    """A group of parameters."""
-
-    parameters: list[str]  # the model's names
-    settings: dict[str, JSON]  # learning rate and the like
+STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
+# By which kernel: the optimizer that loads keeps its own.
+KERNEL = {"capturable", "differentiable", "foreach", "fused"}
+MEMBERS = "params"
 
 
-class OptimizerFacts(TypedDict):
-    """All of an optimizer but its boxes."""
+class Facts(TypedDict):
+    """What the ranks must have alike, and which of a group's parameters this one has."""
 
     kind: str  # the name of its class
-    groups: list[ParameterGroup]
-    numbers: dict[str, dict[str, JSON]]  # by parameter and name of the state (`step`)
+    groups: list[list[str]]  # the model's names
+    settings: list[str]  # of each group, as text
+    numbers: dict[str, dict[str, str]]  # by parameter and name of the state (`step`), as text
 
 
 State = dict[str, object]  # of one parameter, as in Optimizer.state
-States = dict[Parameter, State]
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
-def checked(value: Any) -> OptimizerFacts:
-    """The facts that a file gives. Something like TypeError, KeyError or ValueError where they are none."""
-    groups = [
-        ParameterGroup(parameters=[*map(str, g["parameters"])], settings=dict(g["settings"])) for g in value["groups"]
-    ]
-    for numbers in value["numbers"].values():
-        for number in numbers.values():
-            _from_json(number, torch.device("cpu"), False)
-    return OptimizerFacts(kind=str(value["kind"]), groups=groups, numbers=value["numbers"])
-
-
-def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, dict[str, Chunks]]:
-    """What this rank knows of the optimizer, and the boxes of its state that this rank writes, by name.
+def describe(optimizer: Optimizer, owned: Owned) -> tuple[Facts, list[Entry]]:
+    """What this rank knows of the optimizer, and what it writes of its state.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
     kind = type(optimizer).__qualname__
-    facts = OptimizerFacts(kind=kind, groups=[], numbers={})
-    boxes: dict[str, Chunks] = {}
+    facts = Facts(kind=kind, groups=[], settings=[], numbers={})
+    entries: list[Entry] = []
     for held, group in _groups(optimizer, owned):
-        settings = {key: _setting(kind, key, value) for key, value in group.items() if key not in UNSAVED}
-        facts["groups"].append(
-            ParameterGroup(parameters=[owned[parameter].name for parameter in held], settings=settings)
-        )
+        facts["groups"].append([owned[parameter].name for parameter in held])
+        facts["settings"].append(repr({key: _plain(_setting(kind, key, value)) for key, value in _own(group).items()}))
         for parameter in held:
             shard = owned[parameter]
             for key, value in optimizer.state.get(parameter, {}).items():
                 sound = isinstance(key, str) and "." not in key
-                tensor = isinstance(value, Tensor)
-                if sound and tensor and value.dim() and value.shape == parameter.shape:
+                keys = (*STATE, shard.name, key)
+                if sound and isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                     if shard.first and shard.box.volume:
-                        name = f"{PREFIX}{shard.name}.{key}"
-                        boxes[name] = Chunks(shard.shape, value.dtype)
-                        boxes[name].add(shard.box, local_part(value))
-                elif sound and (not value.dim() if tensor else isinstance(value, bool | int | float | None)):
-                    facts["numbers"].setdefault(shard.name, {})[key] = _as_json(value)
-                    if tensor and shard.first and shard.box.volume and not any(shard.box.lo):  # for torch's readers
-                        boxes[f"{PREFIX}{shard.name}.{key}"] = Chunks((), value.dtype)
-                        boxes[f"{PREFIX}{shard.name}.{key}"].add(Box((), ()), value)
+                        entries.append(Entry(keys, local_part(value), shard.shape, shard.box.lo))
+                elif sound and (not value.dim() if isinstance(value, Tensor) else _is_number(value)):
+                    facts["numbers"].setdefault(shard.name, {})[key] = repr(_plain(value))
+                    if shard.first and shard.box.volume and not any(shard.box.lo):
+                        entries.append(Entry(keys, value))
                 else:
                     raise LayerwiseError(
                         f"{kind} keeps {key!r} of {shard.name!r}, which is neither a number nor of the parameter's "
                         "shape: it cannot be cut into boxes; take an element-wise optimizer (SGD, Adam, AdamW, ...)"
                     )
-    return facts, boxes
+    return facts, entries
 
 
-def merge(ranks: Sequence[OptimizerFacts]) -> OptimizerFacts:
-    """What all ranks together know. LayerwiseError where they disagree."""
-    merged = OptimizerFacts(kind=ranks[0]["kind"], groups=[], numbers={})
-    settings = [group["settings"] for group in ranks[0]["groups"]]
-    for rank, facts in enumerate(ranks):
-        if facts["kind"] != merged["kind"] or [group["settings"] for group in facts["groups"]] != settings:
+def of_groups(optimizer: Optimizer, ranks: Sequence[Facts | None]) -> list[Entry]:
+    """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ."""
+    if None in ranks:
+        raise LayerwiseError(f"rank {ranks.index(None)} gave no optimizer, others did: give all ranks the same")
+    known = [facts for facts in ranks if facts is not None]
+    numbers: dict[str, dict[str, str]] = {}
+    for rank, facts in enumerate(known):
+        if any(facts[what] != known[0][what] for what in ("kind", "settings")):
             raise LayerwiseError(
                 f"rank {rank} and rank 0 differ in optimizer or settings of it: give all ranks the same"
             )
-        for name, numbers in facts["numbers"].items():
-            if merged["numbers"].setdefault(name, numbers) != numbers:
-                raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {numbers} on rank {rank}")
-    for i, shared in enumerate(settings):
-        names = dict.fromkeys(name for facts in ranks for name in facts["groups"][i]["parameters"])
-        merged["groups"].append(ParameterGroup(parameters=list(names), settings=shared))
-    return merged
+        for name, mine in facts["numbers"].items():
+            if numbers.setdefault(name, mine) != mine:
+                raise LayerwiseError(f"optimizer state of {name!r} differs between ranks: {mine} on rank {rank}")
+    entries = []
+    for i, group in enumerate(optimizer.param_groups):
+        settings = {key: _setting(type(optimizer).__qualname__, key, value) for key, value in _own(group).items()}
+        names = list(dict.fromkeys(name for facts in known for name in facts["groups"][i]))
+        entries += [Entry((*GROUPS, i, key), value) for key, value in {**settings, MEMBERS: names}.items()]
+    return entries
 
 
-def prepare(
-    optimizer: Optimizer, owned: Owned, facts: OptimizerFacts, reader: Reader
-) -> tuple[States, dict[str, Chunks]]:
-    """State for this rank's parameters as it was saved, and the boxes of it that are still to be read, by name.
+@dataclass(slots=True)
+class Prepared:
+    """An optimizer's state as it was saved: tensors are still to be filled from the checkpoint's of these names."""
 
-    Changes nothing. LayerwiseError where the saved one is another optimizer, or one of other parameters.
+    states: dict[Parameter, State] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    pending: list[tuple[str, Shard, Tensor]] = field(default_factory=list)
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Gives it to the optimizer. Not by its load_state_dict: that would cast to the parameter's type."""
+        for parameter, state in self.states.items():
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    as_here = isinstance(value, list) and isinstance(group.get(key), tuple)
+                    group[key] = tuple(value) if as_here else value
+
+
+def prepare(optimizer: Optimizer, owned: Owned, reader: Reader) -> Prepared:
+    """State for this rank's parameters. Changes nothing.
+
+    LayerwiseError where the saved one is another optimizer, or one of other parameters.
     """
-    kind, saved = type(optimizer).__qualname__, facts["groups"]
-    if facts["kind"] != kind:
-        raise LayerwiseError(f"the checkpoint has the state of {facts['kind']}, the optimizer here is {kind}")
+    made, saved, here = Prepared(), _saved_groups(reader), type(optimizer).__qualname__
+    kind = here if reader.about is None else reader.about["optimizer"]
+    if kind != here:
+        raise LayerwiseError(f"the checkpoint has the state of {kind}, the optimizer here is {here}")
     if len(saved) != len(optimizer.param_groups):
         raise LayerwiseError(
             f"the checkpoint's {kind} has {len(saved)} groups of parameters, the one here {len(optimizer.param_groups)}"
         )
-    keys: dict[str, list[str]] = {}
-    for name in reader.metadata.state_dict_metadata:
-        if name.startswith(PREFIX):
-            of, _, key = name.removeprefix(PREFIX).rpartition(".")
-            keys.setdefault(of, []).append(key)
-    states: States = {}
-    boxes: dict[str, Chunks] = {}
+    keys = _saved_state(reader)
     ours = {shard.name for shard in owned.values()}
     for i, (held, group) in enumerate(_groups(optimizer, owned)):
-        on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
-        odd = {owned[parameter].name for parameter in held} ^ (ours & set(saved[i]["parameters"]))
+        members = saved[i].pop(MEMBERS)
+        names = _named(members, [owned[parameter].name for parameter in held], len(group["params"]))
+        odd = {owned[parameter].name for parameter in held} ^ (ours & set(names))
         if odd:
             raise LayerwiseError(
                 f"{min(odd)!r} is in group {i} of only one optimizer, the checkpoint's or the one here"
             )
+        made.groups.append({key: value for key, value in saved[i].items() if key not in KERNEL})
+        on_device = bool(group.get("capturable") or group.get("fused"))  # such kernels want all of it there
+        of = {name: str(member) for name, member in zip(names, members, strict=True)}
         for parameter in held:
             shard = owned[parameter]
-            state: State = {}
-            for key in keys.get(shard.name, ()):
-                if key in facts["numbers"].get(shard.name, {}):
-                    continue
-                name = f"{PREFIX}{shard.name}.{key}"
-                shape, dtype = reader.spec(name)
-                if shape != shard.shape:
-                    raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
-                state[key] = tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                if shard.box.volume:
-                    boxes[name] = Chunks(shape, dtype)
-                    boxes[name].add(shard.box, local_part(tensor))
-            for key, value in facts["numbers"].get(shard.name, {}).items():
-                state[key] = _from_json(value, parameter.device, on_device)
-            states[parameter] = state
-    return states, boxes
+            made.states[parameter] = state = State()
+            for key in keys.get(of[shard.name], ()):
+                name = ".".join((*STATE, of[shard.name], key))
+                state[key] = _state(reader, name, key, parameter, shard, made, on_device=on_device)
+    return made
 
 
-def restore(optimizer: Optimizer, states: States, facts: OptimizerFacts) -> None:
-    """Gives the optimizer its states and settings. Not by its load_state_dict: that would cast to the parameter's type.
+def _state(
+    reader: Reader, name: str, key: str, parameter: Parameter, shard: Shard, made: Prepared, *, on_device: bool
+) -> object:
+    """One of a parameter's, where it is as PyTorch's load_state_dict puts it."""
+    if name in reader.description.values:
+        return reader.value(name)
+    shape, dtype = reader.spec(name)
+    if not shape:
+        number = reader.whole(name)
+        return number if key == "step" and not on_device else number.to(parameter.device)
+    if shape != shard.shape:
+        raise LayerwiseError(f"{name!r} has shape {shape} in the checkpoint, {shard.shape} here")
+    tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    made.pending.append((name, shard, local_part(tensor)))
+    return tensor
 
-    Settings that choose a kernel (foreach, fused, capturable) stay as they are here.
-    """
-    for parameter, state in states.items():
-        optimizer.state.pop(parameter, None)
-        if state:
-            optimizer.state[parameter] = state
-    for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
-        for key, value in saved["settings"].items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value
+
+def _saved_groups(reader: Reader) -> list[dict[str, Any]]:
+    """In order."""
+    groups: dict[int, dict[str, Any]] = {}
+    every = (*reader.description.values, *reader.description.tensors)
+    for name in every:
+        first, second, number, key = (*name.split(".", 3), "", "", "")[:4]
+        if (first, second) == GROUPS:
+            if not number.isdigit():
+                raise LayerwiseError(
+                    f"{reader.where} has an optimizer's groups by parameter, as flatten_optimizer_state_dict=True "
+                    "makes them: load it by torch.distributed.checkpoint"
+                )
+            stored = name in reader.description.values
+            groups.setdefault(int(number), {})[key] = reader.value(name) if stored else reader.whole(name).item()
+    if not groups:
+        raise LayerwiseError(f"{reader.where} has no optimizer's state: load without")
+    with reader.sense("its optimizer"):
+        return [{MEMBERS: list(groups[i][MEMBERS]), **groups[i]} for i in range(len(groups))]
+
+
+def _saved_state(reader: Reader) -> dict[str, list[str]]:
+    """The keys of each parameter's state, by the name that the file has for it."""
+    keys: dict[str, list[str]] = {}
+    prefix = ".".join(STATE) + "."
+    for name in (*reader.description.tensors, *reader.description.values):
+        if name.startswith(prefix):
+            of, _, key = name.removeprefix(prefix).rpartition(".")
+            keys.setdefault(of, []).append(key)
+    return keys
+
+
+def _named(members: Sequence[object], here: Sequence[str], count: int) -> list[str]:
+    """The names of a saved group's parameters; optimizer.state_dict() has numbers instead, in the order of them."""
+    if not members or not isinstance(members[0], int):
+        return [str(member) for member in members]
+    if len(members) != len(here) or count != len(here):
+        raise LayerwiseError(
+            f"the checkpoint's optimizer numbers its {len(members)} parameters, and there are {len(here)} here: save "
+            "what torch.distributed.checkpoint.state_dict.get_state_dict gives, which has names"
+        )
+    return list(here)
 
 
 def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter], dict[str, Any]]]:
@@ -186,29 +219,26 @@ def _groups(optimizer: Optimizer, owned: Owned) -> Iterator[tuple[list[Parameter
         yield [parameter for parameter in group["params"] if parameter in owned], group
 
 
-def _setting(kind: str, key: str, value: object) -> JSON:
+def _own(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings: all but its parameters."""
+    return {key: value for key, value in group.items() if key not in (MEMBERS, "param_names")}
+
+
+def _setting(kind: str, key: str, value: object) -> object:
     if isinstance(value, Tensor) and not value.dim():
-        value = value.item()
+        return value
     if isinstance(value, tuple | list):
-        return [_setting(kind, key, member) for member in value]
-    if not isinstance(value, bool | int | float | str | None):
+        return type(value)(_plain(_setting(kind, key, member)) for member in value)
+    if not (_is_number(value) or isinstance(value, str)):
         raise LayerwiseError(
             f"{kind}'s setting {key!r} is a {type(value).__name__}: a checkpoint holds numbers and text"
         )
     return value
 
 
-def _as_json(value: Tensor | bool | float | None) -> JSON:
-    """Numbers as text, exact: JSON has no nan and no inf."""
-    if isinstance(value, Tensor):
-        number = value.item() if value.is_floating_point() else int(value.item())
-        return {"dtype": dtype_name(value.dtype), "value": repr(number), "on_cpu": value.device.type == "cpu"}
-    return value
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | int | float | None)
 
 
-def _from_json(value: JSON, device: torch.device, on_device: bool) -> object:
-    if not isinstance(value, Mapping):
-        return value
-    dtype = DTYPE_OF[str(value["dtype"])]
-    number = float(str(value["value"])) if dtype.is_floating_point else int(str(value["value"]))
-    return torch.tensor(number, dtype=dtype, device="cpu" if value["on_cpu"] and not on_device else device)
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,11 +1,11 @@
 """Checkpoints: each rank writes its boxes through torch.distributed.checkpoint; any other plan reads what it needs.
 
     DIR/step-00000012/__0_0.distcp       the boxes that rank 0 wrote
-    DIR/step-00000012/.metadata          for `dcp.load`; it is a pickle, and not read here
-    DIR/step-00000012/checkpoint.json    what is where, and all that is not a tensor; written last
+    DIR/step-00000012/.metadata          what is where, in DCP's words
+    DIR/step-00000012/checkpoint.json    checksums of these, and what is known of the run; written last
 
-torch's planners and storage classes do the work. What the ranks must agree on goes through layerwise's own network
-(`comm.together.agree`), because DCP's collectives need torch.distributed and pickle. Nothing is ever unpickled.
+What the ranks must agree on goes through layerwise's own network (`comm.together.agree`), because DCP's collectives
+need torch.distributed and pickle. Of a pickle nothing is made but numbers, text and DCP's own records.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any, Protocol
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from layerwise.checkpoint.chunks import Chunks, chunks_of, read_into
-from layerwise.checkpoint.contribution import About, Contribution, finish
-from layerwise.checkpoint.optimizer_state import PREFIX, Owned, States, describe, prepare, restore
+from layerwise.checkpoint.contribution import MODEL, Entry, finish, of_model, write
+from layerwise.checkpoint.optimizer_state import Owned, Prepared, describe, of_groups, prepare
+from layerwise.checkpoint.reader import SEAL, Reader
 from layerwise.checkpoint.sole_writer import sole_writer
 from layerwise.checkpoint.step_folders import begin, commit, find, latest
-from layerwise.checkpoint.storage import Reader
 from layerwise.comm.base import Comm
 from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
@@ -72,36 +71,44 @@ def save(
     comm, folder = module.comm, Path(directory)
     failed = f"no checkpoint was saved in {os.fspath(folder)!r} (earlier ones are as they were)"
 
-    def start() -> tuple[Contribution, JSON]:
+    def start() -> tuple[list[Entry], JSON]:
         if keep < 1:
             raise LayerwiseError(f"{keep} checkpoints cannot be kept: keep at least 1")
         try:
             json.dumps(progress, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise LayerwiseError(f"'progress' must be what JSON can hold: {error}") from None
-        facts, states = describe(optimizer, _owned(module)) if optimizer is not None else (None, {})
-        mine = Contribution.of(module.shards(), facts, states)
+        facts, states = describe(optimizer, _owned(module)) if optimizer is not None else (None, [])
         if comm.rank == 0:
             alone.enter_context(sole_writer(folder))
-        return mine, {"steps": module.steps, "folder": begin(folder, module.steps).name if comm.rank == 0 else None}
+        name = begin(folder, module.steps).name if comm.rank == 0 else None
+        answer: dict[str, Any] = {"steps": module.steps, "folder": name, "optimizer": facts}
+        return [*of_model(module.shards()), *states], answer
 
-    def write() -> tuple[None, JSON]:
+    def write_mine() -> tuple[None, JSON]:
         if any(answer["steps"] != module.steps for answer in answers):
             raise LayerwiseError(f"ranks have done different numbers of steps: {[a['steps'] for a in answers]}")
-        return None, mine.write(temporary, comm.rank)
+        ranks = [answer["optimizer"] for answer in answers]
+        groups = of_groups(optimizer, ranks) if optimizer is not None and any(ranks) else []
+        return None, write(temporary, comm.rank, [*mine, *groups] if comm.rank == 0 else mine)
 
     def complete() -> tuple[None, JSON]:
         if comm.rank:
             return None, None
-        digest = model_digest(module.graph)
-        finish(temporary, {"model": digest, "steps": module.steps, "progress": progress}, written)
+        about: dict[str, JSON] = {
+            "model": model_digest(module.graph),
+            "steps": module.steps,
+            "progress": progress,
+            "optimizer": None if optimizer is None else type(optimizer).__qualname__,
+        }
+        finish(temporary, about, written)
         return None, commit(temporary, module.steps, keep).name
 
     with ExitStack() as alone:
         mine, answers = agree(comm, start, failed)
         temporary = folder / answers[0]["folder"]
         try:
-            _, written = agree(comm, write, failed)
+            _, written = agree(comm, write_mine, failed)
             _, names = agree(comm, complete, failed)
         except BaseException:
             if comm.rank == 0:
@@ -113,46 +120,47 @@ def save(
 def load(directory: str | os.PathLike[str], module: Saveable, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Gives module and optimizer what was saved in a step's folder, or in the latest of DIR, by all ranks together.
 
-    Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own.
+    Whatever plan and number of ranks saved it: each rank reads the parts of saved boxes that fall into its own. Also a
+    folder that `torch.distributed.checkpoint.save` wrote, of {"model": ..., "optimizer": ...} or of the model's state
+    dict alone, which has no checksums and no steps.
     Returns the progress. LayerwiseError on every rank where one finds the checkpoint damaged, or of another model or
     optimizer; all is checked, the SHA-256 of every file too, before the first value changes.
     """
     comm, shards = module.comm, module.shards()
 
-    def open_it() -> tuple[tuple[Reader, About], JSON]:
+    def open_it() -> tuple[Reader, JSON]:
         reader = Reader(find(directory))
-        reader.read_metadata()
-        specs: dict[str, JSON] = {s.name: [s.shape, dtype_name(s.tensor.dtype)] for s in shards}
-        answer: dict[str, JSON] = {"folder": reader.folder.name, "checksum": reader.checksum, "tensors": specs}
-        return (reader, About.of(reader)), answer
+        specs: dict[str, JSON] = {s.name: [s.shape, dtype_name(s.tensor.dtype), s.aliases] for s in shards}
+        return reader, {"folder": reader.folder.name, "digest": reader.digest, "tensors": specs}
 
-    def check() -> tuple[tuple[States, dict[str, Chunks]], JSON]:
-        where = f"checkpoint {os.fspath(reader.folder)!r}"
-        if any(answer["checksum"] != answers[0]["checksum"] for answer in answers):
+    def check() -> tuple[tuple[str, Prepared], JSON]:
+        if any(answer["digest"] != answers[0]["digest"] for answer in answers):
             names = ", ".join(answer["folder"] for answer in answers)
             raise LayerwiseError(f"ranks see different checkpoints ({names}): they must share the file system")
-        _check_model(reader, {name: spec for answer in answers for name, spec in answer["tensors"].items()})
-        if about.model != model_digest(module.graph):
-            raise LayerwiseError(f"{where} is of another model: it has the same names and shapes, but other operators")
-        boxes, states, pending = chunks_of(shards), States(), dict[str, Chunks]()
-        if optimizer is not None:
-            if about.optimizer is None:
-                raise LayerwiseError(f"{where} has no optimizer's state: load without")
-            states, pending = prepare(optimizer, _owned(module), about.optimizer, reader)
+        ours = {name: spec for answer in answers for name, spec in answer["tensors"].items()}
+        prefix = _check_model(reader, ours)
+        if reader.about is not None:
+            _check_about(reader, module)
+        prepared = Prepared() if optimizer is None else prepare(optimizer, _owned(module), reader)
         reader.verify(sorted(reader.files)[comm.rank :: comm.size])
-        return (states, boxes | pending), None
+        return (prefix, prepared), None
 
     def read() -> tuple[None, JSON]:
-        read_into(reader, boxes)
+        for shard in shards:
+            reader.fill(prefix + shard.name, shard.box, shard.tensor.detach())
+        for name, shard, tensor in prepared.pending:
+            reader.fill(name, shard.box, tensor)
         return None, None
 
-    (reader, about), answers = agree(comm, open_it)
-    (states, boxes), _ = agree(comm, check)
+    reader, answers = agree(comm, open_it)
+    (prefix, prepared), _ = agree(comm, check)
     agree(comm, read)
-    if optimizer is not None and about.optimizer is not None:
-        restore(optimizer, states, about.optimizer)
-    module.steps = about.steps
-    return dict(about.progress)
+    if optimizer is not None:
+        prepared.restore(optimizer)
+    if reader.about is None:
+        return {}
+    module.steps = reader.about["steps"]
+    return dict(reader.about["progress"])
 
 
 def resume(
@@ -205,21 +213,46 @@ def _owned(module: Saveable) -> Owned:
     return owned
 
 
-def _check_model(reader: Reader, ours: Mapping[str, Any]) -> None:
-    """LayerwiseError unless the checkpoint is of this model; `ours` has every tensor's shape and element type."""
-    checkpoint = f"checkpoint {os.fspath(reader.folder)!r}"
-    where = f"{checkpoint} is of another model:"
-    saved = [name for name in reader.metadata.state_dict_metadata if not name.startswith(PREFIX)]
+def _check_about(reader: Reader, module: Saveable) -> None:
+    """LayerwiseError where the rest of what `save` wrote makes no sense, or is of another network."""
+    about = reader.about or {}
+    with reader.sense(SEAL):
+        if type(about["steps"]) is not int or about["steps"] < 0:
+            raise ValueError(f"{about['steps']!r} steps")
+        dict(about["progress"].items())
+        if not isinstance(about["optimizer"], str | None):
+            raise ValueError(f"optimizer {about['optimizer']!r}")
+        same = about["model"] == model_digest(module.graph)
+    if not same:
+        raise LayerwiseError(
+            f"{reader.where} is of another model: it has the same names and shapes, but other operators"
+        )
+
+
+def _check_model(reader: Reader, ours: Mapping[str, Any]) -> str:
+    """What stands before the model's names in the checkpoint. `ours`: every tensor's shape, type and further names.
+
+    LayerwiseError unless it is of this model.
+    """
+    every, inside = set(reader.description.tensors), f"{MODEL}."
+    deeper = any(name.startswith(inside) for name in every) and not any(name in every for name in ours)
+    nested = reader.about is not None or deeper
+    prefix = inside if nested else ""  # torch.distributed.checkpoint.save(model.state_dict()) has no such level
+    where = f"{reader.where} is of another model:"
+    saved = [name.removeprefix(prefix) for name in every if name.startswith(prefix)]
     for name in ours:
         if name not in saved:
             raise LayerwiseError(f"{where} it has no {name!r}{nearest(name, saved)}")
-    for name in saved:
-        if name not in ours:
+    known = {further for name, (*_, aliases) in ours.items() for further in (name, *aliases)}
+    for name in sorted(saved) if nested else ():
+        if name not in known:
             raise LayerwiseError(f"{where} it has {name!r}, which this model lacks{nearest(name, ours)}")
-        (shape, dtype), (shape_here, dtype_here) = reader.spec(name), ours[name]
+    for name, (shape_here, dtype_here, _) in ours.items():
+        shape, dtype = reader.spec(prefix + name)
         if list(shape) != shape_here:
             raise LayerwiseError(f"{where} {name!r} has shape {list(shape)} there, {shape_here} here")
         if dtype_name(dtype) != dtype_here:
             raise LayerwiseError(
-                f"{checkpoint} has {name!r} in {dtype_name(dtype)}, it is {dtype_here} here: load the module so"
+                f"{reader.where} has {name!r} in {dtype_name(dtype)}, it is {dtype_here} here: load the module so"
             )
+    return prefix

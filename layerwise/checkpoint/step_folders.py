@@ -16,7 +16,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from layerwise.checkpoint.storage import METADATA
+from layerwise.checkpoint.reader import METADATA, SEAL
 from layerwise.errors import LayerwiseError
 from layerwise.tensorfile import sync_folder
 
@@ -34,7 +34,7 @@ def find(checkpoint: str | os.PathLike[str]) -> Path:
     """The checkpoint that is meant: this folder, or the latest in it. LayerwiseError where neither is one."""
     path = Path(checkpoint)
     try:
-        exists, folder = path.exists(), path if (path / METADATA).is_file() else latest(path)
+        exists, folder = path.exists(), path if _described(path) else latest(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         if isinstance(error, LayerwiseError):
             raise
@@ -79,6 +79,11 @@ def commit(temporary: Path, steps: int, keep: int) -> Path:
     return final
 
 
+def _described(path: Path) -> bool:
+    """Whether this folder is itself a checkpoint: ours, or one of torch.distributed.checkpoint's own."""
+    return (path / SEAL).is_file() or (path / METADATA).is_file()
+
+
 def _complete(directory: Path) -> dict[int, Path]:
     """Complete checkpoints by step."""
     complete: dict[int, Path] = {}
@@ -91,7 +96,7 @@ def _complete(directory: Path) -> dict[int, Path]:
                     f"checkpoints {os.fspath(directory)!r}: {path.name} is {what}: put the folder itself in its "
                     "place, or remove it"
                 )
-            if match and (path / METADATA).is_file():
+            if match and (path / SEAL).is_file():
                 complete[int(match[1] or match[2])] = path
     except FileNotFoundError:
         return {}

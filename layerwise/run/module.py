@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from layerwise.config import is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.reach import parameters_behind
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
@@ -24,7 +25,7 @@ from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
-from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
@@ -75,6 +76,9 @@ class LayeredModule(Refusing, ParallelModule):
         held = {name: p for name, p in every.items() if boxes[name][comm.rank] is not None}
         self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
         self._places = Places(self._tree)
+        self._behind = parameters_behind(self.graph)
+        self._optional = frozenset[str]().union(*self._behind).difference(frozenset[str].intersection(*self._behind))
+        self._used, self._twice = set[int](), set[int]()  # outputs: that this pass has gradients of, that any has had
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
@@ -86,7 +90,7 @@ class LayeredModule(Refusing, ParallelModule):
             held,
             [name for name in order if name in groups],
             groups,
-            list(every.values()),
+            every,
             scale=1 / self._mean_over,
             cut=self.cut,
         )
@@ -183,7 +187,7 @@ class LayeredModule(Refusing, ParallelModule):
             fed |= dict(zip(names, tensors, strict=True))
         try:
             outputs = executor.forward(run, fed)
-            made = ends(run.token, outputs, scales, self.dtype, self.begin)
+            made = ends(run.token, outputs, scales, self.dtype, self._came)
         finally:
             run.token = token  # functions of the graph remember the pass, so it must not hold the graph
         return self._returned(executor.schedule, list(made), target)
@@ -193,6 +197,25 @@ class LayeredModule(Refusing, ParallelModule):
         self._places.check()
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
+
+    def _came(self, has_gradient: Sequence[bool]) -> None:
+        """A backward pass comes to the outputs of a call, with a gradient of some."""
+        self.begin()
+        used = {i for i, has in enumerate(has_gradient) if has}
+        self._used |= used
+        if torch.is_grad_enabled():  # what is behind these may have a gradient of a gradient, in a pass to come
+            self._twice |= used
+
+    def _finish(self, gradients: Gradients) -> None:
+        used, self._used = self._used | self._twice, set()
+        gradients.leave_alone = self._unreached(used) if self._optional else frozenset()
+        super()._finish(gradients)
+
+    def _unreached(self, used: set[int]) -> frozenset[str]:
+        """The parameters that no rank's loss depends on: one device has no gradient of them, and not one of zeros."""
+        told = self.comm.tell([i in used for i in range(len(self._behind))])()
+        reached = [parameters for parameters, *each in zip(self._behind, *told, strict=True) if any(each)]
+        return self._optional.difference(*reached) if reached else frozenset()
 
     def _made(self, name: str, leaf: Tensor) -> None:
         """Autograd has added up the gradient of what the layers compute with in place of a parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections import Counter
@@ -15,15 +16,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from layerwise import tensorfile
-from layerwise.checkpoint import blobs, latest, load, model_digest, save, storage
+from layerwise.checkpoint import blobs, latest, load, model_digest, reader, save
+from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from tests.checkpoint.runs import OPTIMIZERS, UNTRAINED, alone, equal, gradients, resumed, saved, train, trained
+from tests.comm.thread import ThreadComm, run_threads
 from tests.examples import examples
-from tests.run.cut_modules import assembled, tensors
+from tests.run.cut_modules import CutModule, assembled, cutting, tensors
 
 
 @examples(25)
@@ -105,10 +109,10 @@ def test_only_what_a_rank_owns_is_read(tmp_path: Path, monkeypatch: pytest.Monke
             read[threading.current_thread().name] += piece.numel()
             return piece
 
-    monkeypatch.setattr(storage, "map_blob", Recorder)
+    monkeypatch.setattr(reader, "map_blob", Recorder)
     for module in resumed(tmp_path, OPTIMIZERS["adam"], 3, 2, 0, torch.float32):
-        trained_here = [t for name, t in module.held.items() if name in gradients(0) and t.dim()]
-        adam = sum(3 * tensor.numel() for tensor in trained_here)  # AMSGrad; what is of a scalar is in the JSON
+        trained_here = [t for name, t in module.held.items() if name in gradients(0)]
+        adam = sum(3 * tensor.numel() + 1 for tensor in trained_here)  # AMSGrad, and the number of the step
         held = sum(tensor.numel() for tensor in module.held.values())
         assert read[f"rank {module.comm.rank}"] == held + adam
 
@@ -147,18 +151,70 @@ def test_digest_is_the_networks_whatever_its_batch(tmp_path: Path) -> None:
         load(tmp_path, alone(graph=load_model("mlp:4x5x2", 8)))
 
 
-def test_torchs_own_save_and_load_take_the_storage(tmp_path: Path) -> None:
-    """Writer and Reader are torch.distributed.checkpoint's: a program without layerwise can use them."""
+def test_torchs_own_reader_takes_it(tmp_path: Path) -> None:
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 4, 1, torch.float32)
     found: dict[str, Tensor] = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    dcp.load(found, storage_reader=storage.Reader(tmp_path / "step-00000001"), no_dist=True)
+    dcp.load({"model": found}, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
     assert equal(found, assembled(before))
-    dcp.save(found, storage_writer=storage.Writer(tmp_path / "own", 0), no_dist=True)
-    again = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
-    dcp.load(again, storage_reader=storage.Reader(tmp_path / "own"), no_dist=True)
-    assert equal(again, found)
-    with pytest.raises(dcp.api.CheckpointException, match="a checkpoint holds tensors; 'epoch' is none"):
-        dcp.save({"epoch": 3}, storage_writer=storage.Writer(tmp_path / "own", 0), no_dist=True)
+
+
+@pytest.mark.parametrize("form", ["names", "numbers", "model alone"])
+def test_what_torch_saved_is_taken(tmp_path: Path, form: str) -> None:
+    """With the state of an optimizer by names (get_state_dict) or numbers (state_dict); there are no checksums."""
+    module = alone()
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    train(module, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.03125
+    model: dict[str, Any] = {name: t.detach().clone() for name, t in module.held.items()}
+    states: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+    if form == "names":
+        names = [name for name, _ in module.named_parameters()]
+        states["state"] = {names[i]: state for i, state in states["state"].items()}
+        states["param_groups"][0]["params"] = names
+    whole = model if form == "model alone" else {"model": model, "optimizer": states, "epoch": 3}
+    dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
+    train(module, optimizer, 1)
+
+    def run(comm: ThreadComm) -> CutModule:
+        mine = CutModule(comm, tensors(1), cutting(tensors(1), comm.size, 5), steps=2)
+        other = OPTIMIZERS["adamw"](mine.parameters())
+        assert load(tmp_path, mine, None if form == "model alone" else other) == {}
+        assert other.param_groups[0]["lr"] == (0.1 if form == "model alone" else 0.03125)
+        if form != "model alone":
+            train(mine, other, 1)
+        return mine
+
+    done = run_threads(1 if form == "numbers" else 3, run)
+    assert equal(assembled(done), model if form == "model alone" else assembled([module]))
+    other = {"conv.weights": torch.ones(5)}
+    with pytest.raises(
+        LayerwiseError, match=r"is of another model: it has no 'conv.weights' \(did you mean 'conv.weight'"
+    ):
+        load(tmp_path, CutModule(SoloComm(), other, cutting(other, 1, 0)))
+
+
+def test_torch_restores_the_optimizers_settings(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    whole = {name: t.detach() for name, t in net.state_dict().items()}
+    module = CutModule(SoloComm(), whole, cutting(whole, 1, 0))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.25, betas=(0.5, 0.75))
+    module.set_gradients({name: torch.ones_like(t) for name, t in whole.items()})
+    optimizer.step()
+    save(tmp_path, module, optimizer, {})
+    other = torch.optim.AdamW(net.parameters())
+    model, states = get_state_dict(net, other)
+    dcp.load({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "step-00000000", no_dist=True)
+    set_state_dict(net, other, model_state_dict=model, optim_state_dict=states)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
+    assert equal(dict(other.state[net.bias]), dict(optimizer.state[module.held["bias"]]))
+
+
+def test_torchs_own_reader_knows_the_second_name_of_a_tied_parameter(tmp_path: Path) -> None:
+    whole = {"up": torch.randn(3, 2)}
+    save(tmp_path, CutModule(SoloComm(), whole, cutting(whole, 1, 0), aliases={"up": ("down",)}), None, {})
+    found = {"up": torch.zeros(3, 2), "down": torch.zeros(3, 2)}
+    dcp.load({"model": found}, checkpoint_id=tmp_path / "step-00000000", no_dist=True)
+    assert torch.equal(found["down"], whole["up"])
 
 
 def test_every_element_type(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerwise.checkpoint import save, save_and_load, storage
+from layerwise.checkpoint import contribution, save, save_and_load
 from layerwise.errors import LayerwiseError
 from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, trained
 from tests.comm.launch import launch
@@ -68,7 +68,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """All ranks hear of it, the checkpoint before is the latest, and nothing else is left."""
     before = trained(tmp_path, OPTIMIZERS["adam"], 3, 1, 1, torch.float32)
     module, name = {
-        "write_blobs": (storage, "write_blobs"),
+        "write_blobs": (contribution, "write_blobs"),
         "finish": (save_and_load, "finish"),
         "commit": (save_and_load, "commit"),
     }[where]
@@ -105,14 +105,14 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = storage.write_blobs
+    real = contribution.write_blobs
 
     def broken(*args: Any) -> str:
         if threading.current_thread().name == "rank 1":
             raise ZeroDivisionError("a bug")
         return real(*args)
 
-    monkeypatch.setattr(storage, "write_blobs", broken)
+    monkeypatch.setattr(contribution, "write_blobs", broken)
 
     def run(comm: ThreadComm) -> type[BaseException]:
         with pytest.raises((LayerwiseError, ZeroDivisionError), match="a bug") as error:

@@ -88,11 +88,11 @@ def taken_up(comm: Comm, cuts: Cuts, folder: str, optimizer: str) -> dict[str, T
     chosen = OPTIMIZERS[optimizer](model.parameters())
     checkpoint.load(folder, model, chosen)
     latest = checkpoint.latest(folder)
-    dcp.load(again.state_dict(), checkpoint_id=latest)
+    dcp.load({"model": again.state_dict()}, checkpoint_id=latest)
     there, here = whole(again), whole(model)
     assert all(torch.equal(there[name], here[name]) for name in here)
     _, states = get_state_dict(again, other := OPTIMIZERS[optimizer](again.parameters()))
-    read: dict[str, Any] = {"optimizer": {"state": states["state"]}}
+    read: dict[str, Any] = {"optimizer": states}
     dcp.load(read, checkpoint_id=latest)
     set_state_dict(again, other, model_state_dict=again.state_dict(), optim_state_dict=states)
     steps(again, other, "nothing", 2, 4)

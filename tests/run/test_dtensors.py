@@ -161,10 +161,10 @@ def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None
         for state in run_ranks(ranks, f"{STATES}taken_up", cuts, str(folder), optimizer):
             close(state, wanted)
     model = copy.deepcopy(net()[0])
-    dcp.load(model.state_dict(), checkpoint_id=folder / "step-00000002", no_dist=True)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "step-00000002", no_dist=True)
     close(model.state_dict(), early, 0.0)
     dcp_to_torch_save(folder / "step-00000002", tmp_path / "model.pt")
-    model.load_state_dict(torch.load(tmp_path / "model.pt"), strict=False)
+    model.load_state_dict(torch.load(tmp_path / "model.pt")["model"])
     close(model.state_dict(), early, 0.0)
 
 

@@ -75,11 +75,11 @@ def ends(
     outputs: Sequence[Tensor | None],
     scales: Sequence[float],
     dtype: torch.dtype,
-    begin: Callable[[], None],
+    begin: Callable[[Sequence[bool]], None],
 ) -> tuple[Tensor, ...]:
     """The outputs, of no elements and of type `dtype` where there are none. Back: gradients are scaled.
 
-    begin: called when a backward pass comes by.
+    begin: called when a backward pass comes by, with whether it has a gradient of each output.
     """
     made = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
     result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *made)  # type: ignore[no-untyped-call]
@@ -164,19 +164,21 @@ class _Awaited(torch.autograd.Function):
 class _Ends(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, scales: Sequence[float], begin: Callable[[], None], *outputs: Tensor
+        ctx: Any, token: Tensor, scales: Sequence[float], begin: Callable[[Sequence[bool]], None], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.scales, ctx.begin = scales, begin
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
         made = tuple(out.clone() for out in outputs)
         ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
         return made
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        ctx.begin()
-        scaled = (g if scale == 1 else g * scale for g, scale in zip(gradients, ctx.scales, strict=True))
+        ctx.begin([g is not None for g in gradients])
+        pairs = zip(gradients, ctx.scales, strict=True)
+        scaled = (g if g is None or scale == 1 else g * scale for g, scale in pairs)
         # The backward pass of this backward pass comes before that of the forward pass.
         return token.clone(), None, None, *scaled
 

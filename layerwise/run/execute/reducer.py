@@ -52,15 +52,14 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         order: Sequence[str],
         groups: Mapping[str, Group],
-        every: Sequence[nn.Parameter] = (),
+        every: Mapping[str, nn.Parameter] | None = None,
         *,
         scale: float = 1.0,
         cut: bool = False,
     ) -> None:
         self.parameters, self.scale, self.cut = parameters, scale, cut
-        self.every = every or list(parameters.values())
-        held = {id(p) for p in parameters.values()}
-        self.elsewhere = [p for p in self.every if id(p) not in held]
+        self.every = parameters if every is None else every
+        self.elsewhere = {name: p for name, p in self.every.items() if name not in parameters}
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -135,6 +134,8 @@ class Gradients:
         self.earlier: dict[str, Tensor] = {}  # of earlier passes, already summed over the ranks
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
+        # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
+        self.leave_alone: frozenset[str] = frozenset()
         reducer.check_kept()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
@@ -223,6 +224,9 @@ class Gradients:
                 view = reducer.views[name]
                 if name in unused and (not self.synchronise or _none(view)):
                     continue  # on no rank
+                before = p.grad is not None or name in self.earlier or name in reducer.local
+                if name in self.leave_alone and not before:
+                    continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
                         view += plain(more)
@@ -233,18 +237,18 @@ class Gradients:
                     reducer.local.setdefault(name, None)
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
-            reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
-        for p in reducer.elsewhere:
-            if p.requires_grad and p.grad is None:
+            if p.grad is not None or name not in self.leave_alone:
+                reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
+        for name, p in reducer.elsewhere.items():
+            if p.requires_grad and p.grad is None and name not in self.leave_alone:
                 p.grad = like(p, local_part(p).new_empty(0))
         if not self.synchronise:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
         if self.synchronise:
-            made = {id(reducer.parameters[name]) for name in self.made} | {id(p) for p in reducer.elsewhere}
-            for p in reducer.every:
-                if id(p) in made:
+            for name, p in reducer.every.items():
+                if (name in self.made or name in reducer.elsewhere) and name not in self.leave_alone:
                     call_hooks(p)
 
     def _without_gradient(self) -> set[str]:

@@ -1,0 +1,157 @@
+"""Reader: a checkpoint's folder, as `save` or torch.distributed.checkpoint's own `save` wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+from torch import Tensor
+
+from layerwise.checkpoint.blobs import map_blob
+from layerwise.checkpoint.description import FILE, Description, Place, read_description
+from layerwise.errors import LayerwiseError
+from layerwise.files import JSON, read_json
+from layerwise.geometry import Box
+from layerwise.tensorfile import Spec
+
+SEAL, METADATA = "checkpoint.json", ".metadata"
+FORMAT, VERSION = "layerwise-checkpoint", 3
+ERRORS = (
+    AttributeError, IndexError, KeyError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError,
+    EOFError, ImportError, pickle.UnpicklingError,
+)  # fmt: skip
+
+
+class Reader:
+    """What a folder holds; of tensors only what is asked for is read.
+
+    about: what `save` knew besides the tensors; None: another program wrote the folder, without checksums.
+    files: their SHA-256, by name. digest: of the whole checkpoint.
+    """
+
+    about: Mapping[str, Any] | None = None
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """LayerwiseError unless all that describes it is whole, unaltered and of this version."""
+        self.folder = Path(folder)
+        self.where = f"checkpoint {os.fspath(self.folder)!r}"
+        self.files: dict[str, str] = {}
+        if (self.folder / SEAL).exists() or (self.folder / SEAL).is_symlink():
+            self._open_seal()
+        for name in (METADATA, *self.files):
+            self._check_own(name)
+        try:
+            content = (self.folder / METADATA).read_bytes()
+        except OSError as error:
+            raise self._unreadable(METADATA, error.strerror) from None
+        if self.about is None:
+            self.digest = hashlib.sha256(content).hexdigest()
+        elif hashlib.sha256(content).hexdigest() != self.files[METADATA]:
+            raise self._unreadable(METADATA, "it is not what was written (SHA-256)")
+        with self.sense(METADATA):
+            self.description: Description = read_description(content)
+        places = [place for one in self.description.tensors.values() for _, place in one.boxes]
+        for name in {place.file for place in (*places, *self.description.values.values())}:
+            self._check_own(name)
+
+    def _open_seal(self) -> None:
+        self._check_own(SEAL)
+        raw = read_json(self.folder / SEAL, "checkpoint")
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise LayerwiseError(f"{self.where} is not a layerwise checkpoint: its {SEAL} does not say so")
+        if raw.get("version") != VERSION:
+            raise LayerwiseError(
+                f"{self.where} has version {raw.get('version')!r}; this layerwise reads version {VERSION}"
+            )
+        self.digest = str(raw.pop("checksum", None))
+        if self.digest != checksum(raw):
+            raise LayerwiseError(f"{self.where} is damaged: {SEAL} was altered since it was written; take an older one")
+        with self.sense(SEAL):
+            self.files = {name: str(sha) for name, sha in raw["files"].items()}
+            if METADATA not in self.files or not all(name == METADATA or FILE.fullmatch(name) for name in self.files):
+                raise ValueError(f"files {list(self.files)}")
+            self.about = dict(raw["about"])
+
+    def _check_own(self, name: str) -> None:
+        """LayerwiseError where a file of the checkpoint is a link, or no file: it may lie anywhere, and block."""
+        path = self.folder / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise LayerwiseError(
+                f"checkpoint file {os.fspath(path)!r} is a link, or no plain file: a checkpoint's files lie in its own "
+                "folder; copy it there"
+            )
+
+    @contextmanager
+    def sense(self, name: str) -> Iterator[None]:
+        """Within it, what is not as expected in this file is a LayerwiseError."""
+        try:
+            yield
+        except LayerwiseError:
+            raise
+        except ERRORS as error:
+            raise LayerwiseError(f"{self.where} is damaged: {name} makes no sense ({error!r})") from None
+
+    def spec(self, name: str) -> Spec:
+        """Shape and element type of a tensor. KeyError where there is none of that name."""
+        return self.description.tensors[name].spec
+
+    def verify(self, files: Iterable[str]) -> None:
+        """LayerwiseError unless these files are, byte for byte, those that were written."""
+        for name in files:
+            try:
+                with (self.folder / name).open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise self._unreadable(name, error.strerror) from None
+            if digest != self.files[name]:
+                raise self._unreadable(name, "it is not what was written (SHA-256)")
+
+    def fill(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor into `target`. LayerwiseError where the files do not have it."""
+        stored = self.description.tensors[name]
+        for saved, place in stored.boxes:
+            both = saved & box
+            if not both.volume:
+                continue
+            try:
+                there = map_blob(self.folder / place.file, (place.offset, place.length), (saved.shape, stored.spec[1]))
+                target[both.slices(box)].copy_(there[both.slices(saved)])
+            except (OSError, ValueError, BadZipFile, RuntimeError) as error:  # RuntimeError: of another shape
+                raise self._unreadable(place.file, str(error)) from None
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        shape, dtype = self.spec(name)
+        tensor = torch.zeros(shape, dtype=dtype)
+        self.fill(name, Box((0,) * len(shape), shape), tensor)
+        return tensor
+
+    def value(self, name: str) -> Any:
+        """What is no tensor: numbers, text, and lists and the like of them."""
+        place: Place = self.description.values[name]
+        try:
+            with (self.folder / place.file).open("rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+        except OSError as error:
+            raise self._unreadable(place.file, error.strerror) from None
+        with self.sense(place.file):
+            return torch.load(io.BytesIO(content), weights_only=True)
+
+    def _unreadable(self, name: str, reason: str | None) -> LayerwiseError:
+        path = os.fspath(self.folder / name)
+        return LayerwiseError(f"checkpoint file {path!r} is damaged or gone: {reason}; take an older checkpoint")
+
+
+def checksum(body: Mapping[str, JSON]) -> str:
+    """Of what is written into `checkpoint.json`."""
+    return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
