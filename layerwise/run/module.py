@@ -17,6 +17,7 @@ from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.reach import parameters_behind
 from layerwise.importers.load import Network
+from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
@@ -36,7 +37,7 @@ from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
-from layerwise.run.shapes import Shapes, Sizes
+from layerwise.run.shapes import Shaped, Shapes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
@@ -63,8 +64,7 @@ class LayeredModule(Refusing, ParallelModule):
         self.loss, self._network = loss, network
         self._original = None if network.module is None else Original(network.module)
         self._whole_classes = loss is not None
-        self._structure = network.structure
-        self._executors: dict[tuple[int, Sizes, frozenset[str], torch.dtype | None], Executor] = {}
+        self._executors: dict[tuple[int, int, frozenset[str], torch.dtype | None], Executor] = {}
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
@@ -108,13 +108,13 @@ class LayeredModule(Refusing, ParallelModule):
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
 
-    def _executor(self, batch: int, sizes: Sizes, differentiated: frozenset[str] = frozenset()) -> Executor:
+    def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
         """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
         options = self.options.here()
-        key = batch, sizes, differentiated, options.autocast
+        key = batch, id(shaped), differentiated, options.autocast  # the module keeps every `shaped`
         if key not in self._executors:
-            graph = replace(self._fitting(batch, sizes), differentiated=differentiated)
-            schedule = Schedule(graph, self.plan, self.comm, options, whole_classes=self._whole_classes)
+            graph = replace(self._fitting(batch, shaped), differentiated=differentiated)
+            schedule = Schedule(graph, shaped.plan, self.comm, options, whole_classes=self._whole_classes)
             if self._executors:
                 self._prepare("statistics", schedule.statistics)
                 self._prepare("transfers", schedule.groups)
@@ -125,19 +125,20 @@ class LayeredModule(Refusing, ParallelModule):
     @property
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch and sizes."""
-        return self._executor(self.graph.batch, self._shapes.sizes).schedule
+        return self._executor(self.graph.batch, self._shapes.first).schedule
 
-    def _fitting(self, batch: int, sizes: Sizes) -> LayerGraph:
-        """The network at this batch and these sizes. LayerwiseError where it cannot be cut as planned."""
-        graph = self._shapes.at(sizes).graph
+    def _fitting(self, batch: int, shaped: Shaped) -> LayerGraph:
+        """The network at this batch. LayerwiseError where it cannot be cut as planned."""
+        graph = shaped.graph
         try:
             graph = graph.rebatch(batch)
             for layer in graph.inner:
-                config = self.plan.strategy[layer.name]
+                config = shaped.plan.strategy[layer.name]
                 if not is_legal(config, layer.space.dims):
                     raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
         except LayerwiseError as error:
-            what = f"a batch of {batch} samples" + ("" if sizes == self._shapes.sizes else f" of shape {sizes[0]}")
+            other = shaped.sizes != self._shapes.sizes
+            what = f"a batch of {batch} samples" + (f" of shape {shaped.sizes[0]}" if other else "")
             raise LayerwiseError(f"{what} does not suit the plan: {error}") from None
         return graph
 
@@ -167,12 +168,13 @@ class LayeredModule(Refusing, ParallelModule):
         samples = self._shapes.inputs.fed_samples(inputs, target=target is not None)
         sizes = self._shapes.sizes_of(inputs)
         whole = Batch(self.plan, self.comm, samples, batch, sizes).whole
-        given = self._shapes.at(sizes).inputs
+        shaped = self._shapes.at(sizes, training=self.training)
+        given = shaped.inputs
         share = self.share(whole)
         part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
-        scales = [factor * self._mean_over for factor in factors(self.graph, part)]
+        scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
         differentiated = given.differentiated(inputs, scales)
-        executor = self._executor(whole, sizes, differentiated)
+        executor = self._executor(whole, shaped, differentiated)
         fed = given.fed(executor.schedule, inputs)
         seed = combine(self.options.seed, self.steps)
         if self.training:
@@ -185,12 +187,13 @@ class LayeredModule(Refusing, ParallelModule):
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
+        came = self._came if shaped.graph.layers[-1].inputs == self.graph.layers[-1].inputs else self._came_elsewhere
         try:
             outputs = executor.forward(run, fed)
-            made = ends(run.token, outputs, scales, self.dtype, self._came)
+            made = ends(run.token, outputs, scales, self.dtype, came)
         finally:
             run.token = token  # functions of the graph remember the pass, so it must not hold the graph
-        return self._returned(executor.schedule, list(made), target)
+        return self._returned(executor.schedule, list(made), target, shaped.structure)
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
@@ -205,6 +208,10 @@ class LayeredModule(Refusing, ParallelModule):
         self._used |= used
         if torch.is_grad_enabled():  # what is behind these may have a gradient of a gradient, in a pass to come
             self._twice |= used
+
+    def _came_elsewhere(self, _: Sequence[bool]) -> None:
+        """The same for a call in a mode in which the model has other outputs."""
+        self._came([True] * len(self._behind))
 
     def _finish(self, gradients: Gradients) -> None:
         used, self._used = self._used | self._twice, set()
@@ -267,7 +274,9 @@ class LayeredModule(Refusing, ParallelModule):
         self._places = Places(self._tree)
         return self
 
-    def _returned(self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None) -> Any:
+    def _returned(
+        self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None, structure: Structure | None
+    ) -> Any:
         if target is not None:
             if len(outputs) > 1:
                 raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
@@ -276,8 +285,8 @@ class LayeredModule(Refusing, ParallelModule):
             op = schedule.graph[name].main
             if isinstance(op, Loss) and op.reduction != "none":
                 outputs[i] = outputs[i].sum() if op.reduction == "sum" else outputs[i].mean()
-        if self._structure is not None:
-            return self._structure.of(outputs)
+        if structure is not None:
+            return structure.of(outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _global_loss(self, schedule: Schedule, out: Tensor, target: Tensor) -> Tensor:

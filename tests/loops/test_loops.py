@@ -33,6 +33,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "named_modules": {"split": "the parallel module has no layers of PyTorch's to look through"},
     "forward_hooks": {"split": "a hook of one, or a call, is not supported"},
     "initialise": {"split": "initialise the model before it is made parallel"},
+    "kept_loss": {"split": "has 'balance'"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
     "another_type": {"split": "but the model was made parallel for float64"},

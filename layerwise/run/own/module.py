@@ -29,6 +29,7 @@ from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.guards.optimizers import watch
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.own.calls import Call, Calls, in_backward
+from layerwise.run.own.kept import treat_kept
 from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
 from layerwise.run.own.leaves import Leaves
 from layerwise.run.own.replacements import Replacements
@@ -150,7 +151,10 @@ class OwnModule(WithModule):
         if not torch.is_grad_enabled() or (self.comm.size == 1 and not self._replaced):
             return outputs
         scale = self._scale(call)
-        return pytree.tree_map_only(Tensor, partial(self._leaving, call=call, scale=scale), outputs)
+        leaving = partial(self._leaving, call=call, scale=scale)
+        if scale != 1:
+            treat_kept(self.module, leaving)
+        return pytree.tree_map_only(Tensor, leaving, outputs)
 
     @property
     def _takes_batch(self) -> bool:
