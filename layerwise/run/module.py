@@ -27,6 +27,7 @@ from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
@@ -230,7 +231,7 @@ class LayeredModule(Refusing, ParallelModule):
         assert self._pass is not None
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        with torch.no_grad():
+        with torch.no_grad(), unguarded():
             self._pass[1].add(name, gradient)
 
     def _begun(self) -> None:
@@ -238,9 +239,10 @@ class LayeredModule(Refusing, ParallelModule):
 
     def _check_hooks(self) -> None:
         held = self._reducer.parameters
-        check_parameters(held.items(), partial_sums=self.comm.size > 1)
-        if self._tied and self.comm.size == 1:
-            check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
+        with unguarded():
+            check_parameters(held.items(), partial_sums=self.comm.size > 1)
+            if self._tied and self.comm.size == 1:
+                check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
 
     def _held(self) -> Mapping[str, Tensor]:
         """What the layers compute with, by name; collected anew where some were replaced, by `to` for example.
@@ -253,17 +255,18 @@ class LayeredModule(Refusing, ParallelModule):
                 self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
         if self.comm.size > 1:
             known = dict(self._known)
-            for name, p in self._reducer.parameters.items():
-                if known[name].data_ptr() != local_part(p).data_ptr():  # the loop has given it other memory: p.data = x
-                    known[name] = self._leaf(name, local_part(p))
-                known[name].requires_grad_(p.requires_grad)
+            with unguarded():
+                for name, p in self._reducer.parameters.items():
+                    if known[name].data_ptr() != local_part(p).data_ptr():  # the loop gave it other memory: p.data = x
+                        known[name] = self._leaf(name, local_part(p))
+                    known[name].requires_grad_(p.requires_grad)
             self._known = known
         return self._known
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._reducer.parameters:
-            return local_part(tensor)
-        leaf = local_part(tensor).detach().requires_grad_()
+            return plain(tensor)
+        leaf = plain(tensor).detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 

@@ -17,7 +17,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.box_gradient import plain
+from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.optimizers import Form
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.layers import Schedule
@@ -94,7 +94,8 @@ class ParallelModule(nn.Module):
         """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
-            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
+            with unguarded():
+                gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
             self._pass = number, gradients
             self._begun()
             end = _End(partial(self._finish, gradients), partial(self._failed, gradients))
@@ -107,7 +108,9 @@ class ParallelModule(nn.Module):
     def _finish(self, gradients: Gradients) -> None:
         self._pass = None
         with torch.no_grad():
-            gradients.finish()
+            with unguarded():
+                gradients.finish()
+            gradients.call_hooks()
 
     def _failed(self, gradients: Gradients) -> None:
         """A backward pass was ended by an error."""

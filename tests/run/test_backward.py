@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.plan import Plan
-from layerwise.run.guards.box_gradient import plain
+from layerwise.run.guards.boxes import plain
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced

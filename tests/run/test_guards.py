@@ -43,6 +43,9 @@ def penalised(made: nn.Module, x: Tensor) -> None:
 def test_a_weight_penalty_in_the_loss_is_refused_on_a_split_plan() -> None:
     _, network = mlp()
     for text in refused(network, lambda made: penalised(made, SAMPLES[0][made.share()]), 2, plan_of(network, 2, CUT)):
+        assert text.startswith("sum() of a parameter: the plan splits the parameters over the ranks")
+        assert "weight_decay" in text
+    for text in refused(network, lambda made: next(made.parameters())[0, 0].backward(), 2, plan_of(network, 2, CUT)):
         assert "is used outside the model, by a weight penalty in the loss for example" in text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.guards.box_gradient import plain
+from layerwise.run.guards.boxes import plain
 from layerwise.run.module import LayeredModule
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import fill
-from layerwise.run.guards.box_gradient import BoxGradient, plain
+from layerwise.run.guards.boxes import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
@@ -246,10 +246,15 @@ class Gradients:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
-        if self.synchronise:
-            for name, p in reducer.every.items():
-                if (name in self.made or name in reducer.elsewhere) and name not in self.leave_alone:
-                    call_hooks(p)
+
+    def call_hooks(self) -> None:
+        """The loop's, of the parameters that have their gradient now; in one order on all ranks."""
+        reducer = self.reducer
+        if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
+            return
+        for name, p in reducer.every.items():
+            if (name in self.made or name in reducer.elsewhere) and name not in self.leave_alone:
+                call_hooks(p)
 
     def _without_gradient(self) -> set[str]:
         """Fills the buckets, for parameters that the loss does not depend on. Returns their names.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.boxes import unguarded
 from layerwise.run.parts import is_dtensor, lie_as
 
 
@@ -64,9 +65,10 @@ def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
 
 def call_hooks(p: nn.Parameter) -> None:
     """The parameter has its gradient."""
-    if p.requires_grad and p.grad is not None:
-        for hook in hooks_of(p):
-            hook(p)
+    with unguarded():
+        hooks = hooks_of(p) if p.requires_grad and p.grad is not None else []
+    for hook in hooks:
+        hook(p)
 
 
 def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_sums: bool) -> None:

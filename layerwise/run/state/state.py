@@ -18,6 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
+from layerwise.run.guards.boxes import BoxParameter, plain
 from layerwise.run.guards.refusing import Names
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parts import is_dtensor, like, local_part
@@ -73,7 +74,7 @@ class State:
 
     def _fill(self) -> None:
         """Creates the boxes."""
-        users = drawn_as(self.graph)
+        users, boxes = drawn_as(self.graph), not self.shardings and self.cut()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
@@ -86,7 +87,8 @@ class State:
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
-                _place(self.tree, name, value, p.trainable, frozen=name in layer.frozen)
+                kind = BoxParameter if boxes else nn.Parameter
+                _place(self.tree, name, value, kind if p.trainable else None, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = self._read(name)
@@ -146,7 +148,7 @@ class State:
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
             assert box is not None
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
-            result.append(Shard(name, also, shapes[name], box, local_part(tensor).detach(), trainable, first))
+            result.append(Shard(name, also, shapes[name], box, plain(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
@@ -200,7 +202,7 @@ class State:
         if not self.shardings and any(not shard.whole for shard in self.shards()):
             return {shard.key: shard.tensor for shard in self.shards()}
         tree: dict[str, Tensor] = dict(self.tree.named_parameters()) | dict(self.tree.named_buffers())
-        every = {name: like(t, local_part(t)) if is_dtensor(t) else t.detach() for name, t in tree.items()}
+        every = {name: like(t, local_part(t)) if is_dtensor(t) else plain(t).detach() for name, t in tree.items()}
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -279,11 +281,11 @@ def _batches(graph: LayerGraph) -> Counter[str]:
     return counts
 
 
-def _place(tree: nn.Module, name: str, value: Tensor, trainable: bool, *, frozen: bool) -> None:
-    """Puts a tensor into nested modules, as its dotted name says."""
+def _place(tree: nn.Module, name: str, value: Tensor, kind: type[nn.Parameter] | None, *, frozen: bool) -> None:
+    """Puts a tensor into nested modules, as its dotted name says. kind: of a parameter; None for a buffer."""
     tree, last = _node(tree, name)
-    if trainable or frozen:
-        tree.register_parameter(last, nn.Parameter(value, requires_grad=not frozen))
+    if kind is not None or frozen:
+        tree.register_parameter(last, (kind or nn.Parameter)(value, requires_grad=not frozen))
     else:
         tree._buffers[last] = value  # not by register_buffer: a constant may be called `to`, as a method is
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
@@ -168,5 +169,51 @@ def test_a_gradient_can_be_copied_and_saved() -> None:
         assert f"{held[0, 0]:.3f}" == f"{held[0, 0].item():.3f}"
         assert held.shape == copies[0].shape
         return all(type(c) is Tensor for c in copies) and torch.equal(copies[1], copies[2])
+
+    assert all(on_ranks(network, rank, 2, plan_of(network, 2, CUT)))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda made, ps: ps[0].norm(),
+        lambda made, ps: ps[0].detach().norm(),
+        lambda made, ps: ps[0].data.abs().max().item(),
+        lambda made, ps: sum(p.square().sum() for p in ps),
+        lambda made, ps: nn.utils.parameters_to_vector(ps),
+        lambda made, ps: torch.linalg.vector_norm(ps[0]),
+        lambda made, ps: torch._foreach_norm(ps),
+        lambda made, ps: ps[0].detach().cpu().numpy(),
+    ],
+)
+def test_norms_of_parameters_are_refused(look: Callable[[ParallelModule, list[nn.Parameter]], object]) -> None:
+    _, network = mlp()
+    for text in refused(network, lambda made: look(made, list(made.parameters())), 2, plan_of(network, 2, CUT)):
+        assert "of a parameter: the plan splits the parameters over the ranks" in text
+
+
+def test_a_parameter_can_be_copied_and_saved_and_is_optimised_as_fast() -> None:
+    _, network = mlp()
+
+    def rank(made: ParallelModule) -> bool:
+        p, file = next(made.parameters()), io.BytesIO()
+        torch.save(p, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        copies = [p.detach().clone(), loaded.data, torch.zeros_like(p.detach())]
+        assert type(loaded) is nn.Parameter
+        assert isinstance(p, nn.Parameter)
+        assert p.is_leaf
+        assert "Parameter containing" in repr(p)
+        assert type(p) in _foreach_supported_types
+        assert f"{p[0, 0]:.3f}" == f"{p[0, 0].item():.3f}"
+        with torch.no_grad():
+            p.mul_(1.0).clamp_(-9, 9).lerp_(copies[0], 0.5)
+        assert all(type(value) is Tensor for value in made.state_dict().values())
+        kept = copy.deepcopy(made)
+        assert all(
+            torch.equal(a, b) for a, b in zip(kept.state_dict().values(), made.state_dict().values(), strict=True)
+        )
+        return all(type(c) is Tensor for c in copies) and torch.equal(copies[0], copies[1])
 
     assert all(on_ranks(network, rank, 2, plan_of(network, 2, CUT)))
