@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from tests.loops.row import Numbers, row, train
 from tests.loops.setting import IMAGES, Generator, Net, Setting, Supervised, whole
@@ -218,6 +218,38 @@ def deep_supervision(setting: Setting) -> Numbers:
         (one.square().mean() + 0.5 * two.square().mean()).backward()
         optimizer.step()
     return whole(model)
+
+
+@row
+def unused_output(setting: Setting) -> Numbers:
+    """an output that the loss does not use, in some steps, and weight decay: no gradient is `None`, not zeros"""
+    model = setting.parallel(Supervised(), IMAGES)
+    optimizer, calls = AdamW(model.parameters(), lr=0.1, weight_decay=0.5), []
+    model.get_parameter("second.weight").register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    for number, (x, _) in enumerate(setting.batches()):
+        optimizer.zero_grad()
+        one, two = model(x)
+        loss = one.square().mean()
+        (loss + two.square().mean() if number == 1 else loss).backward()
+        none = [name for name, p in model.named_parameters() if p.grad is None]
+        assert none == ([] if number == 1 else ["second.weight", "second.bias"]), none
+        optimizer.step()
+    return {"calls": len(calls), **whole(model)}
+
+
+@row
+def output_of_some_ranks(setting: Setting) -> Numbers:
+    """an output that only some ranks' losses use"""
+    model = setting.parallel(Supervised(), IMAGES)
+    (x, _), *_ = setting.batches()
+    one, two = model(x)
+    loss = one.square().mean()
+    if setting.comm is None or setting.rank == 1:
+        mine = two[5:] if setting.comm is None else two[1:]
+        loss = loss + mine.square().sum() / (8 if setting.comm is None else 4)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {f"state.{name}": getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients.items()}
 
 
 @row

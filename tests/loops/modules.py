@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.row import Numbers, row, train
-from tests.loops.setting import IMAGES, Net, Setting, Supervised, whole
+from tests.loops.setting import IMAGES, Balanced, Inceptive, Net, Setting, Supervised, batch, whole
 
 
 @row
@@ -26,6 +26,25 @@ def evaluation(setting: Setting) -> Numbers:
         two = model(x)
     model.train()
     return {"rows.one": one, "rows.two": two.clone(), "training": model.training}
+
+
+@row
+def other_in_evaluation(setting: Setting) -> Numbers:
+    """a model that returns something else in evaluation (`if self.training:`), as GoogLeNet and Inception do"""
+    model = setting.parallel(Inceptive(), IMAGES)
+    optimizer, seen = SGD(model.parameters(), lr=0.1), []
+    for x, y in setting.batches():
+        model.train()
+        optimizer.zero_grad()
+        made = model(x)
+        (F.cross_entropy(made["out"], y) + 0.3 * F.cross_entropy(made["auxiliary"], y)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen.append(model.eval()(x))
+    model.zero_grad()
+    F.nll_loss(model(x).log(), y).backward()
+    none = sorted(name for name, p in model.named_parameters() if p.grad is None)
+    return {"rows.first": seen[0], "rows.last": seen[-1], "none": str(none), **whole(model)}
 
 
 @row
@@ -177,6 +196,35 @@ def other_batches(setting: Setting) -> Numbers:
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model.eval()
     return {"rows.out": model(setting.share(x)).detach()}
+
+
+@row
+def last_batches(setting: Setting) -> Numbers:
+    """last batches that leave the ranks unequal shares, in training, with or without `batch=`"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, size in enumerate((8, 7, 6, 5, 7)):
+        x, y = (part[:size] for part in batch(number))
+        named = {} if setting.comm is None or number > 2 else {"batch": size}
+        share = slice(None) if setting.comm is None else model.share(size)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[share], **named), y[share]).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def kept_loss(setting: Setting) -> Numbers:
+    """a loss that the model keeps in an attribute, also with unequal shares"""
+    model = setting.parallel(Balanced())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, size in enumerate((8, 7, 8)):
+        x, y = (part[:size] for part in batch(number))
+        share = slice(None) if setting.comm is None else model.share(size)
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x[share]), y[share]) + 0.1 * model.balance).backward()
+        optimizer.step()
+    return whole(model)
 
 
 @row

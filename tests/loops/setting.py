@@ -69,6 +69,33 @@ class Supervised(nn.Module):
         return x, self.second(x)
 
 
+class Inceptive(nn.Module):
+    """An auxiliary head in training, as GoogLeNet has it; probabilities in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.auxiliary, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.relu(self.first(x))
+        out = self.head(torch.relu(self.second(x)).mean((2, 3)))
+        return {"out": out, "auxiliary": self.auxiliary(x.mean((2, 3)))} if self.training else out.softmax(1)
+
+
+class Balanced(Net):
+    """Keeps a loss of its own, as routers of experts do."""
+
+    balance: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        self.balance = out.logsumexp(1).square().mean()
+        return out
+
+
 @dataclass(frozen=True)
 class Setting:
     """One rank's, or one device's (`comm` None)."""
