@@ -37,6 +37,17 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
         at_least_1("batch", batch)
 
 
+def check_autocast(autocast: object, dtype: torch.dtype = torch.float32) -> None:
+    """LayerwiseError for a type that autocast does not have, or with a model to which it does nothing."""
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise LayerwiseError(f"autocast is {autocast!r}; it must be torch.bfloat16 or torch.float16")
+    if autocast is not None and dtype != torch.float32:
+        raise LayerwiseError(
+            f"autocast={autocast} plans mixed precision of a float32 model, and this one is {dtype_name(dtype)}: leave "
+            "it out"
+        )
+
+
 def at_least_1(name: str, value: object) -> None:
     """LayerwiseError for what is not a whole number of at least 1."""
     if not _whole(value):

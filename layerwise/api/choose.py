@@ -48,6 +48,12 @@ class Request:
     memory_bytes: float  # a device's limit
     optimizer: str = "sgd"  # for the memory of its state
     local_batch_norm: bool = False
+    autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
+
+    @property
+    def precision(self) -> str:
+        """What a step computes in."""
+        return precision(dtype_name(self.autocast or self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class Planner:
     @property
     def options(self) -> CostOptions:
         """What the cost model assumes: each rank feeds its own samples where there are enough."""
-        dtype = precision(dtype_name(self.request.dtype))
+        dtype = self.request.precision
         return CostOptions(
             io="sample" if self.graph.batch >= self.world.size else "free",
             optimizer=self.request.optimizer,
@@ -84,7 +90,7 @@ class Planner:
 
     def choose(self, strategy: Strategy | None) -> Choice:
         """The best plan; named layers keep what `strategy` says. LayerwiseError for a strategy that cannot be."""
-        options, space, dtype, notes = self.options, self.space, precision(dtype_name(self.request.dtype)), list[str]()
+        options, space, dtype, notes = self.options, self.space, self.request.precision, list[str]()
         if options.dtype != dtype:
             notes.append(f"profile {self.profile.name} has no rate for {dtype}: planned with float32's")
         if options.io == "free":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
 from layerwise.api import losses
-from layerwise.api.arguments import at_least_1
+from layerwise.api.arguments import at_least_1, check_autocast
 from layerwise.api.evaluation import Metric, evaluate
 from layerwise.api.feed import Feed, feed
 from layerwise.api.guards import written_back
@@ -80,6 +81,7 @@ def fit(
     shuffle: bool | None = None,
     scheduler: Scheduling | None = None,
     clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
     seed: int = 0,
@@ -96,7 +98,8 @@ def fit(
     optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
     which then has the parallel module's in their place. scheduler: the optimizer's, or a function of it; it steps once
     an epoch. batch: samples of all ranks together (default: the loader's, else 32). metrics: means over samples, by
-    name; with accuracy where outputs are scores of classes, they come after every epoch. checkpoint: a folder that all
+    name; with accuracy where outputs are scores of classes, they come after every epoch. autocast: torch.bfloat16 for
+    mixed precision, which is planned, and in which model and loss are computed. checkpoint: a folder that all
     ranks share, written after every epoch; resume goes on from it, also on another number of ranks. how: as
     `parallelize` takes it.
 
@@ -108,6 +111,11 @@ def fit(
     at_least_1("epochs", epochs)
     check_optimizer(optimizer, scheduler)
     _check_keywords(model, how)
+    check_autocast(autocast)
+    if autocast == torch.float16:
+        raise LayerwiseError(
+            "fit scales no losses, as float16 needs: take autocast=torch.bfloat16, or a loop of your own"
+        )
     if resume and checkpoint is None:
         raise LayerwiseError("resume=True needs checkpoint=FOLDER")
     train = feed(data, "data")
@@ -117,7 +125,7 @@ def fit(
     for one in (train, held):
         if one is not None and one.target is not None:
             losses.check_targets(loss, one.target, one.name)
-    module = _module(model, train, batch, planned(optimizer), seed, how)
+    module = _module(model, train, batch, planned(optimizer), seed, autocast, how)
     made = build(optimizer, model, module)
     schedule = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(made)
     fitted, said = Fitted(module, made), module.comm.rank == 0 and progress
@@ -128,10 +136,11 @@ def fit(
         schedule.load_state_dict(resumed[1]["scheduler"])
     for number in range(done, epochs):
         cuts = cut(train, module, seed, number, train.shuffle is not False if shuffle is None else shuffle)
-        value, seconds = _epoch(module, made, train, cuts, loss, clip_norm, quiet=not said)
+        value, seconds = _epoch(module, made, train, cuts, loss, clip_norm, autocast, quiet=not said)
         if schedule is not None:
             schedule.step()
-        results = {} if held is None else evaluate(module, held, loss, metrics or {})
+        with _within(module, autocast):
+            results = {} if held is None else evaluate(module, held, loss, metrics or {})
         epoch = Epoch(number + 1, value, seconds, sum(map(len, cuts)), results)
         fitted.history.append(epoch)
         if said:
@@ -145,8 +154,18 @@ def fit(
     return fitted
 
 
+def _within(module: ParallelModule, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if autocast is None else torch.autocast(module.device.type, autocast)
+
+
 def _module(
-    model: Model | ParallelModule, train: Feed, batch: int | None, optimizer: str, seed: int, how: Mapping[str, Any]
+    model: Model | ParallelModule,
+    train: Feed,
+    batch: int | None,
+    optimizer: str,
+    seed: int,
+    autocast: torch.dtype | None,
+    how: Mapping[str, Any],
 ) -> ParallelModule:
     if isinstance(model, ParallelModule):
         if batch not in (None, model.plan.batch):
@@ -164,7 +183,7 @@ def _module(
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
     inputs, whole = tuple(x.to(device) for x in examples), min(whole, train.count)
-    return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, **how)
+    return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, autocast=autocast, **how)
 
 
 def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
@@ -205,6 +224,7 @@ def _epoch(
     cuts: list[Tensor],
     loss: Metric,
     clip_norm: float | None,
+    autocast: torch.dtype | None,
     *,
     quiet: bool,
 ) -> tuple[float, float]:
@@ -216,7 +236,8 @@ def _epoch(
         for i, (numbers, (inputs, target)) in enumerate(zip(cuts, train.batches(mine), strict=True)):
             optimizer.zero_grad()
             losses.check_targets(loss, target, train.name)
-            value = loss(module(*inputs, batch=len(numbers)), target.to(module.device))
+            with _within(module, autocast):
+                value = loss(module(*inputs, batch=len(numbers)), target.to(module.device))
             value.backward()  # type: ignore[no-untyped-call]
             if clip_norm is not None:
                 module.clip_grad_norm_(clip_norm)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
-from layerwise.api.arguments import check, facts
+from layerwise.api.arguments import check, check_autocast, facts
 from layerwise.api.choose import Planner, Request, Strategy
 from layerwise.api.guards import watch
 from layerwise.api.keywords import ByPosition, by_name
@@ -57,6 +57,7 @@ class How(TypedDict, total=False):
     measure_s: float
     optimizer: str
     local_batch_norm: bool
+    autocast: torch.dtype | None
     sync_every: int | Literal["auto"]
     seed: int
     timeout_s: float
@@ -87,6 +88,7 @@ def parallelize(
     measure_s: float = 30.0,
     optimizer: str = "sgd",
     local_batch_norm: bool = False,
+    autocast: torch.dtype | None = None,
     sync_every: int | Literal["auto"] = 1,
     seed: int = 0,
     timeout_s: float = 30.0,
@@ -123,9 +125,11 @@ def parallelize(
     measured in about `measure_s` seconds (0: nothing is measured, a built-in profile serves instead).
     memory_limit: bytes a device (default: all that it has). device_mesh: 1-D, over all ranks, or a process group.
     optimizer: "sgd", "momentum" or "adam", for the memory of its state. local_batch_norm: statistics of each rank's
-    own samples, as DistributedDataParallel has them. sync_every=k: for data parallelism only, gradients travel and the
-    optimizer steps every k-th time, for a batch k times as large; "auto": the least k whose communication is below
-    10 % of the time. verbose: rank 0 prints what was chosen, what it gains, and what that rests on.
+    own samples, as DistributedDataParallel has them. autocast: torch.bfloat16 or torch.float16 where the loop calls the
+    model within torch.autocast of that type: the plan is one for mixed precision then. sync_every=k: for data
+    parallelism only, gradients travel and the optimizer steps every k-th time, for a batch k times as large; "auto":
+    the least k whose communication is below 10 % of the time. verbose: rank 0 prints what was chosen, what it gains,
+    and what that rests on.
 
     Every rank calls it alike. Without torchrun (and without a process group) it returns a working model on one device.
     LayerwiseError where the model, the inputs, the strategy, the plan or the memory do not do; CommError where ranks
@@ -134,6 +138,7 @@ def parallelize(
     if plan is not None and strategy is not None:
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     check(model, optimizer, sync_every, memory_limit, batch)
+    check_autocast(autocast)
     if isinstance(model, nn.Module):
         check_norms(model)
     if isinstance(example_inputs, DataLoader):
@@ -169,6 +174,7 @@ def parallelize(
         "sync_every": sync_every,
         "optimizer": optimizer,
         "local_batch_norm": local_batch_norm,
+        "autocast": autocast,
         "memory_limit": memory_limit,
         "measure_s > 0": measure_s > 0,
         "profile": "by itself" if profile is None else "given",
@@ -183,7 +189,8 @@ def parallelize(
     world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
     graph = fuse(imported.graph) if wanted is None or wanted.fused else imported.graph
     memory = float(world.memory_bytes) if memory_limit is None else memory_limit
-    request = Request(_title(model), dtype, memory, optimizer, local_batch_norm)
+    check_autocast(autocast, dtype)
+    request = Request(_title(model), dtype, memory, optimizer, local_batch_norm, autocast)
     budget_s = measure_s if wanted is None and not isinstance(strategy, str) else 0.0
     machine = _machine(world, graph, request, budget_s) if profile is None else given_profile(profile)
     planner = Planner(graph, world, machine.profile, request)

@@ -145,3 +145,17 @@ def test_profiles() -> None:
     name, told = fitting("NVIDIA Quadro T400")
     assert name == "h100"
     assert "for want of one of NVIDIA Quadro T400" in told
+
+
+def test_mixed_precision_is_planned_as_search_plans_it() -> None:
+    """With the bytes and rates of 16 bits; parameters and their gradients stay float32."""
+    full, mixed = planned("data"), planned("data", replace(REQUEST, autocast=torch.float16))
+    assert mixed.model.options.dtype == "float16"
+    assert mixed.plan.provenance["mixed_precision"] == {"autocast": "float16", "device": "cuda"}
+    assert "mixed_precision" not in full.plan.provenance
+    assert mixed.data.price.bytes["sync"] == full.data.price.bytes["sync"]
+    split: dict[str, object] = {"classifier.1": {"c": 4}}
+    sent = [
+        planned(split, r).best.price.bytes["transfers"] for r in (REQUEST, replace(REQUEST, autocast=torch.float16))
+    ]
+    assert sent[1] < sent[0]

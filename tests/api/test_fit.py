@@ -50,6 +50,25 @@ def test_two_ranks_are_one_is_a_plain_loop() -> None:
         assert apart(whole, state) <= 1e-9
 
 
+def test_mixed_precision_is_a_plain_loop_within_autocast() -> None:
+    x, y = data(16).tensors
+    model, single = network().float(), network().float()
+    single.load_state_dict(model.state_dict())
+    how = {"batch": 8, "shuffle": False, "autocast": torch.bfloat16, "comm": SoloComm()}
+    made = layerwise.fit(model, (x.float(), y), nn.CrossEntropyLoss(), "sgd", held_out=(x.float(), y), **how, **QUIET)
+    optimizer, total = torch.optim.SGD(single.parameters(), lr=0.01), 0.0
+    for batch in (slice(0, 8), slice(8, 16)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(single(x[batch].float()), y[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() / 2
+    assert made.history[0].loss == pytest.approx(total, rel=1e-7)
+    assert apart(made.state_dict(), single.state_dict()) <= 1e-7
+    assert made.module.plan.provenance["mixed_precision"]["autocast"] == "bfloat16"
+
+
 def losses(made: Fitted) -> list[float]:
     return [epoch.loss for epoch in made.history]
 
@@ -202,6 +221,9 @@ def test_wrong_data(given: object, message: str) -> None:
         ({"loss": nn.NLLLoss(torch.ones(10))}, "class weights is no mean over samples"),
         ({"loss": nn.CrossEntropyLoss(ignore_index=3)}, "data has targets of 3, which the loss ignores"),
         ({"loss": "ce"}, "loss is of type str"),
+        ({"autocast": torch.float16}, "fit scales no losses, as float16 needs"),
+        ({"autocast": torch.float64}, "it must be torch.bfloat16 or torch.float16"),
+        ({"autocast": torch.bfloat16}, "plans mixed precision of a float32 model, and this one is float64"),
         ({"epochs": 0}, "epochs is 0; it must be at least 1"),
         ({"batch": 2.0}, "batch is 2.0; it must be at least 1"),
         ({"stratgy": "data"}, r"no argument 'stratgy' \(did you mean 'strategy'\?\)"),
