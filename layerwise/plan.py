@@ -17,6 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Dim
+from layerwise.partition import holding
 from layerwise.picture import runs, svg, table
 from layerwise.tensor import LABELS
 
@@ -87,6 +88,7 @@ class Plan:
             )
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
+            holding.check(graph[name], config, self.gpus)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -172,6 +174,7 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
         if name in placements and isinstance(degrees, dict):
             degrees = degrees | {"placement": placements[name]}
         result[name] = parse(degrees, layer.space.dims, devices, name)
+        holding.check(layer, result[name], devices)
     return result
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from layerwise.cost.collectives import GroupShape, group_shape, group_shapes
+from layerwise.cost.collectives import GroupShape, group_shapes
 from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Role
 from layerwise.partition.layout import Cells, Layout
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
+from layerwise.tensor import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,11 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
             size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
             by_keys[keys, p.epilogue] = size, total
-    graph = setting.devices
-    collectives = [_collective(*sizes, layout.at(epilogue), keys, graph) for (keys, epilogue), sizes in by_keys.items()]
-    return [_replicated(c, graph) for c in collectives] if layer.role is Role.TIED else collectives
-
-
-def _replicated(c: Collective, graph: DeviceGraph) -> Collective:
-    """Of a tied parameter: uncut, it is not on one device but on all, and its gradient is summed over them."""
-    uncut, everyone = (c.cells.degrees == 1).all(1), group_shape(np.zeros(graph.count, np.int64), graph)
-    total = np.where(uncut, c.size_bytes * graph.count, c.total_bytes)
-    members = tuple(everyone if u else g for u, g in zip(uncut.tolist(), c.group_shapes, strict=True))
-    return replace(c, total_bytes=total, group_shapes=members)
+    devices, cells = setting.devices.count, layout.computed.degrees.prod(1)  # those without a cell have copies
+    return [
+        _collective(size, total * devices / cells, layout.holding(epilogue), keys, setting.devices)
+        for (keys, epilogue), (size, total) in by_keys.items()
+    ]
 
 
 def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:
@@ -74,7 +68,23 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collec
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
         total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
         collectives += [_collective(size, total, here, keys, setting.devices)] * (1 + gradients.inputs)
-    return collectives
+    return [*collectives, *_remembered(setting, layer, layout)]
+
+
+def _remembered(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
+    """Running statistics for devices that compute nothing of the layer, each from the device that it mirrors."""
+    if not layer.remembered:
+        return []
+    devices, cells = setting.devices.count, layout.computed.degrees.prod(1)
+    size = total = np.zeros(len(cells))
+    for _, p, dtype in layer.remembered:
+        degrees = layout.at(p.epilogue).degrees
+        size = size + largest_box(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
+        total = total + all_boxes(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
+    members = -(-devices // cells)
+    total = total * (devices - cells) / cells * members / np.maximum(members - 1, 1)  # some groups may be smaller
+    keys = range(layout.computed.degrees.shape[1])
+    return [_collective(size, total, layout.holding(False), keys, setting.devices)]
 
 
 def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:

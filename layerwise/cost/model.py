@@ -105,7 +105,7 @@ class CostModel(Setting):
         if key not in self._edges:
             self._edges[key] = {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
         costs = {term: seconds.copy() for term, seconds in self._edges[key].items()}
-        if self.graph[name[0]].role is Role.TIED:  # uncut, it is replicated: see gradients_of
+        if name[0] in self.graph.unfed:  # uncut, it is computed everywhere
             uncut = [config.total == 1 for config in sources]
             for seconds in costs.values():
                 seconds[uncut] = 0.0

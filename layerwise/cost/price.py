@@ -83,7 +83,7 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
     for slot, source in enumerate(layer.inputs):
         edge_name, ends = (source, layer.name, slot), ((strategy[source],), (config,))
         costs = model.edge_costs(edge_name, *ends)
-        replicated = model.graph[source].role is Role.TIED and strategy[source].total == 1
+        replicated = source in model.graph.unfed and strategy[source].total == 1
         times, edge = 0 if replicated else model.directions(edge_name), model.edge(edge_name, *ends)
         for edge_term in EDGE_TERMS:
             seconds[edge_term.name] += float(costs[edge_term.name][0, 0])

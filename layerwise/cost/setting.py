@@ -75,12 +75,13 @@ class Setting:
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
-        return layout(configs, layer.space, self.devices.count)
+        made = layout(configs, layer.space, self.devices.count)
+        return made.everywhere() if layer.name in self.graph.unfed else made
 
     def directions(self, name: EdgeName) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.
 
-        A tied parameter that is not cut does not travel either (see `CostModel.edge_costs`).
+        What every device computes does not travel either (see `CostModel.edge_costs`).
         """
         source, target = self.graph[name[0]], self.graph[name[1]]
         if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):

@@ -6,7 +6,7 @@ an input dimension an interval of an output dimension needs, and `pieces` is the
 
 from layerwise.geometry.axis import AxisMap, fixed, identity, needed, scaled, whole, window
 from layerwise.geometry.box import Box
-from layerwise.geometry.grid import Grid, boundaries, nests, prime_factors
+from layerwise.geometry.grid import Grid, boundaries, chunks, nests, prime_factors
 from layerwise.geometry.overlap import Piece, interval_overlap, pieces
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Grid",
     "Piece",
     "boundaries",
+    "chunks",
     "fixed",
     "identity",
     "interval_overlap",

@@ -18,25 +18,33 @@ from layerwise.geometry.box import Box
 def boundaries(extent: int, degree: int, unit: int = 1) -> Ints:
     """The degree + 1 boundaries of the cells of one dimension: cell i is [b[i], b[i+1]).
 
-    The m = extent / unit units are cut by each prime factor of the degree in turn, the smallest first, as torch.chunk
-    cuts: into parts of ceil(length / factor) units, the last one shorter. So a DTensor on a mesh whose axes are these
-    factors has the same parts. Where that would leave a cell empty (which takes a factor of 3 or more), the cells are
-    balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the largest one has
-    ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells end only where
-    they are boxes before the merge.
+    The m = extent / unit units are cut by `chunks`. Where that would leave a cell empty (which takes a factor of 3 or
+    more), the cells are balanced instead: b[i] = unit * (m * i // degree). No cell is empty while degree <= m, and the
+    largest one has ceil(m / degree) units. `unit` is the granularity of a dimension that was merged by a reshape: cells
+    end only where they are boxes before the merge.
     """
     assert extent % unit == 0, f"extent {extent} is not a multiple of unit {unit}"
     length = extent // unit
-    ends = np.array([0, length], np.int64)
-    for factor in prime_factors(degree):
-        lo, hi = ends[:-1, None], ends[1:, None]
-        inner = np.minimum(lo + -(-(hi - lo) // factor) * np.arange(factor, dtype=np.int64), hi)
-        ends = np.append(inner.reshape(-1), length)
+    ends = chunks(length, degree)
     if (np.diff(ends) == 0).any():
         ends = length * np.arange(degree + 1, dtype=np.int64) // degree
     result: Ints = unit * ends
     result.setflags(write=False)
     return result
+
+
+def chunks(length: int, degree: int) -> Ints:
+    """The degree + 1 boundaries of the parts of a dimension of a DTensor whose mesh has the degree's prime factors.
+
+    Each factor in turn, the smallest first, cuts as torch.chunk does: into parts of ceil(length / factor), the last one
+    shorter. Some may be empty.
+    """
+    ends = np.array([0, length], np.int64)
+    for factor in prime_factors(degree):
+        lo, hi = ends[:-1, None], ends[1:, None]
+        inner = np.minimum(lo + -(-(hi - lo) // factor) * np.arange(factor, dtype=np.int64), hi)
+        ends = np.append(inner.reshape(-1), length)
+    return ends
 
 
 @lru_cache(maxsize=65536)

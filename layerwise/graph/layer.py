@@ -96,6 +96,17 @@ class Layer:
             return self.name not in self.frozen
         return any(p.trainable for p in self.space.parameters)
 
+    @property
+    def remembered(self) -> list[tuple[str, Parameter, str]]:
+        """What training writes to, running statistics: the model's name, the description, the element type."""
+        rows: list[tuple[str, Parameter, str]] = []
+        for dtype, stage in zip(self.plain_types, self.stages, strict=True):
+            here = zip(self.parameters[stage.parameters], self.space.parameters[stage.parameters], strict=True)
+            own = (p.trainable for p in stage.space.parameters)  # also where the layer's is frozen
+            if stage.op.remembers:
+                rows += [(name, p, dtype) for (name, p), trains in zip(here, own, strict=True) if not trains]
+        return rows
+
     def gradients(self, flows: Sequence[bool]) -> tuple[StageGradients, ...]:
         """Which gradients each stage makes. flows: whether one is wanted of each of the layer's inputs."""
         made: list[StageGradients] = []
@@ -186,6 +197,16 @@ class LayerGraph:
         for layer in reversed(self.layers):
             if layer.name in names:
                 names.update(layer.inputs)
+        return frozenset(names)
+
+    @cached_property
+    def unfed(self) -> frozenset[str]:
+        """The layers that depend on parameters and constants only: tied parameters, position tables."""
+        names = set[str]()
+        for layer in self.layers:
+            alone = all(stage.statistics() is None for stage in layer.stages)  # it needs nothing of other devices
+            if layer.role in (Role.CONSTANT, Role.TIED) or (alone and layer.inputs and names.issuperset(layer.inputs)):
+                names.add(layer.name)
         return frozenset(names)
 
     @cached_property

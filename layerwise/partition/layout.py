@@ -40,10 +40,22 @@ class Layout:
 
     computed: Cells  # of the iteration space
     owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
+    mirrored: Ints  # (C, N) the device whose parameters each device holds: its own, or a copy where it has no cell
 
     def at(self, epilogue: bool) -> Cells:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
         return self.owned if epilogue else self.computed
+
+    def holding(self, epilogue: bool) -> Cells:
+        """What the boxes of parameters follow from that the devices hold, those without a cell as copies."""
+        cells = self.at(epilogue)
+        return Cells(cells.degrees, np.take_along_axis(cells.index, self.mirrored[:, :, None], axis=1))
+
+    def everywhere(self) -> Layout:
+        """All devices compute what is not cut."""
+        uncut = (self.computed.degrees == 1).all(1)[:, None, None]
+        computed, owned = (Cells(c.degrees, np.where(uncut, 0, c.index)) for c in (self.computed, self.owned))
+        return Layout(computed, owned, self.mirrored)
 
 
 def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
@@ -59,12 +71,16 @@ def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devic
     degrees = np.array([[c[d.label] if d.label else 1 for d in dims] for c in configs], np.int64).reshape(count, -1)
     index = np.full((count, devices, len(dims)), -1, np.int64)
     own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
+    mirrored = np.tile(np.arange(devices), (count, 1))
     order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
     for row, config in enumerate(configs):
         cells = np.indices(tuple(degrees[row, order].tolist())).reshape(len(dims), -1).T
         holders = np.arange(len(cells))
         if config.placement == "strided":
             holders = holders * devices // len(cells)
+            mirrored[row] = holders[np.searchsorted(holders, np.arange(devices), "right") - 1]
+        else:
+            mirrored[row] %= len(cells)
         index[row, holders[:, None], np.array(order, np.int64)[None, :]] = cells
         own_index[row] = index[row, :, :rank]
         if config["k"] > 1:
@@ -73,6 +89,6 @@ def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devic
             k = next(i for i, d in enumerate(dims) if d.label == "k")
             own_degrees[row, axis] *= config["k"]
             own_index[row, holders, axis] = index[row, holders, axis] * config["k"] + index[row, holders, k]
-    for array in (degrees, index, own_degrees, own_index):
+    for array in (degrees, index, own_degrees, own_index, mirrored):
         array.setflags(write=False)
-    return Layout(Cells(degrees, index), Cells(own_degrees, own_index))
+    return Layout(Cells(degrees, index), Cells(own_degrees, own_index), mirrored)

@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim, Maps, Role
+from layerwise.ops.base import Dim, Maps, Parameter, Role
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells, layout
 from layerwise.tensor import TensorSpec
@@ -22,7 +22,8 @@ class Place:
 
     computed: Boxes  # of the iteration space, which a device computes
     owned: Boxes  # of the output, which it holds afterwards
-    # Every device holds the whole (an uncut tied parameter, a constant, what is fed with io "free"): nothing of it
+    mirrored: Ints  # (N,) the device whose parameters each device holds: its own, or a copy where it computes nothing
+    # Every device holds the whole (what is unfed and not cut, a constant, what is fed with io "free"): nothing of it
     # travels forward.
     everywhere: bool = False
 
@@ -30,19 +31,34 @@ class Place:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
         return self.owned if epilogue else self.computed
 
+    def holds(self, p: Parameter) -> Boxes:
+        """The box of a parameter that every device holds, also one that computes nothing of the layer: a copy.
+
+        So every parameter is a DTensor of all devices, and a loop may do with it what it does on one.
+        """
+        return self.at(p.epilogue).on(self.mirrored).needs(p.maps)
+
     def on(self, devices: Ints) -> Place:
         """On these devices, in this order."""
-        return Place(self.computed.on(devices), self.owned.on(devices), self.everywhere)
+        mirrored = np.argsort(devices)[self.mirrored[devices]]
+        return Place(self.computed.on(devices), self.owned.on(devices), mirrored, self.everywhere)
 
 
-def place(layer: Layer, config: Config, devices: int, io: str) -> Place:
-    """What `devices` devices have of a layer under a configuration; io: as a plan has it."""
-    replicated = layer.role is Role.TIED and config.total == 1
-    if replicated or layer.role is Role.CONSTANT or (layer.end and io == "free"):
+def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = False) -> Place:
+    """What `devices` devices have of a layer under a configuration; io: as a plan has it.
+
+    unfed: whether no input of the network leads to it (`LayerGraph.unfed`). Where it is not cut either, every device
+    computes it, as it does with DistributedDataParallel.
+    """
+    rank, dims = len(layer.out.shape), layer.space.dims
+    if layer.role is Role.CONSTANT or (layer.end and io == "free"):
         whole = Boxes.whole(layer.out.shape, devices)
-        return Place(whole, whole, everywhere=True)
-    cells, rank, dims = layout((config,), layer.space, devices), len(layer.out.shape), layer.space.dims
-    return Place(_boxes(cells.computed, dims, not rank), _boxes(cells.owned, dims[:rank], not rank))
+        return Place(whole, whole, np.arange(devices), everywhere=True)
+    cells, everywhere = layout((config,), layer.space, devices), unfed and config.total == 1
+    if everywhere:
+        cells = cells.everywhere()
+    computed, owned = _boxes(cells.computed, dims, not rank), _boxes(cells.owned, dims[:rank], not rank)
+    return Place(computed, owned, cells.mirrored[0], everywhere)
 
 
 def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:

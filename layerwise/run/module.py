@@ -74,24 +74,23 @@ class LayeredModule(Refusing, ParallelModule):
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         every = dict(self._tree.named_parameters())
-        held = {name: p for name, p in every.items() if boxes[name][comm.rank] is not None}
-        self._frozen = [(name, p) for name, p in held.items() if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._tree)
         self._behind = parameters_behind(self.graph)
         self._optional = frozenset[str]().union(*self._behind).difference(frozenset[str].intersection(*self._behind))
         self._used, self._twice = set[int](), set[int]()  # outputs: that this pass has gradients of, that any has had
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
+        self._copies = {name for one in first.layers for name in one.copies}
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
-        groups = {name: self._state.sharing(name) for name, p in held.items() if p.requires_grad}
+        groups = {name: self._state.sharing(name) for name, p in every.items() if p.requires_grad}
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
         self._mean_over = comm.size if self.io == "sample" else 1
         self._reducer = GradientReducer(
-            held,
+            every,
             [name for name in order if name in groups],
             groups,
-            every,
             scale=1 / self._mean_over,
             cut=self.cut,
         )
@@ -102,7 +101,7 @@ class LayeredModule(Refusing, ParallelModule):
         if not any(p.requires_grad for p in every.values()):  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=options.dtype, device=options.device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
-        self._initial = versions(held) if self.cut else {}
+        self._initial = versions(every) if self.cut else {}
         if comm.size > 1:
             watch(self.parameters(), self.form)
             for name, p in self.named_parameters():
@@ -232,7 +231,10 @@ class LayeredModule(Refusing, ParallelModule):
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         with torch.no_grad(), unguarded():
-            self._pass[1].add(name, gradient)
+            if name in self._copies:
+                self._pass[1].absent(name)
+            else:
+                self._pass[1].add(name, gradient)
 
     def _begun(self) -> None:
         self._check_hooks()

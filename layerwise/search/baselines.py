@@ -10,6 +10,7 @@ from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
 from layerwise.ops.linear import Linear
 from layerwise.ops.softmax import Softmax
+from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
 
 NAMES = ("data", "model", "owt")
@@ -29,8 +30,9 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
 def _channels(layer: Layer, devices: int) -> Config:
     if isinstance(layer.main, Softmax):  # has no channels to split: where its input is, serial
         return Config()
-    fits = [d for d in range(1, devices + 1) if devices % d == 0 and d <= layer.space.max_degree("c")]
-    return Config.of({"c": max(fits)})
+    degrees = [d for d in range(1, devices + 1) if devices % d == 0 and d <= layer.space.max_degree("c")]
+    configs = (Config.of({"c": degree}) for degree in reversed(degrees))
+    return next(config for config in configs if why_not_held(layer, config, devices) is None)
 
 
 @dataclass(frozen=True, slots=True)

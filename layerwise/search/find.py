@@ -13,6 +13,7 @@ from layerwise.cost.model import CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
+from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
 from layerwise.search.narrow import narrow, strategy_of
@@ -103,7 +104,7 @@ def configurations(
         elif layer.name in fixed:
             result[layer.name] = (fixed[layer.name],)
         else:
-            known = space.configurations(layer.space.dims)
+            known = held_configurations(layer, space)
             extra = dict.fromkeys(s[layer.name] for s in named.values())
             result[layer.name] = known + tuple(c for c in extra if c not in known)
     return result

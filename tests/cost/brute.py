@@ -16,6 +16,7 @@ from layerwise.geometry import Box, Grid, Piece, pieces
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph, Level, load
 from layerwise.ops.base import Dim, Maps, Space
+from layerwise.partition.holding import why_not_held
 from layerwise.tensor import TensorSpec
 
 Table = NDArray[np.int64]  # (receiver, sender) elements
@@ -120,6 +121,22 @@ def holdings(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box
         device = number * devices // config.total if config.placement == "strided" else number
         held.append((device, computed[_flat([at[i] for i in range(len(dims))], degrees)], owned[_flat(own, finer)]))
     return tuple(held)
+
+
+@lru_cache(maxsize=1024)
+def holders(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box, Box], ...]:
+    """Every device, and the cell and box whose parameters it holds: of another device where it takes no part."""
+    rows = holdings(config, where, devices)
+    if config.placement == "strided":
+        copied = [max(row for row in rows if row[0] <= device) for device in range(devices)]
+    else:
+        copied = [rows[device % len(rows)] for device in range(devices)]
+    return tuple((device, cell, own) for device, (_, cell, own) in enumerate(copied))
+
+
+def held(layer: Layer, devices: int) -> tuple[Config, ...]:
+    """The legal configurations of a layer whose parameters DTensors can have."""
+    return tuple(c for c in legal(layer.space.dims, devices) if why_not_held(layer, c, devices) is None)
 
 
 def _flat(cell: Sequence[int], degrees: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ NETWORKS = networks.windows() | networks.views() | networks.branches() | network
 def random_strategy(model: CostModel, data: st.DataObject) -> dict[str, Config]:
     """Any legal configuration of every layer; the ends as they are."""
     inner = [layer for layer in model.graph.layers if layer.op.kind not in ("input", "sink")]
-    legal = {layer.name: brute.legal(layer.space.dims, model.devices.count) for layer in inner}
+    legal = {layer.name: brute.held(layer, model.devices.count) for layer in inner}
     return complete(model, {name: data.draw(st.sampled_from(configs)) for name, configs in legal.items()})
 
 
@@ -45,7 +45,7 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
     count, total = model.devices.count, 0
     for slot, name in enumerate(layer.inputs):
         source = model.graph[name]
-        if source.role is Role.TIED and strategy[name].total == 1:  # replicated
+        if name in model.graph.unfed and strategy[name].total == 1:  # computed everywhere
             continue
         ends = source.space, strategy[name], layer.space, *brute.input_of(layer, slot), strategy[layer.name], count
         table = brute.exchanged(*ends)
@@ -61,12 +61,10 @@ def counted_transfers(model: CostModel, layer: Layer, strategy: dict[str, Config
 def counted_sync(layer: Layer, config: Config, devices: int) -> int:
     """Of each element of each parameter that r devices have, 2(r-1) copies."""
     total = 0
-    if layer.role is Role.TIED and config.total == 1:  # replicated
-        total += 2 * (devices - 1) * layer.out.volume * layer.out.item_bytes
     for _, p in layer.own_parameters():
         if p.trainable:
             copies = np.zeros(p.shape, np.int64)
-            for _, cell, own in brute.holdings(config, layer.space, devices):
+            for _, cell, own in brute.holders(config, layer.space, devices):
                 copies[brute.need(p.maps, own if p.epilogue else cell).slices()] += 1
             assert copies.min() >= 1
             total += int(2 * (copies - 1).sum()) * layer.out.item_bytes
@@ -94,6 +92,16 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
                     copies[at] = copies.get(at, 0) + 1
             sent = sum(2 * (r - 1) * statistics.per_key for r in copies.values())
             total += directions * sent * max(layer.out.item_bytes, 4)
+    return total + told(layer, config, devices)
+
+
+def told(layer: Layer, config: Config, devices: int) -> int:
+    """Running statistics for devices that take no part: as an all-reduce with the device that each copies."""
+    total, part = 0, {device for device, *_ in brute.holdings(config, layer.space, devices)}
+    for device, cell, own in brute.holders(config, layer.space, devices):
+        for name, p in layer.own_parameters():
+            if name.rpartition(".")[2].startswith("running") and device not in part:
+                total += 2 * brute.need(p.maps, own if p.epilogue else cell).volume * layer.out.item_bytes
     return total
 
 
@@ -281,14 +289,19 @@ def test_memory_covers_every_device(network: LayerGraph, data: st.DataObject) ->
     strategy = random_strategy(model, data)
     found = price(model, strategy)
     for layer in network.inner:
-        for device, cell, own in brute.holdings(strategy[layer.name], layer.space, 6):
-            held = own.volume * layer.out.item_bytes * (layer.role is not Role.TIED)  # it is a parameter itself
+        part = {device for device, *_ in brute.holdings(strategy[layer.name], layer.space, 6)}
+        for device, cell, own in brute.holders(strategy[layer.name], layer.space, 6):
+            held = 0
             for _, p in layer.own_parameters():
                 box = brute.need(p.maps, own if p.epilogue else cell)
                 held += (2 if p.trainable else 1) * box.volume * layer.out.item_bytes
+            if device not in part:
+                assert held <= found.layers[layer.name].memory_bytes
+                continue
+            held += own.volume * layer.out.item_bytes * (layer.role is not Role.TIED)  # it is a parameter itself
             for slot, name in enumerate(layer.inputs):
                 source = model.graph[name]
-                if source.role is Role.TIED and strategy[name].total == 1:  # replicated: counted there
+                if name in network.unfed and strategy[name].total == 1:  # computed everywhere: counted there
                     continue
                 maps, epilogue = brute.input_of(layer, slot)
                 config = strategy[layer.name]

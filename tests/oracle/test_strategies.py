@@ -132,7 +132,7 @@ def _convolutional() -> nn.Module:
     """Strided, pooled, residual-free, with channels that four devices can cut, unevenly."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 9, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(9 * 25, 12), nn.ReLU(), nn.Linear(12, 7),
+        nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 25, 12), nn.ReLU(), nn.Linear(12, 7),
     )  # fmt: skip
 
 

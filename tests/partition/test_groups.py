@@ -10,7 +10,6 @@ from layerwise.config import Config
 from layerwise.geometry import Box
 from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Role
 from layerwise.ops.conv import ConvTranspose
 from layerwise.partition.groups import replicas, sharing
 from layerwise.partition.layout import layout
@@ -21,17 +20,12 @@ from tests.cost import brute, networks
 NETWORKS = networks.windows() | networks.branches() | networks.sequences()
 
 
-def replicated(layer: Layer, config: Config) -> bool:
-    """An uncut tied parameter is on every device."""
-    return layer.role is Role.TIED and config.total == 1
-
-
 def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
     """For each trainable parameter of a layer, the box of it that each device needs."""
     found = []
     for _, p in layer.own_parameters():
         if p.trainable:
-            rows = brute.holdings(config, layer.space, devices)
+            rows = brute.holders(config, layer.space, devices)
             found.append({device: brute.need(p.maps, own if p.epilogue else cell) for device, cell, own in rows})
     return found
 
@@ -42,16 +36,16 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
     network: LayerGraph, graph: DeviceGraph, data: st.DataObject
 ) -> None:
     for layer in network.inner:
-        config = data.draw(st.sampled_from(brute.legal(layer.space.dims, graph.count)))
+        config = data.draw(st.sampled_from(brute.held(layer, graph.count)))
         cells = layout((config,), layer.space, graph.count)
         for (_, p), held_by in zip(
             [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
         ):
-            row = replicas(cells.at(p.epilogue), sorted({m.source for m in p.maps if m.source is not None}))[0]
+            row = replicas(cells.holding(p.epilogue), sorted({m.source for m in p.maps if m.source is not None}))[0]
             assert {d for d in range(graph.count) if row[d] >= 0} == set(held_by)
-            held_on = place(layer, config, graph.count, "sample").at(p.epilogue).needs(p.maps).each
+            held_on = place(layer, config, graph.count, "sample").holds(p).each
             for d, box in held_by.items():
-                assert sharing(held_on, d) == tuple(np.flatnonzero(row == row[d])) or replicated(layer, config)
+                assert sharing(held_on, d) == tuple(np.flatnonzero(row == row[d]))
                 for e, other in held_by.items():
                     assert (row[d] == row[e]) == (box == other), f"{layer.name} {p.name} {config}: {d}, {e}"
                     assert box == other or (box & other).volume == 0
@@ -62,7 +56,7 @@ def test_weights_of_a_grouped_transposed_convolution_are_cut_between_groups() ->
     x = b.input("x", TensorSpec((2, 2, 3), ("n", "c", "l")))
     op = ConvTranspose(4, (2,), (2,), ((0, 0),), (0,), (1,), groups=2)
     network = b.finish([networks.add(b, "up", op, [x])])
-    for config in brute.legal(network["up"].space.dims, 4):
-        row = replicas(layout((config,), network["up"].space, 4).computed, (1,))[0]
+    for config in brute.held(network["up"], 4):
+        row = replicas(layout((config,), network["up"].space, 4).holding(False), (1,))[0]
         (weight, _) = boxes(network["up"], config, 4)
         assert all((row[d] == row[e]) == (a == b) for d, a in weight.items() for e, b in weight.items())

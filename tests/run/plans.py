@@ -17,9 +17,13 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.machine import load as load_profile
+from layerwise.partition.holding import held_configurations
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
+from layerwise.run.parts import local_part
+from layerwise.run.schedule.place import parameter_boxes, places
+from layerwise.run.state.placements import placements
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
@@ -81,22 +85,29 @@ def case(module: nn.Module, shape: tuple[int, ...], batch: int, steps: int = 2, 
 
 
 def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Callable[..., object] | None = None) -> Plan:
-    """Any configuration of any layer, k included, contiguous or strided, on all ranks or fewer; ranks in any order."""
+    """Any configuration of any layer, k included, contiguous or strided, on all ranks or fewer, in some order."""
     rng = random.Random(seed)
     space = SearchSpace(ranks, dims=("n", "c", "d", "h", "w", "l", "s", "k"), spread=True)
     pick = choose or rng.choice
-    strategy = {layer.name: pick(space.configurations(layer.space.dims)) for layer in graph.inner}
+    strategy = {layer.name: pick(held_configurations(layer, space)) for layer in graph.inner}
     devices = load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks)
     predicted = price(CostModel(graph, devices, CostOptions(io=io)), strategy, memory_bytes=0.0)  # its bytes alone
-    order = list(range(ranks))
-    rng.shuffle(order)
-    return Plan(
-        "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(order),
+    plan = Plan(
+        "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(range(ranks)),
         predicted={
             "transfer_bytes": predicted.bytes["transfer"], "sync_bytes": predicted.bytes["sync"],
             "statistics_bytes": predicted.bytes["statistics"],
         },
     )  # fmt: skip
+    orders = (rng.sample(range(ranks), ranks) for _ in range(6))
+    shuffled = (replace(plan, device_order=tuple(order)) for order in orders)
+    return next((one for one in shuffled if shared_out(graph, one)), plan)
+
+
+def shared_out(graph: LayerGraph, plan: Plan) -> bool:
+    """Whether DTensors can have the parameters' boxes, with the plan's order of devices."""
+    shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
+    return placements(parameter_boxes(graph, places(graph, plan)), shapes, plan.device_order) is not None
 
 
 SLOW = 100.0  # times as slow as the profile: reduced networks then have about the compute : communication of whole ones
@@ -154,7 +165,7 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
         optimizer.step()
     boxes = {shard.name: shard.box for shard in module.shards()}
     gradients = {
-        name: (boxes[name], p.grad.clone())
+        name: (boxes[name], local_part(p.grad).clone())
         for name, p in module.named_parameters()
         if p.grad is not None and name != "idle"
     }

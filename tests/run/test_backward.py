@@ -45,7 +45,7 @@ PICTURES = torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(2), 
 @cache
 def smooth() -> tuple[nn.Module, Network]:
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 6), nn.Softplus(), nn.Linear(6, 4)).double()
+    module = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 6), nn.Softplus(), nn.Linear(6, 6)).double()
     return module, traced(module, SAMPLES.flatten(0, 1)[:12])
 
 

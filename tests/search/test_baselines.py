@@ -33,9 +33,15 @@ def test_data_parallelism_splits_the_samples_over_as_many_devices_as_there_are_s
 
 
 def test_model_parallelism_splits_the_channels_by_the_largest_divisor_that_fits() -> None:
-    assert degrees(fuse(chain(8, depth=1, width=4)), "model", 6) == {
+    assert degrees(fuse(chain(8, depth=1, width=3)), "model", 6) == {
         "conv0": "{c=3}", "maxpool": "{c=3}", "fc1": "{c=6}", "fc2": "{c=6}"
     }  # fmt: skip
+
+
+def test_channels_are_split_as_dtensors_can_be() -> None:
+    """Four over three devices would be 2, 2 and none by torch.chunk; nothing hinders a layer without parameters."""
+    found = degrees(fuse(chain(8, depth=1, width=4)), "model", 6)
+    assert (found["conv0"], found["maxpool"]) == ("{c=2}", "{c=3}")
 
 
 def test_owt_splits_channels_of_the_linear_layers_only() -> None:

@@ -69,7 +69,7 @@ def test_a_single_sample_is_split_along_other_dimensions() -> None:
 
 
 def test_a_restricted_space_is_kept_to_but_for_the_baselines() -> None:
-    model = model_of(chain(8), 6)
+    model = model_of(chain(8, width=6), 6)
     configs = find.configurations(model, SearchSpace(6, ("c",)), {"data": {n: Config.of({"n": 6}) for n in NAMES}}, {})
     assert [str(c) for c in configs["conv0"]] == ["{}", "{c=2}", "{c=3}", "{c=6}", "{n=6}"]
     assert [str(c) for c in configs["x"]] == ["{n=6}"]

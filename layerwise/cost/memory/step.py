@@ -61,10 +61,12 @@ class _Step:
         self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
-            target = self.places[layer.name] = place(layer, self.strategy[layer.name], devices, options.io)
+            target = self.places[layer.name] = place(
+                layer, self.strategy[layer.name], devices, options.io, unfed=layer.name in self.model.graph.unfed
+            )
             rows = self.trained[layer.name] = []
             for _, p, item_bytes in layer.held():
-                boxes = target.at(p.epilogue).needs(p.maps)
+                boxes = target.holds(p)
                 size = boxes.volume * item_bytes
                 self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:

@@ -138,8 +138,8 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     for layer in layers:
         update = float(model.node_cost(layer, (strategy[layer.name],)).compute.update[0])
         if update:
-            start, active = end.copy(), step.active(layer)
-            end = end + np.where(active, update, 0.0)
+            start, everyone = end.copy(), np.ones(len(end), np.bool_)  # whoever computes nothing has a copy
+            end = end + update
             if record is not None:
-                record(Span(f"{layer.name}{UPDATE}", "compute", layer.name, start, end, active))
+                record(Span(f"{layer.name}{UPDATE}", "compute", layer.name, start, end, everyone))
     return Timeline(float(end.max()), forward_s, backward_s, exposed)

@@ -96,16 +96,15 @@ def _halo_s(case: Case, layer: LayerFacts, link: Hop) -> float:
 
 
 def _gradients_s(case: Case, plan: Plan) -> float:
-    """All-reduces in buckets, among the devices that hold the same parameters."""
+    """All-reduces in buckets, among the devices that hold the same parameters, be it as a copy."""
     total, shape = 0.0, case.shape
     for layer in case.facts.layers:
         config = plan[layer.name]
-        spatial = any(config[d] > 1 for d in SPATIAL)
-        members = shape.devices if spatial else shape.groups
+        shards = config["c"] * config["k"]
+        members = shape.devices // shards
         if members == 1 or not layer.parameters:
             continue
-        shards = config["c"] * config["k"]
-        link = hop(case.devices, members, 1 if spatial else shape.inside)
+        link = hop(case.devices, members, 1 if shards == 1 else shape.inside)
         link = link.shared(flows_per_port(case.devices, shards))
         rate = all_reduce_s(BUCKET_BYTES, members, link) / BUCKET_BYTES
         total += layer.parameters * case.facts.item_bytes / shards * rate

@@ -70,6 +70,12 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
     return result
 
 
+def held_only(token: Tensor, copies: Sequence[Tensor]) -> Tensor:
+    """The token as it is. Back: parameters that this rank has copies of get a gradient of zeros, in their turn."""
+    result: Tensor = _HeldOnly.apply(token, *copies)  # type: ignore[no-untyped-call]
+    return result
+
+
 def ends(
     token: Tensor,
     outputs: Sequence[Tensor | None],
@@ -159,6 +165,22 @@ class _Awaited(torch.autograd.Function):
             return *sent_ahead(token, gradient, returning), None
         returning.begin(gradient)
         return token, token, None
+
+
+class _HeldOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *copies: Tensor) -> Tensor:
+        ctx.copies = [(copy.shape, copy.dtype, copy.device) for copy in copies]
+        ctx.set_materialize_grads(False)
+        return token.view_as(token)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+        if token is None:
+            token = torch.zeros(())
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.copies)
+        wanted = ctx.needs_input_grad[1:]
+        return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))
 
 
 class _Ends(torch.autograd.Function):

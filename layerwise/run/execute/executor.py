@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.run.execute.autograd import Link, awaited, moved, ordered, sent_ahead
+from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
@@ -80,12 +80,16 @@ class Executor:
             if role is Role.SINK:
                 outputs = received
                 break
+            if scheduled.copies and run.differentiate and scheduled.backward:
+                run.token = held_only(run.token, [run.parameters[copy] for copy in scheduled.copies])
             if role is Role.TIED:
-                values[name] = run.parameters.get(name)
+                values[name] = None if scheduled.copies else run.parameters[name]
             elif role is not Role.COMPUTE:
                 values[name] = fed.get(name)
             else:
                 values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
+                if scheduled.mirrors and run.training:
+                    self._remember(run, scheduled)
             types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
             received = []
             self._drop(values, scheduled, i)
@@ -163,6 +167,20 @@ class Executor:
 
         there = Move(edge.what, lambda x: way.begin(x, like), self.spans)
         return there, Move(name, own if alike else back, self.spans)
+
+    def _remember(self, run: Pass, scheduled: ScheduledLayer) -> None:
+        """Ranks that have copies of running statistics get those of the one that computes them."""
+        buffers = [run.parameters[name] for name in scheduled.remembered]
+        with torch.no_grad(), self.spans.span(scheduled.layer.name, "statistics"):
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            if scheduled.work is None:
+                flat.zero_()
+            self.comm.all_reduce(flat, scheduled.mirrors, "statistics", scheduled.layer.name).wait()
+            if scheduled.work is None:
+                for buffer, part in zip(
+                    buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True
+                ):
+                    buffer.copy_(part.view_as(buffer))
 
     def _layer(self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor:
         """The rank's box of a layer's output."""

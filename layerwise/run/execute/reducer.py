@@ -42,9 +42,8 @@ class Bucket:
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    scale: what every gradient is multiplied by. every: all of the model's parameters, in one order on all ranks; those
-    that are not among `parameters`, as only other ranks have a part of them, get gradients, too. cut: some rank holds
-    not all of some parameter. The gradients of those that are no DTensors are then handed out as such of boxes.
+    scale: what every gradient is multiplied by. cut: some rank holds not all of some parameter. The gradients of those
+    that are no DTensors are then handed out as such of boxes.
     """
 
     def __init__(
@@ -52,14 +51,11 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         order: Sequence[str],
         groups: Mapping[str, Group],
-        every: Mapping[str, nn.Parameter] | None = None,
         *,
         scale: float = 1.0,
         cut: bool = False,
     ) -> None:
         self.parameters, self.scale, self.cut = parameters, scale, cut
-        self.every = parameters if every is None else every
-        self.elsewhere = {name: p for name, p in self.every.items() if name not in parameters}
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -136,6 +132,8 @@ class Gradients:
         self.made: set[str] = set()  # of which parameters there is one
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
         self.leave_alone: frozenset[str] = frozenset()
+        self.unused: set[str] = set()  # of which this rank has none, but others may
+        self.copies: set[str] = set()  # of these, what this rank does not compute with
         reducer.check_kept()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
@@ -208,7 +206,7 @@ class Gradients:
         reducer = self.reducer
         if not self.made and any(p.requires_grad for p in reducer.parameters.values()):
             return
-        unused = self._without_gradient()
+        self._without_gradient()
         running = [bucket for bucket in reducer.buckets if bucket.handle is not None]
         if running:
             with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
@@ -222,7 +220,10 @@ class Gradients:
                 if not p.requires_grad:
                     continue
                 view = reducer.views[name]
-                if name in unused and (not self.synchronise or _none(view)):
+                if name in self.unused and (not self.synchronise or _none(view)):
+                    if name in self.copies and not self.synchronise and name not in self.leave_alone:
+                        reducer.local.setdefault(name, None)  # others have one
+                    self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
                 if name in self.leave_alone and not before:
@@ -239,9 +240,6 @@ class Gradients:
             p = reducer.parameters[name]
             if p.grad is not None or name not in self.leave_alone:
                 reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
-        for name, p in reducer.elsewhere.items():
-            if p.requires_grad and p.grad is None and name not in self.leave_alone:
-                p.grad = like(p, local_part(p).new_empty(0))
         if not self.synchronise:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
@@ -252,33 +250,43 @@ class Gradients:
         reducer = self.reducer
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
-        for name, p in reducer.every.items():
-            if (name in self.made or name in reducer.elsewhere) and name not in self.leave_alone:
+        for name, p in reducer.parameters.items():
+            if name in self.made and name not in self.leave_alone:
                 call_hooks(p)
 
-    def _without_gradient(self) -> set[str]:
-        """Fills the buckets, for parameters that the loss does not depend on. Returns their names.
+    def absent(self, name: str) -> None:
+        """Other ranks make the gradient of this parameter, if any does."""
+        if self.reducer.parameters[name].requires_grad:
+            self.made.add(name)
+            self.copies.add(name)
+            self._fill(self.reducer.of[name], name)
+            if self.synchronise:
+                self._leave()
 
-        Where no rank has a gradient the parameter is to be left as it is, as on one device. So they stand for zeros
-        with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
-        """
-        reducer, unused = self.reducer, set[str]()
-        for bucket in reducer.buckets:
+    def _without_gradient(self) -> None:
+        """Fills the buckets, for parameters that the loss does not depend on."""
+        for bucket in self.reducer.buckets:
             for name in [name for name in bucket.names if name in bucket.missing]:
-                p = reducer.parameters[name]
-                if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
-                    self.add(name, torch.zeros_like(local_part(p)))
-                    continue
-                if bucket.flat is None:
-                    self._allocate(bucket)
-                if p.grad is not None and _same(plain(p.grad), reducer.views[name]):
-                    reducer.hand_out(p, plain(p.grad).clone())
-                reducer.views[name].fill_(-0.0)
-                bucket.missing.discard(name)
-                unused.add(name)
+                self._fill(bucket, name)
         if self.synchronise:
             self._leave()
-        return unused
+
+    def _fill(self, bucket: Bucket, name: str) -> None:
+        """Where no rank has a gradient the parameter is to be left as it is, as on one device.
+
+        So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
+        """
+        reducer, p = self.reducer, self.reducer.parameters[name]
+        if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
+            self.add(name, torch.zeros_like(local_part(p)))
+            return
+        if bucket.flat is None:
+            self._allocate(bucket)
+        if p.grad is not None and _same(plain(p.grad), reducer.views[name]):
+            reducer.hand_out(p, plain(p.grad).clone())
+        reducer.views[name].fill_(-0.0)
+        bucket.missing.discard(name)
+        self.unused.add(name)
 
     def _allocate(self, bucket: Bucket) -> None:
         parameters = [local_part(self.reducer.parameters[name]) for name in bucket.names]

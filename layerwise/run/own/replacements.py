@@ -118,7 +118,7 @@ def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
     everywhere = Config.of({"n": plan.gpus})
     return all(
         layer.end
-        or (layer.role is Role.TIED and plan.strategy[layer.name].total == 1)
+        or (layer.name in graph.unfed and plan.strategy[layer.name].total == 1)
         or (plan.strategy[layer.name].degrees == everywhere.degrees and layer.out.index("n") is not None)
         for layer in graph.layers
     )

@@ -11,7 +11,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before
 from layerwise.partition.boxes import Each
-from layerwise.partition.groups import statistics
+from layerwise.partition.groups import mirrors, statistics
 from layerwise.partition.place import input_maps, of_all_classes
 from layerwise.partition.transfer import groups_of, transfer
 from layerwise.plan import Plan
@@ -49,6 +49,9 @@ class ScheduledLayer:
     edges: tuple[ScheduledEdge, ...]
     work: Work | None  # None: this rank has no part of it
     parameters: tuple[str | None, ...]  # the model's names; None for a tied one, which is an edge
+    copies: tuple[str, ...]  # parameters of which this rank has a copy only: it has no part of the layer
+    remembered: tuple[str, ...]  # running statistics, of which others have copies, or this rank has
+    mirrors: Group  # the ranks that have these
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool  # whether a gradient flows through it
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
@@ -84,17 +87,23 @@ class Schedule:
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
+        group = mirrors(place, self.comm.rank) if layer.remembered else ()
         mine = None
         if layer.role is Role.COMPUTE:
             for rank in range(self.comm.size):
                 groups = statistics(layer, place, rank, local_batch_norm=local)
                 self.statistics.update(group for group in groups if group)
+                if layer.remembered:
+                    self.statistics.update({mirrors(place, rank)} - {()})
             mine = work(layer, number, place, self.comm, local_batch_norm=local)
         return ScheduledLayer(
             layer,
             tuple(self._edge(layer, slot) for slot in range(len(layer.inputs))),
             mine,
             tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
+            tuple(name for name, p in layer.own_parameters() if p.trainable and not place.owned.active[self.comm.rank]),
+            tuple(name for name, *_ in layer.remembered) if group else (),
+            group,
             self.type_of(layer),
             self.graph.has_gradient[layer.name],
             layer.name in self.graph.returned,

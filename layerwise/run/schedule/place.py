@@ -20,7 +20,8 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
     ranks, result = np.argsort(plan.device_order), {}  # the device that each rank is
     for layer in graph.layers:
         config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
-        result[layer.name] = place(layer, config, plan.gpus, plan.io).on(ranks)
+        unfed = layer.name in graph.unfed
+        result[layer.name] = place(layer, config, plan.gpus, plan.io, unfed=unfed).on(ranks)
     return result
 
 
@@ -44,5 +45,5 @@ def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[st
                     f"layer {layer.name!r} uses buffer {name!r} that another layer has, too, such as a batch norm that "
                     "is called twice: give each use a module of its own"
                 )
-            boxes[name] = by_layer[layer.name].at(p.epilogue).needs(p.maps).each
+            boxes[name] = by_layer[layer.name].holds(p).each
     return boxes

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -48,15 +47,10 @@ class Sharding:
         return tensor.device_mesh == self.mesh and tensor.placements == self.placements
 
     @property
-    def box(self) -> Box | None:
+    def box(self) -> Box:
         """This rank's, as torch says it."""
-        if self.mesh.get_coordinate() is None:
-            return None
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
         return Box(tuple(offsets), tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
-
-
-_SMALL = WeakSet[DeviceMesh]()  # the meshes of layers on fewer devices than there are
 
 
 def shardings(placed: Mapping[str, Placements], comm: Comm) -> dict[str, Sharding]:
@@ -66,9 +60,7 @@ def shardings(placed: Mapping[str, Placements], comm: Comm) -> dict[str, Shardin
     for one in placed.values():
         key = str(one.ranks.tolist())
         if key not in meshes:
-            meshes[key] = mesh = comm.device_mesh(one.ranks)
-            if mesh is not None and one.ranks.size < comm.size:
-                _SMALL.add(mesh)
+            meshes[key] = comm.device_mesh(one.ranks)
     made = {}
     for name, one in placed.items():
         mesh = meshes[str(one.ranks.tolist())]
@@ -102,12 +94,6 @@ def install() -> None:
 
 def _number(op: Any, args: Sequence[DTensor], _: Any) -> object:
     tensor = args[0]
-    if tensor.device_mesh in _SMALL:
-        raise LayerwiseError(
-            "a number made of a parameter or gradient that only some of the ranks have, as the plan runs its layer on "
-            "fewer devices: the others would not know it. To clip, or to know the norm, call "
-            "model.clip_grad_norm_(max_norm)"
-        )
     return op(tensor.full_tensor() if any(isinstance(p, Partial) for p in tensor.placements) else local_part(tensor))
 
 
@@ -118,15 +104,7 @@ def _unscale(op: Any, args: tuple[Sequence[DTensor], Tensor, Tensor], _: Any) ->
             "GradScaler was given the parallel model's parameters together with others, in one optimizer: give each an "
             "optimizer of its own"
         )
-    meshes = list(dict.fromkeys(gradient.device_mesh for gradient in gradients))
-    spanning = [mesh for mesh in meshes if mesh not in _SMALL]
-    if not spanning:
-        raise LayerwiseError(
-            "GradScaler was given parameters that only some of the ranks have, and would look for gradients that are "
-            "not finite there only: give it an optimizer of all of the model's parameters"
-        )
-    here = [local_part(gradient) for gradient in gradients if gradient.device_mesh.get_coordinate() is not None]
-    op(here, found, scale)
-    for mesh in spanning:
+    op([local_part(gradient) for gradient in gradients], found, scale)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(axis))

@@ -30,27 +30,23 @@ class Placements:
 def placements(
     boxes: Mapping[str, Each], shapes: Mapping[str, tuple[int, ...]], order: Sequence[int]
 ) -> dict[str, Placements] | None:
-    """Of all parameters, by name; None where the boxes of one of them are not those of any DTensor of all ranks.
-
-    One that only some ranks have would be a DTensor of these; but PyTorch's foreach functions take the mesh of the
-    first in a list for that of all, and on a rank outside it do nothing for any of them.
+    """Of all parameters, by name; None where the boxes of one of them are not those of any DTensor.
 
     boxes: by rank. order: the rank that each device of the plan is.
     """
     placed = {name: placement(each, shapes[name], order) for name, each in boxes.items()}
-    known = {name: one for name, one in placed.items() if one is not None and one.ranks.size == len(order)}
+    known = {name: one for name, one in placed.items() if one is not None}
     return known if len(known) == len(placed) else None
 
 
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
-    """Of one parameter, on a mesh of the ranks that have a box of it.
+    """Of one parameter.
 
-    The axes are the prime factors of their number, in the order of the devices: ascending, so that all parameters that
-    are on all ranks share a mesh, unless only another order of the factors says the boxes.
+    The axes are the prime factors of the number of ranks, in the order of the devices: ascending, so that all
+    parameters share a mesh, unless only another order of the factors says the boxes.
     """
-    holders = [rank for rank in order if each[rank] is not None]
-    for axes in dict.fromkeys(permutations(prime_factors(len(holders)) or (1,))):
-        ranks = np.array(holders, np.int64).reshape(axes)
+    for axes in dict.fromkeys(permutations(prime_factors(len(order)) or (1,))):
+        ranks = np.array(order, np.int64).reshape(axes)
         # torch sorts the ranks of a process group: a part's number must be its rank's place in the group.
         if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
             cuts = _cuts(ranks, each)

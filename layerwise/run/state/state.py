@@ -67,7 +67,10 @@ class State:
             return {}
         placed = placements(self.boxes, shapes, order)
         if placed is None:
-            return {}
+            raise LayerwiseError(
+                f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
+                "order: number the ranks of a node one after the other, as torchrun does"
+            )
         from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
 
         return shardings(placed, self.comm)
@@ -78,12 +81,8 @@ class State:
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
-                if box is not None:
-                    value = initial(self._network, layer, name, p, box, self.options.seed, self._type(name))
-                elif name in self.shardings:
-                    value = torch.empty(0, dtype=self._type(name))
-                else:
-                    continue
+                assert box is not None  # every rank holds some of every parameter
+                value = initial(self._network, layer, name, p, box, self.options.seed, self._type(name))
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
@@ -117,7 +116,7 @@ class State:
     def cut(self) -> bool:
         """Whether some rank holds not all of some parameter that is trained."""
         held = (row for layer in self.graph.layers for row in layer.own_parameters())
-        return any(box is None or box.shape != p.shape for name, p in held if p.trainable for box in self.boxes[name])
+        return any(box and box.shape != p.shape for name, p in held if p.trainable for box in self.boxes[name])
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
@@ -133,9 +132,8 @@ class State:
                         move(one, local)
 
     def held(self) -> dict[str, Tensor]:
-        """The parameters and buffers of which this rank has a box, as they are in the tree, by name."""
-        every = (*self.tree.named_parameters(), *self.tree.named_buffers())
-        return {name: tensor for name, tensor in every if self.boxes[name][self.comm.rank] is not None}
+        """The parameters and buffers as they are in the tree, by name."""
+        return dict((*self.tree.named_parameters(), *self.tree.named_buffers()))
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
@@ -214,21 +212,16 @@ class State:
         """
         if not all(isinstance(key, str) for key in state_dict):
             raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
-        shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
+        shards = {shard.name: shard for shard in self.shards()}
         named = {name: key for key in state_dict if (name := _without_box(key)) != key}
         missing, values = [], list[tuple[Shard, Tensor]]()
         extra = [name for name in shards if name not in self.boxes]
         for name in (*self.boxes, *extra):  # in one order on all ranks: what other ranks have is collected
-            shard = shards.get(name)
-            if shard is None and name not in self.shardings:
-                continue
-            keys = (name, *aliases.get(name, ())) if shard is None else (shard.key, name, *shard.aliases)
-            key = next((key for key in keys if key in state_dict), None)
+            shard = shards[name]
+            key = next((key for key in (shard.key, name, *shard.aliases) if key in state_dict), None)
             if key is not None:
-                part = self._part(key, state_dict[key], name, shard)
-                if shard is not None:
-                    values.append((shard, part))
-            elif shard is not None and name in named:
+                values.append((shard, self._part(key, state_dict[key], shard)))
+            elif name in named:
                 raise LayerwiseError(
                     f"the state dict has {named[name]!r}, but this rank holds {shard.key!r}: it is another "
                     "rank's, or of another plan. Give each rank its own, or all of them full_state_dict()"
@@ -245,23 +238,24 @@ class State:
                 shard.tensor.copy_(part[...])
         return missing, odd
 
-    def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
+    def _part(self, key: str, value: Tensor, shard: Shard) -> Tensor:
         """What this rank takes of a state dict's value. LayerwiseError where it has another shape."""
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
-        whole = self.shardings[name].shape if shard is None else shard.shape
-        boxed = shard is not None and key == shard.key and not shard.whole
-        if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else whole):
-            raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {whole}")
+        boxed = key == shard.key and not shard.whole
+        if tuple(value.shape) != (shard.box.shape if boxed else shard.shape):
+            raise LayerwiseError(
+                f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shard.shape}"
+            )
         if is_dtensor(value):
-            if name in self.shardings and self.shardings[name].says(value):
+            if shard.name in self.shardings and self.shardings[shard.name].says(value):
                 return local_part(value)
             value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
-            if tuple(value.shape) != whole:
+            if tuple(value.shape) != shard.shape:
                 raise LayerwiseError(
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
-        return value if boxed or shard is None or shard.whole else value[shard.box.slices()]
+        return value if boxed or shard.whole else value[shard.box.slices()]
 
 
 def _without_box(key: str) -> str:

@@ -1,0 +1,69 @@
+"""Holding: whether the boxes of a layer's parameters are those of DTensors of all devices."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from layerwise.config import Config, SearchSpace, reduce_axis
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap, boundaries, chunks
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Dim
+
+
+def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:
+    """The reason that `devices` devices cannot hold a layer's parameters as DTensors under a configuration, or None.
+
+    Each prime factor of the number of devices is an axis of their mesh, which cuts a dimension as torch.chunk does, or
+    none. So the cells of a layer that cuts parameters must be a divisor of the devices, and its cuts torch.chunk's.
+    """
+    for name, p in layer.own_parameters():
+        degrees = _degrees(layer, config, p.epilogue)
+        cut = [(j, m) for j, m in enumerate(p.maps) if m.source is not None and degrees[m.source] > 1]
+        if cut and devices % config.total:
+            return (
+                f"{config} cuts parameter {name!r} over {config.total} devices, which is no divisor of the {devices} "
+                "that there are"
+            )
+        for j, m in cut:
+            assert m.source is not None
+            if not _chunks(m, layer.space.dims[m.source], degrees[m.source], p.shape[j]):
+                return (
+                    f"{config} cuts dimension {j} of parameter {name!r}, of {p.shape[j]}, unlike torch.chunk, by which "
+                    "DTensors are cut: choose a number of parts that divides it"
+                )
+    return None
+
+
+def _degrees(layer: Layer, config: Config, epilogue: bool) -> list[int]:
+    """How often each dimension of the layer's space is cut for its parameters."""
+    dims = layer.space.dims
+    degrees = [config[d.label] if d.label else 1 for d in dims]
+    if epilogue and config["k"] > 1:
+        axis = reduce_axis(config, dims)
+        assert axis is not None
+        degrees[axis] *= config["k"]
+    return degrees
+
+
+def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
+    """Those of a search space that a layer can have."""
+    configs = space.configurations(layer.space.dims)
+    return tuple(config for config in configs if why_not_held(layer, config, space.devices) is None)
+
+
+def check(layer: Layer, config: Config, devices: int) -> None:
+    """LayerwiseError with that reason."""
+    if reason := why_not_held(layer, config, devices):
+        raise LayerwiseError(f"layer {layer.name!r}: {reason}")
+
+
+@lru_cache(maxsize=65536)
+def _chunks(axis: AxisMap, dim: Dim, degree: int, extent: int) -> bool:
+    """Whether cells of `dim` need parts of a parameter's dimension of `extent` as torch.chunk makes them."""
+    cuts = boundaries(dim.extent, degree, dim.unit)
+    lo, hi = axis(cuts[:-1], cuts[1:])
+    ends = chunks(extent, degree)
+    return bool(np.array_equal(lo, ends[:-1]) and np.array_equal(hi, ends[1:]) and (hi > lo).all())
