@@ -54,7 +54,9 @@ def models_traced_once() -> Iterator[None]:
 # The files that take longest, so that no worker is left alone with one of them at the end (--dist loadfile).
 FIRST = (
     "tests/api/test_transformers.py",
+    "tests/loops/test_loops.py",
     "tests/run/test_module.py",
+    "tests/run/test_dtensors.py",
     "tests/cost/test_transfer.py",
     "tests/train/test_run_ranks.py",
     "tests/usability/test_scripts.py",
