@@ -154,8 +154,6 @@ def test_mixed_precision_is_planned_as_search_plans_it() -> None:
     assert mixed.plan.provenance["mixed_precision"] == {"autocast": "float16", "device": "cuda"}
     assert "mixed_precision" not in full.plan.provenance
     assert mixed.data.price.bytes["sync"] == full.data.price.bytes["sync"]
-    split: dict[str, object] = {"classifier.1": {"c": 4}}
-    sent = [
-        planned(split, r).best.price.bytes["transfers"] for r in (REQUEST, replace(REQUEST, autocast=torch.float16))
-    ]
+    requests = (REQUEST, replace(REQUEST, autocast=torch.float16))
+    sent = [planned("model", request).best.price.bytes["transfer"] for request in requests]
     assert sent[1] < sent[0]
