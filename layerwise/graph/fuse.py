@@ -106,13 +106,13 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
 
 def _join(graph: LayerGraph) -> LayerGraph:
     """Element-wise operators join their producers, then views their consumers."""
-    users = graph.consumers()
+    users, exempt = graph.consumers(), frozenset(graph.exempt)
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     leader: dict[str, str] = {}  # of each layer, the layer whose group it is in
     members: dict[str, list[tuple[Layer, int]]] = {}  # the epilogue, and the slot of the running result
     tail: dict[str, str] = {}  # leader -> the last member, whose output is the group's
     for layer in graph.layers:
-        slot = _producer(layer, graph, users, order)
+        slot = _producer(layer, graph, users, order, exempt)
         head = leader[layer.inputs[slot]] if slot is not None else layer.name
         leader[layer.name], tail[head] = head, layer.name
         if slot is not None:
@@ -137,8 +137,13 @@ def _join(graph: LayerGraph) -> LayerGraph:
     return replace(graph, layers=tuple(result.values()))
 
 
-def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:
-    """The slot whose producer `layer` can follow: used by nothing else, same shape; the latest such."""
+def _producer(
+    layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int], exempt: frozenset[str]
+) -> int | None:
+    """The slot whose producer `layer` can follow: used by nothing else, same shape, alike exempt from autocast.
+
+    The latest such.
+    """
     if not layer.op.pointwise:
         return None
     slots = [
@@ -148,6 +153,7 @@ def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], orde
         and graph[source].out.shape == layer.out.shape
         and not graph[source].op.view
         and graph[source].role is Role.COMPUTE
+        and (source in exempt) == (layer.name in exempt)
         and all(m.source == j and not m.parts for j, m in enumerate(layer.space.needs[i]))
     ]
     return max(slots, key=lambda i: order[layer.inputs[i]], default=None)

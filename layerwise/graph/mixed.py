@@ -27,19 +27,15 @@ if TYPE_CHECKING:
 def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = None) -> LayerGraph:
     """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
 
-    A network that has such types already keeps them. LayerwiseError where the model turns autocast off for a part.
+    A network that has such types already keeps them. What the model computes with autocast turned off, as in
+    `torch.autocast(..., enabled=False)`, has the types that it has without.
 
     autocast: "bfloat16" or "float16"; device: "cpu" or "cuda", which differ; dtype: what the model's own element type
     is in the run (default: what it is in the graph).
     """
     if any(layer.types is not None for layer in graph.layers):
         return graph
-    if graph.exempt:
-        raise LayerwiseError(
-            f"layer {graph.exempt[0]!r} is within torch.autocast(enabled=False), which a plan that splits layers does "
-            "not follow: leave out the autocast around the call, or take strategy='data'"
-        )
-    own = graph.dtype
+    own, exempt = graph.dtype, frozenset(graph.exempt)
     run = dtype or own
     done: dict[str, Layer] = {}
     for layer in graph.layers:
@@ -56,7 +52,8 @@ def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = Non
                     for spec, name in zip(stage.specs, read, strict=True)
                 )
                 plain = stage.space.out.dtype
-                result = _made(stage.op, given, run if plain == own else plain, autocast, device)
+                here = None if layer.name in exempt else autocast
+                result = _made(stage.op, given, run if plain == own else plain, here, device)
                 made.append(own if result == run else result)
             types = Types(tuple(made), tuple(stage.space.out.dtype for stage in layer.stages))
         done[layer.name] = replace(layer, specs=specs, types=types)
@@ -64,8 +61,11 @@ def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = Non
 
 
 @lru_cache(maxsize=65536)
-def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str, device: str) -> str:
-    """The element type of what an operator makes of inputs `specs` and parameters of type `weights`."""
+def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str:
+    """The element type of what an operator makes of inputs `specs` and parameters of type `weights`.
+
+    autocast: None: it is turned off.
+    """
     where = space(op, specs)
     if not where.out.differentiable:
         return where.out.dtype
@@ -80,7 +80,7 @@ def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str, de
         return torch.empty(box.shape, dtype=getattr(torch, dtype), device=device)
 
     # Without gradients: where PyTorch has no CUDA, it ends the process when it makes one of CUDA's.
-    with torch.no_grad(), FakeTensorMode(), _autocast(device, getattr(torch, autocast)):
+    with torch.no_grad(), FakeTensorMode(), _autocast(device, None if autocast is None else getattr(torch, autocast)):
         inputs = [empty(box, spec.dtype) for box, spec in zip(needs, specs, strict=True)]
         parameters = {p.name: empty(needed_box(p.maps, cell), weights) for p in where.parameters}
         try:
@@ -91,13 +91,13 @@ def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str, de
 
 
 @contextmanager
-def _autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """As torch.autocast, which does nothing for CUDA where there is none."""
+def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """As torch.autocast, which does nothing for CUDA where there is none. None: turned off."""
     import torch
 
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, dtype is not None)
+    torch.set_autocast_dtype(device, before[1] if dtype is None else dtype)
     torch.set_autocast_cache_enabled(False)
     try:
         yield

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.mixed import mixed
@@ -61,6 +60,12 @@ def test_types_stay_at_another_batch_and_in_float64() -> None:
     }  # autocast casts no float64
 
 
-def test_what_the_model_exempts_is_refused() -> None:
-    with pytest.raises(LayerwiseError, match=r"layer 'fc' is within torch.autocast\(enabled=False\)"):
-        mixed(replace(graph(), exempt=("fc",)), BF16, "cpu")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_model_exempts_has_the_types_of_before(device: str) -> None:
+    """Also where it is called within autocast."""
+    plain = graph()
+    products = [layer for layer in mixed(plain, BF16, device).layers if layer.types and layer.out.dtype == BF16]
+    first = next(layer for layer in products if all(spec.dtype == F32 for spec in layer.specs))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mixed(replace(plain, exempt=(first.name,)), BF16, device)
+    assert found[first.name].out.dtype == F32

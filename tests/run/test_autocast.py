@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import layerwise
 from layerwise.comm.base import Comm
-from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.execute.predicted_bytes import PREDICTED
@@ -190,22 +189,32 @@ def test_grad_scaler() -> None:
         assert all(apart(found[name], wanted[name]) < 0.01 for name in found)
 
 
-def test_autocast_that_a_model_turns_off_is_refused_with_autocast_around() -> None:
-    """Where the plan's layers are gone through; without autocast around, the model is what it is."""
+def test_autocast_that_a_model_turns_off_for_a_part() -> None:
+    """Values and the types of gradients are PyTorch's, with autocast around and without."""
 
     def last(m: Model, y: Tensor, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            return m.second(y.float())
+            y = torch.relu(m.second(y.float()))
+        return y @ y.transpose(-1, -2)  # in 16 bits again
 
     model, plain, x = both(last)
     network = replace(network_of(model, (x,), 4, "test", trusted=True), module=None)
-    made = load(random_plan(fuse(network.graph), 1, 0, "sample"), network)
-    torch.testing.assert_close(made(x), plain(x), rtol=0, atol=0)
-    with (
-        torch.autocast("cpu", BF16),
-        pytest.raises(LayerwiseError, match=r"is within torch.autocast\(enabled=False\).*strategy='data'"),
-    ):
-        made(x)
-    made = layerwise.parallelize(model, x, verbose=False, measure_s=0)  # the model itself
+    layers = fuse(network.graph)
+    made = load(random_plan(layers, 1, 0, "sample"), network)
+    for dtype in (None, BF16, None):
+        with torch.autocast("cpu", dtype or BF16, enabled=dtype is not None):
+            wanted, found = plain(x), made(x)
+        assert found.dtype == wanted.dtype == (torch.float32 if dtype is None else BF16)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+    def run(comm: Comm) -> Tensor:
+        split = load(random_plan(layers, 2, 3, "sample"), network, comm=comm)
+        with torch.autocast("cpu", BF16):
+            out: Tensor = split(x[split.share()])
+        return out.detach()
+
     with torch.autocast("cpu", BF16):
-        torch.testing.assert_close(made(x), plain(x), rtol=0, atol=0)
+        wanted = plain(x).detach()
+    together = torch.cat(run_threads(2, run))
+    assert together.dtype == BF16
+    assert apart(together.float(), wanted.float()) < 0.02

@@ -214,7 +214,7 @@ class Executor:
     ) -> Tensor:
         assert scheduled.work is not None
         try:
-            with self._autocast():
+            with self._autocast(scheduled.layer.name):
                 out = scheduled.work.run(self.comm, _all(inputs), _all(given), training=run.training, seed=run.seed)
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
@@ -222,12 +222,15 @@ class Executor:
         except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
             raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        """Where kernels run: within the run's torch.autocast, which may be there already."""
+    def _autocast(self, layer: str) -> AbstractContextManager[object]:
+        """Where kernels run: within the run's torch.autocast, or without where the model turns it off."""
         kind, dtype = self.options.device.type, self.options.autocast
-        if dtype is None or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
+        if dtype is None:
             return NOTHING
-        return torch.autocast(kind, dtype)
+        wanted, there = layer not in self.schedule.exempt, torch.is_autocast_enabled(kind)
+        if wanted == there and (not wanted or torch.get_autocast_dtype(kind) == dtype):
+            return NOTHING
+        return torch.autocast(kind, dtype, enabled=wanted)
 
     def _recomputed(
         self, run: Pass, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]

@@ -69,6 +69,7 @@ class Schedule:
         self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
+        self.exempt = frozenset(graph.exempt)  # layers that autocast leaves alone
         self.places = places(graph, plan)
         self.free, self.whole_classes = plan.io == "free", whole_classes
         self.groups: set[Group] = set()
