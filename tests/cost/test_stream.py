@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.cost.timeline.stream import Stream, Sum
+from layerwise.cost.timeline.stream import Stream, Traffic
 
 PAIR = np.array([0, 0])
 
@@ -16,7 +16,7 @@ def stream(*sums: tuple[float, float, float], clock: tuple[float, float] = (0.0,
     """Sums of two devices: seconds, and the rates of computation and of the sum."""
     made = Stream(2)
     for seconds, compute, sync in sums:
-        made.add(Sum("x", PAIR, seconds, compute, sync), np.array(clock))
+        made.add(Traffic("x", PAIR, seconds, compute, sync), np.array(clock))
     return made
 
 
@@ -56,7 +56,49 @@ def test_waiting_lets_sums_go_on_by_themselves() -> None:
     assert made.finish(np.array([2.5, 1.0])).tolist() == [3.0, 3.0]
 
 
+def test_transfers_go_before_sums_and_in_their_order() -> None:
+    made = stream((4.0, 1.0, 1.0))
+    first, second = (Traffic("t", PAIR, seconds, 1.0, 1.0) for seconds in (2.0, 3.0))
+    made.send_ahead(first, np.zeros(2))
+    made.send_ahead(second, np.zeros(2))
+    clock = made.beside(np.zeros(2), np.array([1.0, 4.0]))
+    assert made.awaited(first, clock).tolist() == [2.0, 4.0]
+    assert first.ended.tolist() == [2.0, 2.0]
+    assert made.awaited(second, np.array([2.0, 4.0])).tolist() == [5.0, 5.0]
+    assert made.finish(np.full(2, 5.0)).tolist() == [9.0, 9.0]
+
+
+def test_a_transfer_ends_when_its_last_member_is_through() -> None:
+    """And who waits for it lets gradients go on, once its own part is done."""
+    made = Stream(3)
+    made.add(Traffic("sum", np.array([0, 0, -1]), 1.0, 1.0, 1.0), np.zeros(3))
+    one = Traffic("t", np.array([0, 0, -1]), 2.0, 0.5, 0.5)
+    made.send_ahead(one, np.zeros(3))
+    clock = made.beside(np.zeros(3), np.array([0.0, 2.0, 7.0]))  # the second device computes beside it, at half speed
+    assert clock.tolist() == [0.0, 4.0, 7.0]
+    assert made.awaited(one, clock).tolist() == [4.0, 4.0, 7.0]
+    assert made.sums[0].left.tolist() == [0.0, 1.0, 0.0]
+
+
 rates = st.floats(0.05, 1.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), rates, rates, st.booleans()), max_size=5), st.floats(0.0, 9.0))
+def test_what_is_awaited_is_no_faster_than_alone(flights: list[tuple[float, float, float, bool]], work: float) -> None:
+    """And no slower than all before it, and the computation, one after the other at their slowest."""
+    made = stream()
+    sent = [(Traffic("t", PAIR, s, c, o), awaited) for s, c, o, awaited in flights]
+    for one, _ in sent:
+        made.send_ahead(one, np.zeros(2))
+    clock, before, slowest = made.beside(np.zeros(2), np.full(2, work)), 0.0, 1.0
+    for one, awaited in sent:
+        before, slowest = before + one.seconds, min(slowest, one.compute, one.own)
+        if awaited:
+            clock = made.awaited(one, clock)
+            assert clock[0] >= max(before, work) - 1e-9
+            assert clock[0] <= (before + work) / slowest + 1e-9
+            assert not one.left.any()
+    assert made.through(clock, np.full(2, True))[0] >= max(before, work) - 1e-9
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), rates, rates), max_size=4), st.lists(st.floats(0.0, 3.0), max_size=6))

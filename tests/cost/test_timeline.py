@@ -14,10 +14,11 @@ from layerwise.cost.collectives import bucket_s, group_shape, sync_rate
 from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
-from layerwise.cost.timeline.simulate import timeline
+from layerwise.cost.timeline.simulate import Span, timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import GraphBuilder, LayerGraph
 from layerwise.machine import DeviceGraph
+from layerwise.ops.combine import Concat
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -159,6 +160,33 @@ def test_layers_that_are_split_otherwise_by_hand() -> None:
     found = timeline(model, strategy)
     assert found.forward_s == pytest.approx(sum(forward) + sum(over))
     assert found.total_s == pytest.approx(sent + small + sum(c.update[0] for c in costs))
+
+
+@pytest.mark.parametrize("slow", [1e-6, 1e6])
+def test_a_skip_travels_beside_computation_by_hand(slow: float) -> None:
+    """Both ways it hides behind the layer between, or that behind it; the next transfer comes after it."""
+    b = GraphBuilder("skip")
+    x = b.input("x", TensorSpec((64, 300), ("n", None)))
+    first = networks.add(b, "first", Linear(400, bias=False), [x])
+    second = networks.add(b, "second", Linear(500, bias=False), [first])
+    third = networks.add(b, "third", Linear(600, bias=False), [second])
+    networks.add(b, "cat", Concat(1), [first, third])
+    model = CostModel(b.finish(["cat"]), slower(brute.machine((2,)), slow), FREE)
+    split, data = Config.of({"c": 2}), Config.of({"n": 2})
+    strategy = {"first": split, "second": split, "third": split, "cat": data}
+    costs = [model.node_cost(model.graph[name], (config,)).compute for name, config in strategy.items()]
+    f, g = [float(c.forward[0]) for c in costs], [float(c.backward[0]) for c in costs]
+    edges = [("first", "second", 0), ("second", "third", 0), ("third", "cat", 1), ("first", "cat", 0)]
+    one, two, last, skip = (float(model.edge_cost(e, (strategy[e[0]],), (strategy[e[1]],))[0, 0]) / 2 for e in edges)
+    spans = dict[str, Span]()
+    found = timeline(model, strategy, lambda span: spans.update({span.name: span}))
+    assert found.forward_s == pytest.approx(f[0] + one + max(f[1], skip) + two + f[2] + last + f[3])
+    assert found.backward_s == pytest.approx(g[3] + last + max(g[2], skip) + two + g[1] + one + g[0])
+    assert (skip < f[1]) == (slow > 1)
+    there, back = spans["first -> cat"], spans["first -> cat (backward)"]
+    assert there.end_s - there.start_s == pytest.approx(np.full(2, skip))
+    assert there.start_s == pytest.approx(spans["second"].start_s)
+    assert back.start_s == pytest.approx(spans["third (backward)"].start_s)
 
 
 @pytest.mark.parametrize("degrees", [{"n": 4}, {"n": 2, "k": 2}, {"k": 4}])

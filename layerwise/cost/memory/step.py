@@ -21,6 +21,7 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
+from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
 
@@ -43,6 +44,15 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     return step.tracker.peak
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What is on its way from its source, or back to it, while others compute."""
+
+    arrived: Ref  # where it arrives
+    copies: Ref  # of what is sent and was not contiguous
+    gradient: Ref = NOBODY  # on the way back: what it is made of
+
+
 @dataclass
 class _Step:
     """A step that is followed. All by the layer's name."""
@@ -54,10 +64,13 @@ class _Step:
     values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
     gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
+    flights: dict[EdgeEnd, Flight] = field(default_factory=dict)  # what runs ahead to each of its inputs, or back
 
     def __post_init__(self) -> None:
         devices, options = self.model.devices.count, self.model.options
         self.tracker, self.flows = AllocationTracker(devices), self.model.has_gradient
+        self.begun = begun_before(self.model.graph, options.io)
+        self.ahead = {end for begun in self.begun.values() for end in begun}
         self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
         for layer in self.model.graph.layers:
@@ -103,19 +116,42 @@ class _Step:
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
-            received = [self._received(layer, slot) for slot in range(len(layer.inputs))]
+            slots = self._ahead_first(layer)
+            came = {slot: self._received(layer, slot) for slot in slots}
+            received = [came[slot] for slot in range(len(slots))]
+            for user, slot in self.begun.get(layer.name, ()):
+                self._send_ahead(self.model.graph[user], slot)
             if layer.role is Role.SINK:
                 self._loss(layer, received)
             else:
                 self._compute(layer, received)
+
+    def _ahead_first(self, layer: Layer) -> list[int]:
+        """A layer's inputs in the order in which the executor goes through them."""
+        return sorted(range(len(layer.inputs)), key=lambda slot: not self._runs_ahead(layer, slot))
+
+    def _runs_ahead(self, layer: Layer, slot: int) -> bool:
+        return (layer.name, slot) in self.ahead and not self._edge(layer, slot).local
+
+    def _send_ahead(self, layer: Layer, slot: int) -> None:
+        """What arrives has its memory from now on, and what is sent from a copy keeps that."""
+        if self._runs_ahead(layer, slot):
+            edge, item_bytes = self._edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
+            arrived = self.tracker.new(edge.received * item_bytes)
+            self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes))
 
     def _received(self, layer: Layer, slot: int) -> Ref:
         source = layer.inputs[slot]
         edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
         if edge.local:
             return self.tracker.hold(self.values[source], edge.need > 0)
-        arrived = self.tracker.new(edge.received * item_bytes)
-        self.tracker.spike(edge.forth * item_bytes)
+        if self._runs_ahead(layer, slot):
+            flight = self.flights.pop((layer.name, slot))
+            arrived = flight.arrived
+            self.tracker.drop(flight.copies)
+        else:
+            arrived = self.tracker.new(edge.received * item_bytes)
+            self.tracker.spike(edge.forth * item_bytes)
         leaf = self.tracker.new(edge.need * item_bytes)
         self.tracker.drop(arrived)
         return leaf
@@ -201,9 +237,12 @@ class _Step:
             self._drop([self.gradients.pop(name, NOBODY)])
             for _, alone in self.trained[name]:
                 self.tracker.new(alone)
-        elif layer.role is not Role.SINK and self.flows[name]:
-            for slot, gradient in enumerate(self._differentiate(layer)):
-                self._return(layer, slot, gradient)
+        elif layer.role is not Role.SINK:
+            inward = self._differentiate(layer) if self.flows[name] else []
+            for user, slot in reversed(self.begun.get(name, ())):
+                self._land(self.model.graph[user], slot)
+            for slot in reversed(self._ahead_first(layer)) if inward else ():
+                self._return(layer, slot, inward[slot])
 
     def _differentiate(self, layer: Layer) -> list[Ref]:
         tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
@@ -244,12 +283,32 @@ class _Step:
         return self.tracker.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
 
     def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
-        """The gradient of a layer's input goes back to who owns it, and is added to those that came before."""
+        """The gradient of a layer's input goes back to who owns it: at once, or till that layer has gone back before
+        which its input was sent ahead.
+        """
         tracker, source = self.tracker, layer.inputs[slot]
         if not self.flows[source]:
             return
-        back = self._adjoint(self._edge(layer, slot), source, gradient)
-        tracker.drop(gradient)
+        edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
+        arrived = tracker.new(edge.sent * item_bytes)  # what it sent forward
+        if self._runs_ahead(layer, slot):
+            self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes), gradient)
+        else:
+            tracker.spike(edge.back * item_bytes)
+            self._add(source, edge, gradient, arrived)
+
+    def _land(self, layer: Layer, slot: int) -> None:
+        """The end of a gradient's way back, where there is one."""
+        flight = self.flights.pop((layer.name, slot), None)
+        if flight is not None:
+            self.tracker.drop(flight.copies)
+            self._add(layer.inputs[slot], self._edge(layer, slot), flight.gradient, flight.arrived)
+
+    def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
+        """A gradient that came back is added to those that came before."""
+        tracker = self.tracker
+        back = self._adjoint(edge, source, gradient)
+        self._drop([arrived, gradient])
         before = self.gradients.get(source)
         if before is not None:  # autograd adds in place where nobody else has what it adds to
             mine = tracker.unshared(before)
@@ -261,15 +320,11 @@ class _Step:
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
-        tracker, item_bytes, own = self.tracker, self.model.graph[source].out.item_bytes, self._own_bytes(source)
+        item_bytes, own = self.model.graph[source].out.item_bytes, self._own_bytes(source)
         alike = edge.kept * item_bytes == own
         if not edge.local:
             alike &= edge.sent == 0
-        arrived = tracker.new(edge.sent * item_bytes)  # what it sent forward
-        tracker.spike(edge.back * item_bytes)
-        total = tracker.hold(gradient, alike) + tracker.new(np.where(alike, 0.0, own))
-        tracker.drop(arrived)
-        return total
+        return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own))
 
     def _own_bytes(self, name: str) -> Floats:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes

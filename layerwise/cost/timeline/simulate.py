@@ -1,9 +1,10 @@
 """timeline_s: a step simulated device by device, with the overlap that the runtime has.
 
-Layers run forward in plan order, then backward in reverse; a transfer waits for the devices that send and holds the
-ones that receive. Gradients are all-reduced in buckets beside the backward pass, each as soon as its last gradient is
-there; what that costs the computation, and computation it, is as measured (`stream`); a transfer in between takes the
-port from them. The optimizer steps when both are done.
+Layers run forward in plan order, then backward in reverse. A transfer holds its devices from when the last of them has
+come to it; one that runs ahead (`layerwise.partition.ahead`) travels beside their computation, till it is needed.
+Transfers follow each other in the order in which they begin. Gradients are all-reduced in buckets beside the backward
+pass, each as soon as its last gradient is there; a transfer in between takes the port from them. What travels beside
+computation costs it, and computation that, what was measured (`stream`). The optimizer steps when all is done.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.collectives import bucket_s, overlap
+from layerwise.cost.collectives import bucket_s, group_shape, overlap
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
-from layerwise.cost.timeline.stream import Stream, Sum
+from layerwise.cost.timeline.stream import Stream, Traffic
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
+from layerwise.partition.ahead import EdgeEnd, begun_before
 
 UPDATE = " (update)"  # how a span of the optimizer ends
 Record = Callable[["Span"], None]
@@ -61,6 +63,9 @@ class _Step:
     def __post_init__(self) -> None:
         self.clock = np.zeros(self.model.devices.count)
         self.stream = Stream(self.model.devices.count)
+        self.begun = begun_before(self.model.graph, self.model.options.io)
+        self.ahead = {end for begun in self.begun.values() for end in begun}
+        self.flights = dict[EdgeEnd, Traffic]()
 
     def active(self, layer: Layer) -> Mask:
         mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
@@ -80,24 +85,76 @@ class _Step:
                 self._together(f"{layer.name}{suffix}", term.span, layer.name, active, both / 2)
 
     def receive(self, layer: Layer, *, forward: bool) -> None:
-        """Transfers of all inputs of a layer, one after the other as the runtime does them."""
-        for slot, source in enumerate(layer.inputs):
-            edge_name: EdgeName = (source, layer.name, slot)
-            times = self.model.directions(edge_name)
-            if times < (1 if forward else 2):
-                continue
-            ends = ((self.strategy[source],), (self.strategy[layer.name],))
-            time = float(self.model.edge_cost(edge_name, *ends)[0, 0]) / times
-            if time:
-                involved = self.active(self.model.graph[source]) | self.active(layer)
-                name = f"{source} -> {layer.name}{'' if forward else ' (backward)'}"
-                self._together(name, "transfers", layer.name, involved, time)
+        """Transfers of a layer's inputs, one after the other as the runtime does them; what runs ahead is awaited.
 
-    def _together(self, name: str, category: str, layer: str, devices: Mask, time: float) -> None:
-        """All wait for the last; then the port is theirs: gradients on the wire wait."""
+        Backward: of their gradients; what runs ahead begins.
+        """
+        slots = sorted(range(len(layer.inputs)), key=lambda slot: (layer.name, slot) not in self.ahead)
+        for slot in slots if forward else reversed(slots):
+            if (layer.name, slot) not in self.ahead:
+                time = self._transfer_s(layer, slot, forward=forward)
+                if time:
+                    name, devices = self._edge_name(layer, slot, forward=forward), self._involved(layer, slot)
+                    self._together(name, "transfers", layer.name, devices, time, in_order=True)
+            elif forward:
+                self._land(layer, slot, forward=True)
+            else:
+                self._send_ahead(layer, slot, forward=False)
+
+    def begin(self, layer: Layer) -> None:
+        """What runs ahead from here on."""
+        for user, slot in self.begun.get(layer.name, ()):
+            self._send_ahead(self.model.graph[user], slot, forward=True)
+
+    def end(self, layer: Layer) -> None:
+        """Backward: of what ran ahead from here on the gradients are awaited."""
+        for user, slot in reversed(self.begun.get(layer.name, ())):
+            self._land(self.model.graph[user], slot, forward=False)
+
+    def _send_ahead(self, layer: Layer, slot: int, *, forward: bool) -> None:
+        time = self._transfer_s(layer, slot, forward=forward)
+        if time:
+            row = np.where(self._involved(layer, slot), 0, -1)
+            rates = overlap(group_shape(row, self.model.devices), self.model.devices)
+            name = self._edge_name(layer, slot, forward=forward)
+            flight = self.flights[layer.name, slot] = Traffic(name, row, time, rates.compute, rates.sync)
+            self.stream.send_ahead(flight, self.clock)
+
+    def _land(self, layer: Layer, slot: int, *, forward: bool) -> None:
+        flight = self.flights.pop((layer.name, slot), None)
+        if flight is not None:
+            self.clock = self.stream.awaited(flight, self.clock)
+            if self.record is not None:
+                devices = flight.row >= 0
+                self.record(Span(flight.name, "transfers", layer.name, flight.started, flight.ended, devices))
+
+    def _transfer_s(self, layer: Layer, slot: int, *, forward: bool) -> float:
+        """One way; 0 where nothing goes this way."""
+        source = layer.inputs[slot]
+        edge_name: EdgeName = (source, layer.name, slot)
+        times = self.model.directions(edge_name)
+        if times < (1 if forward else 2):
+            return 0.0
+        ends = ((self.strategy[source],), (self.strategy[layer.name],))
+        return float(self.model.edge_cost(edge_name, *ends)[0, 0]) / times
+
+    def _involved(self, layer: Layer, slot: int) -> Mask:
+        return self.active(self.model.graph[layer.inputs[slot]]) | self.active(layer)
+
+    def _edge_name(self, layer: Layer, slot: int, *, forward: bool) -> str:
+        return f"{layer.inputs[slot]} -> {layer.name}{'' if forward else ' (backward)'}"
+
+    def _together(
+        self, name: str, category: str, layer: str, devices: Mask, time: float, *, in_order: bool = False
+    ) -> None:
+        """All wait for the last; then the port is theirs: gradients on the wire wait.
+
+        in_order: after the transfers that are under way, else these wait, too.
+        """
         start = self.clock.copy()
-        begin = np.where(devices, self.clock[devices].max(), self.clock)
-        self.stream.until(self.clock, begin)
+        clock = self.stream.through(self.clock, devices) if in_order else self.clock
+        begin = np.where(devices, clock[devices].max(), clock)
+        self.stream.until(clock, begin)
         self.clock = begin + np.where(devices, time, 0.0)
         self._note(name, category, layer, start, devices)
 
@@ -106,7 +163,7 @@ class _Step:
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
         seconds = bucket_s(bucket.bytes, group, model.devices, model.options.sync)
-        self.stream.add(Sum(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
+        self.stream.add(Traffic(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
 
     def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
         if self.record is not None:
@@ -120,6 +177,7 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     layers = model.graph.layers
     for layer in layers:
         step.receive(layer, forward=True)
+        step.begin(layer)
         step.compute(layer, forward=True)
     forward_s = float(step.clock.max())
     leaving = buckets(model, strategy)
@@ -127,6 +185,7 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
         step.compute(layer, forward=False)
         for bucket in leaving.get(layer.name, ()):
             step.send(bucket)
+        step.end(layer)
         step.receive(layer, forward=False)
     backward_s = float(step.clock.max()) - forward_s
     computed = step.clock

@@ -1,4 +1,7 @@
-"""A device's second stream: sums of gradients, one after the other, beside its computation."""
+"""A device's second stream: what travels beside its computation, one after the other.
+
+First the transfers that run ahead, in their order; then sums of gradients, in theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.geometry.arrays import Floats, Ints, Mask
 
 
 @dataclass(eq=False)
-class Sum:
-    """An all-reduce; arrays are (N,)."""
+class Traffic:
+    """An all-reduce of gradients, or a transfer that runs ahead; arrays are (N,)."""
 
     name: str
     row: Ints  # devices with the same number take part in one; -1: in none
     seconds: float  # that it takes alone
     compute: float  # the share of its speed at which computation goes on beside it
-    sync: float  # and the share of its own
+    own: float  # and the share of its own
     ready: Floats = field(init=False)  # from when on it may run
     left: Floats = field(init=False)  # seconds that it still needs, alone
     started: Floats = field(init=False)
@@ -35,35 +38,62 @@ class Sum:
 
 
 class Stream:
-    """The sums of N devices, in the order in which they were added."""
+    """The traffic of N devices, in the order in which it was added."""
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
-        self.sums: list[Sum] = []
+        self.transfers: list[Traffic] = []  # which run ahead
+        self.sums: list[Traffic] = []
 
-    def add(self, one: Sum, clock: Floats) -> None:
-        """Another one, at the devices' times (N,)."""
+    def add(self, one: Traffic, clock: Floats) -> None:
+        """Another sum, at the devices' times (N,)."""
         one.begin(clock)
         self.sums.append(one)
 
+    def send_ahead(self, one: Traffic, clock: Floats) -> None:
+        """Another transfer, at the devices' times (N,). Sums on the wire wait for it."""
+        one.begin(clock)
+        self.transfers.append(one)
+
+    def through(self, clock: Floats, devices: Mask, last: Traffic | None = None) -> Floats:
+        """When these devices have all transfers behind them, up to the last, and do nothing else meanwhile."""
+        clock = clock.copy()
+        for t in self.transfers:
+            here = devices & (t.left > 0)
+            clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
+            t.ended = np.where(here, clock, t.ended)
+            t.left = np.where(here, 0.0, t.left)
+            if t is last:
+                break
+        return clock
+
+    def awaited(self, one: Traffic, clock: Floats) -> Floats:
+        """When the devices that take part in a transfer go on: it ends on all of them together."""
+        members = one.row >= 0
+        waited = self.through(clock, members, one)
+        one.ended = np.where(members, one.ended[members].max(), one.ended)
+        end = np.where(members, np.maximum(waited, one.ended), clock)
+        self.until(waited, end)
+        return end
+
     def beside(self, clock: Floats, work: Floats) -> Floats:
-        """When each device is through with so many seconds of computation, with the sums going on beside it."""
+        """When each device is through with so many seconds of computation, with the traffic going on beside it."""
         clock, work = clock.copy(), work.copy()
         for s in self._under_way():
             here = s.left > 0
             alone = np.where(here, np.minimum(np.maximum(s.ready - clock, 0.0), work), 0.0)  # it may not run yet
             clock += alone
             work -= alone
-            both = np.where(here, np.minimum(work / s.compute, s.left / s.sync), 0.0)
+            both = np.where(here, np.minimum(work / s.compute, s.left / s.own), 0.0)
             clock += both
-            ended = here & (s.left / s.sync <= both)
+            ended = here & (s.left / s.own <= both)
             work = np.maximum(work - s.compute * both, 0.0)
-            s.left = np.where(ended, 0.0, s.left - s.sync * both)
+            s.left = np.where(ended, 0.0, s.left - s.own * both)
             s.ended = np.where(ended, clock, s.ended)
         return clock + work
 
     def until(self, clock: Floats, then: Floats) -> None:
-        """Devices wait; sums go on by themselves."""
+        """Devices wait; traffic goes on by itself."""
         clock = clock.copy()
         for s in self._under_way():
             start = np.maximum(clock, s.ready)
@@ -88,5 +118,5 @@ class Stream:
             clock = np.where(members, np.maximum(clock, s.ended), clock)
         return clock
 
-    def _under_way(self) -> list[Sum]:
-        return [s for s in self.sums if s.left.any()]
+    def _under_way(self) -> list[Traffic]:
+        return [s for s in (*self.transfers, *self.sums) if s.left.any()]

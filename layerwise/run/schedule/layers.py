@@ -75,7 +75,7 @@ class Schedule:
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
-        self._begun = begun_before(self.graph)
+        self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
         users = {layer.layer.name: layer for layer in self.layers}
@@ -123,8 +123,7 @@ class Schedule:
             self.groups |= groups_of(place.owned.each, need)
         kind: Kind = "io" if sink and self.free else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
-        # Whole outputs of ranks that have computed alike (io free) do not come back by messages.
-        ahead = part.pattern != "local" and kind == "transfers" and (layer.name, slot) in self._ahead
+        ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot], ahead)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
