@@ -283,9 +283,7 @@ class _Step:
         return self.tracker.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
 
     def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
-        """The gradient of a layer's input goes back to who owns it: at once, or till that layer has gone back before
-        which its input was sent ahead.
-        """
+        """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
         tracker, source = self.tracker, layer.inputs[slot]
         if not self.flows[source]:
             return
