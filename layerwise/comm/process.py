@@ -109,7 +109,7 @@ class ProcessComm(MessageComm):
                 operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sends]
                 batch = [(f"in {what}", work) for work in dist.batch_isend_irecv(operations)]
             self._note(batch[-1][1], what)
-            return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)])
+            return UnderWay(self, what, batch, [tensor for _, tensor in (*sends, *receives)], silent=True)
         landing = [_on_cpu(tensor, copy=False) for _, tensor in receives]
         leaving = [_on_cpu(tensor, copy=True) for _, tensor in sends]
         works: list[tuple[str, Waitable]] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -60,6 +61,11 @@ class UnderWay:
             call()
         elif isinstance(last, dist.Work) and not self.silent:
             last.get_future().add_done_callback(lambda _: call())
+        elif self.comm.collectives:
+            with torch.cuda.stream(torch.cuda.Stream(self.comm.device)):  # type: ignore[no-untyped-call]
+                for _, work in self.works:
+                    work.wait()
+                call()
         else:
             self.works = [(f"in {self.what}", _Waiter([work for _, work in self.works], call))]
 
