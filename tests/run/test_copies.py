@@ -1,0 +1,92 @@
+"""Layers on fewer ranks than there are: the others hold copies of parameters, gradients and running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.plan import Plan, parse_strategy
+from layerwise.run.guards.boxes import plain
+from layerwise.run.load import load
+from layerwise.run.parallel import ParallelModule
+from tests.comm.thread import run_threads
+from tests.run.plans import Case, case, difference
+
+RANKS = 4
+Cuts = list[Mapping[str, object]]  # of two convolutions with batch norm, and of the head
+
+
+@cache
+def given() -> Case:
+    torch.manual_seed(0)
+    conv = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    more = [
+        nn.Conv2d(4, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8, momentum=0.3),
+        nn.ReLU(),
+        nn.AvgPool2d(8),
+        nn.Flatten(),
+    ]
+    return case(nn.Sequential(*conv, *more, nn.Linear(8, 4)), (3, 8, 8), 4, steps=3)
+
+
+def planned(made: Case, cuts: Cuts) -> Plan:
+    graph = fuse(made.graph)
+    inner = [layer for layer in graph.inner if layer.own_parameters()]
+    strategy: dict[str, object] = {layer.name: {} for layer in graph.inner}
+    strategy |= {layer.name: cut for layer, cut in zip(inner, cuts, strict=True)}
+    return Plan("test", graph.digest, graph.batch, RANKS, RANKS, "sample", True, parse_strategy(strategy, graph, RANKS))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "unsummed"),
+    [
+        ([{}, {"n": 2}, {"k": 2}], True),
+        ([{"c": 2, "placement": "strided"}, {}, {"n": 2, "placement": "strided"}], False),
+        ([{"h": 2}, {"n": 2, "c": 2}, {}], True),
+    ],
+)
+def test_copies_are_what_the_others_have(cuts: Cuts, unsummed: bool) -> None:
+    """After three steps, on every rank; also where the first two leave gradients unsummed (no_sync)."""
+    made = given()
+    plan = planned(made, cuts)
+
+    def train(comm: Comm, plan: Plan) -> ParallelModule:
+        module = load(plan, made.network, comm=comm, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+        for step, (x, y) in enumerate(zip(made.inputs, made.targets, strict=True)):
+            share, module.require_backward_grad_sync = module.share(), not unsummed or step == 2
+            nn.functional.cross_entropy(module(x[share]), y[share]).backward()
+            if module.require_backward_grad_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+        return module
+
+    alone = replace(plan, gpus=1, gpus_per_node=1, device_order=(0,), strategy=dict.fromkeys(plan.strategy, Config()))
+    wanted = train(SoloComm(torch.device("cpu")), alone).full_state_dict()
+    for shards in run_threads(RANKS, lambda comm: train(comm, plan).shards()):
+        assert {shard.name for shard in shards} == set(wanted)
+        for shard in shards:
+            assert difference(plain(shard.tensor), wanted[shard.name][shard.box.slices()]) < 1e-9, shard.name
+
+
+def test_cuts_that_dtensors_cannot_have_are_refused() -> None:
+    graph = fuse(given().graph)
+    (first, *_, head) = [layer for layer in graph.inner if layer.own_parameters()]
+    for layer, cut, devices, said in (
+        (head, {"c": 3}, 3, "unlike torch.chunk, by which DTensors are cut"),
+        (first, {"c": 3}, 4, "over 3 devices, which is no divisor of the 4 that there are"),
+    ):
+        strategy = {one.name: cut if one is layer else {} for one in graph.inner}
+        with pytest.raises(LayerwiseError, match=said):
+            parse_strategy(strategy, graph, devices)
