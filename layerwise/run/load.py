@@ -18,17 +18,15 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
-from layerwise.ops.base import Role
 from layerwise.plan import Plan, load_plan
 from layerwise.run.guards.hooks import check_modules, check_norms, without_hooks
 from layerwise.run.module import LayeredModule
-from layerwise.run.options import RuntimeOptions, plan_digest, uses_local_batch_norm
+from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.own.module import Facts, OwnModule
 from layerwise.run.own.replacements import replacements
 from layerwise.run.own.values import settle
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.state.broadcast import broadcast_values
-from layerwise.tensorfile import dtype_name
 
 
 def load(
@@ -103,7 +101,7 @@ def build_module(
     if comm.size == 1 and plan.gpus > 1:
         plan = serial(plan)
     plan.check(graph, comm.size)
-    _check_types(graph, options.dtype)
+    check_types(graph, options.dtype)
     if loss is not None and plan.io == "sample":
         raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:
@@ -135,20 +133,6 @@ def _module(
     settle(module, network, graph, options)
     facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.graph.dtype)
     return OwnModule(module, facts)
-
-
-def _check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
-    """LayerwiseError where a model of several element types is to be run in another one than its own."""
-    if dtype_name(dtype) == graph.dtype:
-        return
-    for layer in graph.layers:
-        for stage in layer.stages:
-            out = stage.space.out
-            if out.differentiable and out.dtype != graph.dtype and layer.op.role is not Role.SINK:
-                raise LayerwiseError(
-                    f"layer {layer.name!r} computes in {out.dtype} and the model in {graph.dtype}, so it cannot be run "
-                    f"in {dtype_name(dtype)}: load it with dtype=torch.{graph.dtype}, or bring all of it to one type"
-                )
 
 
 def serial(plan: Plan) -> Plan:

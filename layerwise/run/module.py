@@ -32,7 +32,7 @@ from layerwise.run.guards.changes import Places, check_frozen, check_values, ver
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.guards.refusing import Refusing
-from layerwise.run.options import RuntimeOptions
+from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.parts import local_part
@@ -96,8 +96,6 @@ class LayeredModule(Refusing, ParallelModule):
         )
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
-        self._prepare("statistics", first.statistics)
-        self._prepare("transfers", first.groups)
         if not any(p.requires_grad for p in every.values()):  # an optimizer refuses an empty list
             self._idle = nn.Parameter(torch.zeros(0, dtype=options.dtype, device=options.device))
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
@@ -115,9 +113,8 @@ class LayeredModule(Refusing, ParallelModule):
         if key not in self._executors:
             graph = replace(self._fitting(batch, shaped), differentiated=differentiated)
             schedule = Schedule(graph, shaped.plan, self.comm, options, whole_classes=self._whole_classes)
-            if self._executors:
-                self._prepare("statistics", schedule.statistics)
-                self._prepare("transfers", schedule.groups)
+            self._prepare("statistics", schedule.statistics)
+            self._prepare("transfers", schedule.groups)
             self._executors[key] = Executor(schedule)
             self._executors[key].trace = self._trace
         return self._executors[key]
@@ -277,7 +274,19 @@ class LayeredModule(Refusing, ParallelModule):
         super()._apply(fn, False)  # type: ignore[no-untyped-call]
         self._state.apply(fn)
         self._places = Places(self._tree)
+        dtype = fn(torch.zeros((), dtype=self.dtype, device=self.device)).dtype
+        if dtype != self.dtype:
+            self._retype(dtype)
         return self
+
+    def _retype(self, dtype: torch.dtype) -> None:
+        """The parameters have another element type from now on. LayerwiseError where the model has several."""
+        check_types(self.graph, dtype)
+        self.dtype, self.options = dtype, replace(self.options, dtype=dtype)
+        self._state.options = self.options
+        self._shapes = Shapes(self._network, self.plan, self.comm, self.options)
+        self._executors.clear()
+        self._reducer.forget()
 
     def _returned(
         self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None, structure: Structure | None

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.mixed import mixed
+from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.tensorfile import dtype_name
 
@@ -40,6 +42,20 @@ class RuntimeOptions:
         if self.autocast is None:
             return graph
         return mixed(graph, dtype_name(self.autocast), self.device.type, dtype_name(self.dtype))
+
+
+def check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
+    """LayerwiseError where a model of several element types is to be run in another one than its own."""
+    if dtype_name(dtype) == graph.dtype:
+        return
+    for layer in graph.layers:
+        for stage in layer.stages:
+            out = stage.space.out
+            if out.differentiable and out.dtype != graph.dtype and layer.op.role is not Role.SINK:
+                raise LayerwiseError(
+                    f"layer {layer.name!r} computes in {out.dtype} and the model in {graph.dtype}, so it cannot be run "
+                    f"in {dtype_name(dtype)}: load it with dtype=torch.{graph.dtype}, or bring all of it to one type"
+                )
 
 
 def searched_with(plan: Plan, option: str) -> object:

@@ -36,7 +36,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "kept_loss": {"split": "has 'balance'"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
-    "another_type": {"split": "but the model was made parallel for float64"},
     "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
 }
 

@@ -96,6 +96,12 @@ class GradientReducer:
             for name in bucket.names:
                 del self.views[name]
 
+    def forget(self) -> None:
+        """Gives up all memory: the parameters are of another element type now."""
+        for bucket in self.buckets:
+            bucket.flat = None
+        self.views.clear()
+
     def check_kept(self) -> None:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
         for name, version in self.versions.items():
