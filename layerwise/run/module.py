@@ -15,7 +15,6 @@ from layerwise.config import is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.reach import parameters_behind
 from layerwise.importers.load import Network
 from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
@@ -27,6 +26,7 @@ from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
@@ -76,9 +76,7 @@ class LayeredModule(Refusing, ParallelModule):
         every = dict(self._tree.named_parameters())
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._tree)
-        self._behind = parameters_behind(self.graph)
-        self._optional = frozenset[str]().union(*self._behind).difference(frozenset[str].intersection(*self._behind))
-        self._used, self._twice = set[int](), set[int]()  # outputs: that this pass has gradients of, that any has had
+        self._unused = Unused(self.graph, comm)
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         self._copies = {name for one in first.layers for name in one.copies}
@@ -184,7 +182,7 @@ class LayeredModule(Refusing, ParallelModule):
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
-        came = self._came if shaped.graph.layers[-1].inputs == self.graph.layers[-1].inputs else self._came_elsewhere
+        came = partial(self._came, shaped.graph)
         try:
             outputs = executor.forward(run, fed)
             made = ends(run.token, outputs, scales, self.dtype, came)
@@ -198,28 +196,14 @@ class LayeredModule(Refusing, ParallelModule):
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
-    def _came(self, has_gradient: Sequence[bool]) -> None:
-        """A backward pass comes to the outputs of a call, with a gradient of some."""
+    def _came(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
+        """A backward pass comes to the outputs of a call."""
         self.begin()
-        used = {i for i, has in enumerate(has_gradient) if has}
-        self._used |= used
-        if torch.is_grad_enabled():  # what is behind these may have a gradient of a gradient, in a pass to come
-            self._twice |= used
-
-    def _came_elsewhere(self, _: Sequence[bool]) -> None:
-        """The same for a call in a mode in which the model has other outputs."""
-        self._came([True] * len(self._behind))
+        self._unused.came(graph, has_gradient)
 
     def _finish(self, gradients: Gradients) -> None:
-        used, self._used = self._used | self._twice, set()
-        gradients.leave_alone = self._unreached(used) if self._optional else frozenset()
+        gradients.leave_alone = self._unused.parameters()
         super()._finish(gradients)
-
-    def _unreached(self, used: set[int]) -> frozenset[str]:
-        """The parameters that no rank's loss depends on: one device has no gradient of them, and not one of zeros."""
-        told = self.comm.tell([i in used for i in range(len(self._behind))])()
-        reached = [parameters for parameters, *each in zip(self._behind, *told, strict=True) if any(each)]
-        return self._optional.difference(*reached) if reached else frozenset()
 
     def _made(self, name: str, leaf: Tensor) -> None:
         """Autograd has added up the gradient of what the layers compute with in place of a parameter."""
@@ -234,6 +218,7 @@ class LayeredModule(Refusing, ParallelModule):
                 self._pass[1].add(name, gradient)
 
     def _begun(self) -> None:
+        self._unused.begin()
         self._check_hooks()
 
     def _check_hooks(self) -> None:
