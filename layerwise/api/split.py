@@ -23,8 +23,7 @@ class Share(Dataset[Any]):
     """A rank's share of a map-style data set: some of its samples, in its order.
 
     numbers: which. batch_size: how many of a whole batch, for a DataLoader. last: how many samples of all ranks
-    together the last batch has, where it is not whole, else None: a loop calls `model(x, batch=share.last)` for it.
-    note: what became of the remainder.
+    together the last batch has, where it is not whole, else None. note: what became of the remainder.
     """
 
     def __init__(self, dataset: Any, numbers: Sequence[int], batch_size: int, last: int | None, note: str) -> None:
@@ -55,7 +54,7 @@ def split(
     share is one contiguous part of the data.
 
     remainder: what becomes of a last batch that is not whole. "short": it is split as evenly as it goes, so all numbers
-    stay those of one device; some ranks may have a sample less, and the loop must say model(x, batch=share.last).
+    stay those of one device; some ranks may have a sample less.
     "repeat": the first samples fill it up, so these count twice, as with torch's DistributedSampler. "leave out": it is
     not used. Rank 0 prints which of these happened, in one line.
     LayerwiseError where there are fewer samples than ranks, or the last batch has.
@@ -90,7 +89,7 @@ def split(
         note = (
             f"{count:,} samples over {size} ranks: some ranks have one more"
             if last is None
-            else f"the last of {-(-count // each):,} batches has {last} samples: call model(x, batch={last}) for it"
+            else f"the last of {-(-count // each):,} batches has {last} samples"
         )
     if note and verbose and rank == 0:
         print(f"layerwise.split: {note}", file=sys.stderr)

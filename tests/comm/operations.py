@@ -173,6 +173,16 @@ def texts(comm: Comm) -> list[str]:
     return told
 
 
+def numbers(comm: Comm) -> list[list[list[int]]]:
+    """Several under way, waited for in another order, with texts between; none of it is counted."""
+    before = Counter(comm.sent)
+    first, second = comm.tell((comm.rank, -1)), comm.tell((2**62 + comm.rank,))
+    comm.barrier()
+    later = second()
+    assert comm.sent == before
+    return [first(), later]
+
+
 def divide(comm: Comm, by: int) -> float:
     """For an error."""
     return comm.rank / by

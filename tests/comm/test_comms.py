@@ -60,6 +60,13 @@ def test_texts(processes: bool) -> None:
     assert told == [["", "é", "éé"]] * 3
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_numbers(processes: bool) -> None:
+    told = run_ranks(3, "tests.comm.operations:numbers") if processes else run_threads(3, operations.numbers)
+    assert told == [[[[0, -1], [1, -1], [2, -1]], [[2**62], [2**62 + 1], [2**62 + 2]]]] * 3
+    assert SoloComm().tell((7,))() == [[7]]
+
+
 def test_solo() -> None:
     comm = SoloComm()
     out, total = torch.empty(1, 3), torch.empty(3)
