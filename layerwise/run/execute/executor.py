@@ -110,14 +110,12 @@ class Executor:
         ahead: dict[int, tuple[Link, Tensor | None]],
     ) -> list[Tensor | None]:
         """A layer's inputs. First those sent ahead: so in the backward pass what is needed next goes first."""
-        came = dict[int, Tensor | None]()
-        for slot, edge in enumerate(scheduled.edges):
-            if edge.ahead:
-                came[slot] = self._awaited(run, *ahead.pop(id(edge)))
-        for slot, edge in enumerate(scheduled.edges):
-            if not edge.ahead:
-                came[slot] = self._redistribute(run, edge, values, types, scheduled.layer.role)
-        return [came[slot] for slot in range(len(came))]
+        edges, role = scheduled.edges, scheduled.layer.role
+        came = [self._awaited(run, *ahead.pop(id(edge))) if edge.ahead else None for edge in edges]
+        return [
+            x if edge.ahead else self._redistribute(run, edge, values, types, role)
+            for edge, x in zip(edges, came, strict=True)
+        ]
 
     def _redistribute(
         self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype], user: Role
