@@ -319,9 +319,7 @@ class _Step:
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self._own_bytes(source)
-        alike = edge.kept * item_bytes == own
-        if not edge.local:
-            alike &= edge.sent == 0
+        alike = (edge.kept * item_bytes == own) & (edge.local | (edge.sent == 0))
         return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own))
 
     def _own_bytes(self, name: str) -> Floats:
