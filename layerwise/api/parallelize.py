@@ -35,6 +35,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
+from layerwise.run.compiling import settings_of
 from layerwise.run.guards.hooks import check_norms, without_hooks
 from layerwise.run.load import build_module
 from layerwise.run.module import LayeredModule
@@ -58,6 +59,7 @@ class How(TypedDict, total=False):
     optimizer: str
     local_batch_norm: bool
     autocast: torch.dtype | None
+    compile: bool | Mapping[str, Any]
     sync_every: int | Literal["auto"]
     seed: int
     timeout_s: float
@@ -89,6 +91,7 @@ def parallelize(
     optimizer: str = "sgd",
     local_batch_norm: bool = False,
     autocast: torch.dtype | None = None,
+    compile: bool | Mapping[str, Any] = False,
     sync_every: int | Literal["auto"] = 1,
     seed: int = 0,
     timeout_s: float = 30.0,
@@ -126,10 +129,12 @@ def parallelize(
     memory_limit: bytes a device (default: all that it has). device_mesh: 1-D, over all ranks, or a process group.
     optimizer: "sgd", "momentum" or "adam", for the memory of its state. local_batch_norm: statistics of each rank's
     own samples, as DistributedDataParallel has them. autocast: torch.bfloat16 or torch.float16 where the loop calls the
-    model within torch.autocast of that type: the plan is one for mixed precision then. sync_every=k: for data
-    parallelism only, gradients travel and the optimizer steps every k-th time, for a batch k times as large; "auto":
-    the least k whose communication is below 10 % of the time. verbose: rank 0 prints what was chosen, what it gains,
-    and what that rests on.
+    model within torch.autocast of that type: the plan is one for mixed precision then. compile: True, or a dict of
+    torch.compile's arguments such as {"mode": "max-autotune"}: what each rank computes by itself goes through
+    torch.compile, and what communicates stays between the compiled parts; on one device that is torch.compile of the
+    model. A compiled model has no second derivatives. sync_every=k: for data parallelism only, gradients travel and
+    the optimizer steps every k-th time, for a batch k times as large; "auto": the least k whose communication is below
+    10 % of the time. verbose: rank 0 prints what was chosen, what it gains, and what that rests on.
 
     Every rank calls it alike. Without torchrun (and without a process group) it returns a working model on one device.
     LayerwiseError where the model, the inputs, the strategy, the plan or the memory do not do; CommError where ranks
@@ -139,6 +144,7 @@ def parallelize(
         raise LayerwiseError("plan= and strategy= both say how to split: give one of them")
     check(model, optimizer, sync_every, memory_limit, batch)
     check_autocast(autocast)
+    settings = settings_of(compile)
     if isinstance(model, nn.Module):
         check_norms(model)
     if isinstance(example_inputs, DataLoader):
@@ -175,6 +181,7 @@ def parallelize(
         "optimizer": optimizer,
         "local_batch_norm": local_batch_norm,
         "autocast": autocast,
+        "compile": settings is not None,
         "memory_limit": memory_limit,
         "measure_s > 0": measure_s > 0,
         "profile": "by itself" if profile is None else "given",
@@ -196,7 +203,7 @@ def parallelize(
     planner = Planner(graph, world, machine.profile, request)
     choice = alone(world.comm, lambda: planner.choose(strategy) if wanted is None else planner.given(wanted))
     agreed = parse_plan(world.comm.broadcast_text("" if choice is None else choice.plan.dumps()), "rank 0's plan")
-    options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed))
+    options = RuntimeOptions(device, dtype, seed=seed, local_batch_norm=uses_local_batch_norm(agreed), compile=settings)
     module = build_module(agreed, imported, world.comm, options)
     if isinstance(original, nn.Module):
         module.train(original.training)

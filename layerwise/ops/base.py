@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Box, needed
+from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -145,8 +146,15 @@ class Local:
     # Sums a tensor over the devices that share the operator's statistics; it has no gradient of its own, and may
     # overwrite the tensor. None where this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
-    seed: int = 0  # of the random numbers of this step, equal on all devices
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what a kernel need compute once
+    seed: Seed = 0  # of the random numbers of this step, equal on all devices
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What a kernel need compute once, such as how its windows lie: numbers, no tensors."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        found: T = self.memo[key]
+        return found
 
     @property
     def out(self) -> Box:

@@ -95,15 +95,13 @@ class Conv(Op):
         from torch.nn import functional
 
         (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
-        if "padding" not in local.memo:
-            local.memo["padding"] = self._padding(local)
-        native, explicit = local.memo["padding"]
+        native, explicit = local.once("padding", lambda: self._padding(local))
         x = padded(x, explicit) if explicit else x
         conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
         runs = (
             ((1, weight.shape[0]),)
             if self.groups == 1
-            else _runs(*interval(local, 1), self.out_channels // self.groups)
+            else local.once("runs", lambda: _runs(*interval(local, 1), self.out_channels // self.groups))
         )
         if len(runs) == 1:
             return conv(x, weight, bias, self.stride, native, self.dilation, runs[0][0])

@@ -104,9 +104,12 @@ class Pool(Op):
         first, extents = x.dim() - len(self.kernel), local.specs[0].shape[lead:]
         dims = zip(extents, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
-        fits = [
-            _fit(interval(local, i), given(local, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)
-        ]
+        fits = local.once(
+            "fits",
+            lambda: [
+                _fit(interval(local, i), given(local, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)
+            ],
+        )
         for ceil in (False, True):
             if all(f.alike[ceil] for f in fits):
                 return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
@@ -169,10 +172,13 @@ class AdaptivePool(Op):
 
         (x,) = inputs
         lead = x.dim() - len(self.size)
-        windows = [
-            _adaptive(interval(local, i), given(local, i), m, local.specs[0].shape[i])
-            for i, m in enumerate(self.size, lead)
-        ]
+        windows = local.once(
+            "windows",
+            lambda: [
+                _adaptive(interval(local, i), given(local, i), m, local.specs[0].shape[i])
+                for i, m in enumerate(self.size, lead)
+            ],
+        )
         if all(w.alike for w in windows):
             x = x if lead in (1, 2) else x.reshape(1, -1, *x.shape[lead:])
             pools: dict[str, tuple[Callable[..., Tensor], ...]] = {

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from layerwise.geometry import Box
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+Seed = Union[int, "Tensor"]  # a tensor of one int64 where a compiler must not take the number for a constant
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -33,7 +35,7 @@ def combine(*parts: int) -> int:
 
 
 def uniform(
-    seed: int, box: Box, shape: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    seed: Seed, box: Box, shape: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Numbers in [0, 1) for the positions `box` of a tensor of `shape`, of as many random bits as the mantissa has.
 
@@ -53,27 +55,32 @@ def uniform(
     return _in_blocks(draw, box, device)
 
 
-def chance(p: float, seed: int, box: Box, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
+def chance(p: float, seed: Seed, box: Box, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
     """True with probability p: where uniform(seed, box, shape, dtype=float64) < p. Booleans of the box's shape."""
     bound = (ceil(p * 2**_FINEST) << (_BITS - _FINEST)) - _SIGN
 
     def draw(part: Box) -> Tensor:
-        bits = _bits(seed, part, shape, device).bitwise_xor_(_signed(_SIGN))  # unsigned order as that of signed numbers
+        bits = _bits(seed, part, shape, device).bitwise_xor_(signed(_SIGN))  # unsigned order as that of signed numbers
         return bits < bound if bound < _SIGN else bits == bits
 
     return _in_blocks(draw, box, device)
 
 
-def drop(x: Tensor, p: float, seed: int, box: Box, shape: Sequence[int]) -> Tensor:
+def drop(x: Tensor, p: float, seed: Seed, box: Box, shape: Sequence[int]) -> Tensor:
     """x with probability 1 - p scaled by 1/(1 - p), else 0: by the positions `box` of a tensor of `shape`.
 
     The box may lack x's last dimensions: one draw for all their positions.
     """
+    import torch
+
     if p == 0:
         return x
     if p == 1:
         return x * 0.0
-    kept = chance(p, seed, box, shape, x.device).logical_not_()
+    if torch.compiler.is_compiling():  # inductor's arithmetic of indices does not wrap: see run/compiling.py
+        kept: Tensor = torch.ops.layerwise.chance(p, seed, box.lo, box.hi, shape).logical_not()
+    else:
+        kept = chance(p, seed, box, shape, x.device).logical_not_()
     return x * kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())) * (1 / (1 - p))
 
 
@@ -97,20 +104,24 @@ def normal(
     return _in_blocks(draw, box, device)
 
 
-def _bits(seed: int, box: Box, shape: Sequence[int], device: torch.device | None) -> Tensor:
+def _bits(seed: Seed, box: Box, shape: Sequence[int], device: torch.device | None) -> Tensor:
     """64 random bits a position, in int64."""
     import torch
 
-    bits = torch.full((1,) * len(shape), _signed(seed), dtype=torch.int64, device=device)
+    ones = (1,) * len(shape)
+    if isinstance(seed, int):
+        bits = torch.full(ones, signed(seed), dtype=torch.int64, device=device)
+    else:
+        bits = seed.reshape(ones).clone()
     stride = 1
     for dim in reversed(range(len(shape))):  # row-major index in the whole tensor, times γ; int64 wraps
-        steps = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
+        steps = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device) * signed(stride * _GAMMA)
         bits = bits + steps.reshape(-1, *(1,) * (len(shape) - dim - 1))
         stride *= shape[dim]
     shifted = torch.empty_like(bits)  # in place: new memory costs more than the arithmetic
     for by, factor in _MIX:
         torch.bitwise_right_shift(bits, by, out=shifted)
-        bits.bitwise_xor_(shifted.bitwise_and_(_ones(_BITS - by))).mul_(_signed(factor))
+        bits.bitwise_xor_(shifted.bitwise_and_(_ones(_BITS - by))).mul_(signed(factor))
     torch.bitwise_right_shift(bits, _LAST, out=shifted)
     return bits.bitwise_xor_(shifted.bitwise_and_(_ones(_BITS - _LAST)))
 
@@ -159,6 +170,7 @@ def _mixed(value: int) -> int:
     return value ^ (value >> _LAST)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """A number of 64 bits as int64 has it."""
     value &= _ones(_BITS)
     return value - (1 << _BITS) if value & _SIGN else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -73,7 +73,8 @@ class Pad(Op):
             return functional.pad(x, [p for pair in reversed(self.pads[-count:]) for p in pair], self.mode)
         for i in dims:
             low, extent = self.pads[i][0], local.specs[0].shape[i]
-            x = weighted(x, i, _border(self.mode, interval(local, i), given(local, i), low, extent))
+            where = interval(local, i), given(local, i), low, extent
+            x = weighted(x, i, local.once(f"border {i}", partial(_border, self.mode, *where)))
         return x
 
     def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
@@ -149,7 +150,8 @@ class Interpolate(Op):
         extents = tuple(extent for _, extent, _ in dims)
         for axis, (i, extent, size) in enumerate(dims):
             if extent != size or self.scales:
-                x = weighted(x, i, _taps(self, extents, axis, interval(local, i), given(local, i), dtype, x.device))
+                where = extents, axis, interval(local, i), given(local, i), dtype, x.device
+                x = weighted(x, i, local.once(f"taps {i} {dtype}", partial(_taps, self, *where)))
         return x.to(dtype)
 
     def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:

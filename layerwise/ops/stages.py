@@ -10,6 +10,7 @@ import numpy as np
 
 from layerwise.geometry import Box, needed
 from layerwise.ops.base import Local, Maps, Op, Stage, space
+from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run_stages(
     parameters: Sequence[Tensor],
     *,
     training: bool,
-    seed: Callable[[int], int],
+    seed: Callable[[int], Seed],
     reduce: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """The box of the output that a device owns afterwards.

@@ -57,9 +57,18 @@ def along(t: Tensor, dim: int, rank: int) -> Tensor:
     return t.view(-1, *(1,) * (rank - dim - 1))
 
 
-@lru_cache(maxsize=1024)
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector. Cached: the same small vectors serve every step, and should not cross to a device each time."""
+    """A vector."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _constant(values, dtype, device)
+
+
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same small vectors serve every step, and should not cross to a device each time."""
     import torch
 
     with torch.inference_mode(False):  # or it could not be used in training afterwards

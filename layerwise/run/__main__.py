@@ -27,6 +27,7 @@ from layerwise.machine import DEFAULT, precision
 from layerwise.machine import load as load_profile
 from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
+from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
 from layerwise.search.make_plan import plan_for
@@ -105,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="statistics of each rank's own samples, as DDP has them (default: what the plan was searched with)",
     )
+    g.add_argument("--compile", action="store_true", help="torch.compile of what each rank computes by itself")
     g.add_argument("--checkpoint-activations", action="store_true", help="compute layers twice to hold less memory")
     g = p.add_argument_group("checkpoints")
     g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
@@ -204,6 +206,7 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
             args.seed,
             uses_local_batch_norm(plan, args.local_batch_norm),
             recompute=args.checkpoint_activations,
+            compile=settings_of(args.compile),
         ),
         Settings(_optimizer(args, plan), args.lr, args.momentum, args.weight_decay, args.clip_norm, args.accumulate),
         data=args.data,

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
+from layerwise.run.compiling import settings_of
 from layerwise.run.guards.hooks import check_modules, check_norms, without_hooks
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
@@ -42,6 +44,7 @@ def load(
     local_batch_norm: bool | None = None,
     autocast: torch.dtype | None = None,
     checkpoint_activations: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     example_inputs: tuple[Tensor, ...] | None = None,
 ) -> ParallelModule:
     """This rank's part of a planned network; all ranks call it alike.
@@ -54,6 +57,7 @@ def load(
     there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
     local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
     `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
+    compile: as `parallelize` has it.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if device is None:
@@ -65,6 +69,7 @@ def load(
         seed,
         uses_local_batch_norm(plan, local_batch_norm),
         recompute=checkpoint_activations,
+        compile=settings_of(compile),
     )
     comm = comm if comm is not None else _default_comm(options.device)
     if isinstance(model, nn.Module):

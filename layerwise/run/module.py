@@ -26,6 +26,7 @@ from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
@@ -211,7 +212,8 @@ class LayeredModule(Refusing, ParallelModule):
         assert self._pass is not None
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        with torch.no_grad(), unguarded():
+        # A context takes longer than what is in it.
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING, unguarded():
             if name in self._copies:
                 self._pass[1].absent(name)
             else:
@@ -300,6 +302,12 @@ class LayeredModule(Refusing, ParallelModule):
             mine = self.loss(out, target[index]) * (box.volume / total)
         # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
         return sum_of_losses(mine.to(torch.promote_types(self.dtype, torch.float32)), self.comm)
+
+    def compile(self, **settings: Any) -> None:
+        """What each rank computes by itself, from now on, with torch.compile's arguments. Every rank calls it."""
+        self.options = replace(self.options, compile=settings)
+        for executor in self._executors.values():
+            executor.compile(settings)
 
     def shards(self) -> list[Shard]:
         self._initial = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ class RuntimeOptions:
     seed: int = 0  # of initial values that are drawn, and of dropout
     local_batch_norm: bool = False  # statistics of each rank's own samples, as DistributedDataParallel has them
     recompute: bool = False  # activation checkpointing: layers are computed twice, to hold less
+    compile: Mapping[str, Any] | None = None  # torch.compile's arguments, for what a rank computes by itself
 
     def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
         """What an element type of `graph` is in this run; types other than the model's own stay as they are."""

@@ -169,6 +169,12 @@ def compiled(setting: Setting) -> Numbers:
 
 
 @row
+def compiled_inside(setting: Setting) -> Numbers:
+    """`parallelize(..., compile=True)`"""
+    return train(setting, setting.parallel(Net(), compile={"backend": "eager"}))
+
+
+@row
 def profiler(setting: Setting) -> Numbers:
     """`torch.profiler` shows layers by name"""
     model = setting.net()

@@ -226,8 +226,7 @@ def test_checkpoint_around_the_module_is_refused_at_once(reentrant: bool) -> Non
 
 WRAPPERS: list[tuple[Act, str]] = [
     (pickle.dumps, "cannot be pickled: layerwise.save(model, file)"),
-    (torch.compile, "torch.compile of the parallel module is not supported"),
-    (lambda made: made.compile(), "torch.compile of the parallel module is not supported"),
+    (torch.compile, "torch.compile of the parallel module is not supported: give parallelize compile=True"),
     (
         lambda made: nn.parallel.DistributedDataParallel(made, process_group=object()),
         "stands in DistributedDataParallel's place",

@@ -187,8 +187,7 @@ def test_a_step_that_failed_leaves_no_trace() -> None:
 def test_what_several_ranks_cannot() -> None:
     for act, message in (
         (pickle.dumps, "cannot be pickled"),
-        (torch.compile, "torch.compile of the parallel module is not supported on several ranks"),
-        (lambda made: made.compile(), "torch.compile of the parallel module is not supported on several ranks"),
+        (torch.compile, "torch.compile of the parallel module is not supported: give parallelize compile=True"),
         (lambda made: made.load_state_dict(made.state_dict(), assign=True), "would replace parameters"),
     ):
         for text in refused(net()[1], act):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
+from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
+from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
@@ -49,7 +51,20 @@ class Executor:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
         self.spans = Spans()
+        self._dropped = [tuple(schedule.dropped_after(number)) for number in range(len(schedule.layers))]
+        self._by_name = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
         self._likes: dict[torch.dtype, Tensor] = {}
+        self._compiled: CompiledSegments | None = None
+        if self.options.compile is not None:
+            self.compile(self.options.compile)
+
+    def compile(self, settings: Settings) -> None:
+        """What lies between communications, from now on."""
+        if self.options.recompute:
+            raise LayerwiseError(
+                "compile=True and checkpoint_activations=True both say what the backward pass keeps: leave one out"
+            )
+        self._compiled = CompiledSegments(self.schedule, settings)
 
     @property
     def trace(self) -> Trace | None:
@@ -66,40 +81,84 @@ class Executor:
         types = dict[str, torch.dtype]()  # of what each layer makes
         outputs: list[Tensor | None] = []
         ahead = dict[int, tuple[Link, Tensor | None]]()  # with their tickets, by the edge's id
+        segments = {} if self._compiled is None else self._compiled.by_layer(training=run.training)
         for i, scheduled in enumerate(self.schedule.layers):
             name, role = scheduled.layer.name, scheduled.layer.role
             self.comm.at(run.number, name)
             needed = run.training or scheduled.returned  # nothing is remembered in evaluation
-            received = self._received(run, scheduled, values, types, ahead) if needed else []
+            segment = segments.get(name)
+            waits = needed and (segment is None or segment.first is scheduled)
+            received = self._received(run, scheduled, values, types, ahead) if waits else []
             for user, edge in self.schedule.begun_before.get(i, ()):
                 if run.training or user.returned:
                     ahead[id(edge)] = self._sent_ahead(run, edge, values, types)
             if not needed:
-                self._drop(values, scheduled, i)
+                self._drop(values, i)
                 continue
             if role is Role.SINK:
                 outputs = received
                 break
             if scheduled.copies and run.differentiate and scheduled.backward:
                 run.token = held_only(run.token, [run.parameters[copy] for copy in scheduled.copies])
-            if role is Role.TIED:
-                values[name] = None if scheduled.copies else run.parameters[name]
-            elif role is not Role.COMPUTE:
-                values[name] = fed.get(name)
-            else:
-                values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
-                if scheduled.mirrors and run.training:
-                    self._remember(run, scheduled)
-            types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
+            if segment is None:
+                if role is not Role.COMPUTE:
+                    values[name] = self._source(run, scheduled, fed)
+                else:
+                    values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
+                types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
+            elif segment.first is scheduled:
+                made = self._segment(run, segment, received, values, fed)
+                values |= made
+                types |= {name: out.dtype for name, out in made.items()}
+                del made
+            if scheduled.mirrors and run.training:
+                self._remember(run, scheduled)
             received = []
-            self._drop(values, scheduled, i)
+            self._drop(values, i)
         return outputs
 
-    def _drop(self, values: Made, scheduled: ScheduledLayer, number: int) -> None:
+    def _source(self, run: Pass, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
+        """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""
+        name = scheduled.layer.name
+        if scheduled.layer.role is Role.TIED:
+            return None if scheduled.copies else run.parameters[name]
+        return fed.get(name)
+
+    def _segment(
+        self,
+        run: Pass,
+        segment: CompiledSegment,
+        received: Sequence[Tensor | None],
+        values: Made,
+        fed: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Outputs of a segment, all of whose layers are computed at the first. received: what that one is given."""
+        inputs = list[Tensor | None]()
+        for source, slot in segment.inputs:
+            if slot is not None:
+                inputs.append(received[slot])
+            elif source in values:
+                inputs.append(values[source])
+            else:  # it comes between the segment's layers
+                inputs.append(self._source(run, self._by_name[source], fed))
+        given, begun = [run.parameters[name] for name in segment.parameters], list[int]()
+        traced = self.spans.trace is not None and run.differentiate and segment.backward
+        if traced:
+            self._end_span_behind(run, inputs, given, begun)
+        with self.spans.span(segment.name, "compute"), self._autocast(segment.first.layer.name):
+            seeds = segment.seeds(run.seed, self.options.device)
+            made = dict(zip(segment.outputs, segment(_all(inputs), given, seeds), strict=True))
+        if traced:
+            names = [name for name, out in made.items() if out.requires_grad]
+            begin = partial(self._begin_span, segment.name, run, begun)
+            run.token, *marked = ordered(run.token, *(made[name] for name in names), at_backward=begin)
+            made |= dict(zip(names, marked, strict=True))
+        return made
+
+    def _drop(self, values: Made, number: int) -> None:
         """Lets go of what no later layer uses."""
-        for name in (scheduled.layer.name, *(edge.source for edge in scheduled.edges)):
-            if self.schedule.last_use.get(name, number) == number:
-                values.pop(name, None)
+        for name in self._dropped[number]:
+            values.pop(name, None)
 
     def _received(
         self,
@@ -111,6 +170,8 @@ class Executor:
     ) -> list[Tensor | None]:
         """A layer's inputs. First those sent ahead: so in the backward pass what is needed next goes first."""
         edges, role = scheduled.edges, scheduled.layer.role
+        if all(edge.stays for edge in edges):
+            return [values[edge.source] for edge in edges]
         came = [self._awaited(run, *ahead.pop(id(edge))) if edge.ahead else None for edge in edges]
         return [
             x if edge.ahead else self._redistribute(run, edge, values, types, role)
@@ -290,8 +351,6 @@ def _wait_for_one(run: Pass, inputs: list[Tensor | None], given: list[Tensor | N
                 return
 
 
-def _all(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _all(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """A rank that computes a layer has all that it needs for it."""
-    given = [x for x in tensors if x is not None]
-    assert len(given) == len(tensors)
-    return given
+    return cast("Sequence[Tensor]", tensors)

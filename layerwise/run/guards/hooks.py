@@ -96,6 +96,12 @@ def check_modules(model: nn.Module) -> None:
     """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters(), partial_sums=True)
     for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            where = f"module {name!r}" if name else "the model"
+            raise LayerwiseError(
+                f"{where} is compiled already, but the plan runs its layers one by one: give the model as it is, with "
+                "compile=True"
+            )
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.run.compiling import refuse
 
 if TYPE_CHECKING:
     from layerwise.run.original import Original
@@ -83,13 +84,9 @@ class Refusing(nn.Module):
             "parallel"
         )
 
-    def compile(self, *_: Any, **__: Any) -> NoReturn:
-        """LayerwiseError."""
-        raise LayerwiseError("torch.compile of the parallel module is not supported: leave it out")
-
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        self.compile()
+        refuse()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise LayerwiseError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
+from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
+from layerwise.run.own.replacements import Draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +41,19 @@ class Calls:
 
     def __init__(self) -> None:
         self.forward: Call | None = None
+        self.seeds: Tensor | None = None  # of its dropouts, as compiled ones read them: one int64 for each
+        self._draws: list[Draws] = []
         self._backward: tuple[int, Call | None] = (-1, None)  # of which pass; None: of several calls
+
+    def draw(self, draws: Draws) -> int:
+        """A dropout draws in every call. Which of `seeds` is its."""
+        self._draws.append(draws)
+        return len(self._draws) - 1
+
+    def seed(self, call: Call, device: torch.device) -> None:
+        """Makes `seeds` those of a call. A new tensor: the backward pass of an earlier call reads its own."""
+        if self._draws:
+            self.seeds = torch.tensor([signed(draws.seed(call.seed)) for draws in self._draws], device=device)
 
     def begin_backward(self, call: Call) -> None:
         """A backward pass comes to the outputs of this call."""

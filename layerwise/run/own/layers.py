@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.ops.random import combine, drop
+from layerwise.ops.random import Seed, drop
 from layerwise.ops.statistics import normalised, update
 from layerwise.run.own.calls import Call, Calls
 from layerwise.run.own.replacements import Draws
@@ -26,6 +27,7 @@ class Replacement(Generic[M]):
 
     def __init__(self, module: M, calls: Calls) -> None:
         self.module, self.calls = module, calls
+        self._uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def place(self) -> None:
         """Puts it there."""
@@ -42,14 +44,18 @@ class Replacement(Generic[M]):
         return self.module.training
 
     def __call__(self, x: Tensor) -> Tensor:
-        call = self.calls.now() if self.active else None
+        if not self.active:
+            result: Tensor = type(self.module).forward(self.module, x)
+            return result
+        out: Tensor = self._uncompiled(x)
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        call = self.calls.now()
         if call is None:
             result: Tensor = type(self.module).forward(self.module, x)
             return result
         return self.compute(x, call)
-
-    # A compiler runs it as it is: its seeds are other numbers in every step.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
         """What the module makes of this rank's part of its input."""
@@ -69,9 +75,19 @@ class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
         super().__init__(module, calls)
         self.draws, self.channels = draws, not isinstance(module, nn.Dropout)
+        self.place_of_seed = calls.draw(draws)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        call, seeds = self.calls.forward, self.calls.seeds
+        if not (torch.compiler.is_compiling() and self.active) or call is None or seeds is None:
+            return super().__call__(x)
+        return self._dropped(x, call, seeds[self.place_of_seed])
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
         """Of each element, or of each channel of a sample."""
+        return self._dropped(x, call, self.draws.seed(call.seed))
+
+    def _dropped(self, x: Tensor, call: Call, seed: Seed) -> Tensor:
         shape = list(x.shape)
         first = [0] * len(shape)
         if self.draws.samples is not None:
@@ -79,7 +95,6 @@ class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
             first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.whole * rows
         rank = min(2, x.dim()) if self.channels else x.dim()
         last = [a + n for a, n in zip(first, x.shape, strict=True)]
-        seed = combine(call.seed, self.draws.number, self.draws.stage)
         made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
         return x.copy_(made) if self.module.inplace else made
 

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
+from layerwise.run.compiling import compiled, limits, refuse
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.changes import check_frozen
@@ -41,6 +42,7 @@ from layerwise.run.schedule.work import summing
 from layerwise.run.trace import Trace
 from layerwise.tensorfile import dtype_name
 
+COMPILED = "the compiled model"  # in a trace
 # Which module runs the user's: the last one that it was given to.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwnModule]] = weakref.WeakKeyDictionary()
 
@@ -89,6 +91,8 @@ class OwnModule(WithModule):
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
+        # Not registered: it is not another part of this module.
+        self.__dict__["_called"] = module if facts.options.compile is None else compiled(module, facts.options.compile)
         self._follow()
         self._made = True
 
@@ -135,7 +139,7 @@ class OwnModule(WithModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._plain and "batch" not in named:
-            return self.module(*inputs, **named)
+            return self._called(*inputs, **named)
         batch = named.pop("batch") if "batch" in named and not self._takes_batch else None
         call = self._call(inputs, named, batch)
         if self._moved is not None:
@@ -145,7 +149,11 @@ class OwnModule(WithModule):
         before, self._calls.forward = self._calls.forward, call
         try:
             with self._autocast():
-                outputs = self.module(*inputs, **named)
+                outputs = (
+                    self._compiled(call, inputs, named)
+                    if self.options.compile is not None
+                    else self.module(*inputs, **named)
+                )
         finally:
             self._calls.forward = before
         if not torch.is_grad_enabled() or (self.comm.size == 1 and not self._replaced):
@@ -155,6 +163,13 @@ class OwnModule(WithModule):
         if scale != 1:
             treat_kept(self.module, leaving)
         return pytree.tree_map_only(Tensor, leaving, outputs)
+
+    def _compiled(self, call: Call, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What the compiled model makes of its inputs."""
+        self._calls.seed(call, self.device)
+        span = nullcontext() if self.trace is None else self.trace.span(COMPILED, "compute")
+        with span, limits(len(self._replaced)):
+            return self._called(*inputs, **named)
 
     @property
     def _takes_batch(self) -> bool:
@@ -293,7 +308,9 @@ class OwnModule(WithModule):
     def trace(self, trace: Trace | None) -> None:
         if self._spans is not None:
             self._spans.remove()
-        self._trace, self._spans = trace, None if trace is None else Spans(self.module, self.graph, trace)
+        self._trace, self._spans = trace, None
+        if trace is not None and self.options.compile is None:  # a compiled model has no layers to look at
+            self._spans = Spans(self.module, self.graph, trace)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnModule:
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -323,19 +340,17 @@ class OwnModule(WithModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """LayerwiseError on several ranks."""
-        if self.comm.size > 1:
-            self._refuse_compile()
-        super().compile(*args, **kwargs)
-
-    def _refuse_compile(self) -> NoReturn:
-        raise LayerwiseError("torch.compile of the parallel module is not supported on several ranks: leave it out")
+    def compile(self, **settings: Any) -> None:
+        """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
+        self.__dict__["_called"] = compiled(self.module, settings)
+        self.options = replace(self.options, compile=settings)
+        self._facts = replace(self._facts, options=self.options)
+        self.trace = self.trace  # of the whole model from now on
 
     @property
     def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        if self.comm.size > 1:
-            self._refuse_compile()
+        if not self._plain:
+            refuse()
         raise AttributeError("_initialize_hook")
 
     def release(self) -> None:

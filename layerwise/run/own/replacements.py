@@ -19,6 +19,7 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
 from layerwise.ops.norm import BatchNorm
+from layerwise.ops.random import combine
 from layerwise.ops.view import Permute
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import Place
@@ -38,6 +39,10 @@ class Draws:
     number: int  # its layer's in the graph
     stage: int  # its stage's in the layer
     samples: int | None  # the dimension of its input that samples are along
+
+    def seed(self, of_call: int) -> int:
+        """In one call of the model."""
+        return combine(of_call, self.number, self.stage)
 
 
 @dataclass(frozen=True, slots=True)

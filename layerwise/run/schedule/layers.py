@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class ScheduledEdge:
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
     ahead: bool  # whether it is begun sooner than its user comes (`Schedule.begun_before`)
+    stays: bool  # whether nothing travels, and all that this rank has is used
 
     @property
     def what(self) -> str:
@@ -86,6 +88,13 @@ class Schedule:
         }
         self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
+    def dropped_after(self, number: int) -> Iterator[str]:
+        """What no layer after that one uses, but that one or those before."""
+        scheduled = self.layers[number]
+        for name in dict.fromkeys((scheduled.layer.name, *(edge.source for edge in scheduled.edges))):
+            if self.last_use.get(name, number) == number:
+                yield name
+
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
         group = mirrors(place, self.comm.rank) if layer.remembered else ()
@@ -124,7 +133,8 @@ class Schedule:
         kind: Kind = "io" if sink and self.free else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
         ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
-        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot], ahead)
+        stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
+        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot], ahead, stays)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""

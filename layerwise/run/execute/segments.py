@@ -1,0 +1,191 @@
+"""Segments: the longest runs of a rank's layers within which nothing is communicated, each one compiled function.
+
+The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
+are between segments, in the order that all ranks have. Each function has a code object of its own, as PyTorch limits
+how often one is compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerwise.ops.base import Role
+from layerwise.ops.random import combine, signed
+from layerwise.ops.stages import run_stages
+from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
+
+Values = Sequence[Tensor]
+# Of (inputs, parameters, seeds): the outputs.
+Function = Callable[[Values, Values, Tensor | None], list[Tensor]]
+
+
+class Input(NamedTuple):
+    """What a segment is given: a layer's output as this rank has it, or what has arrived of it."""
+
+    source: str
+    slot: int | None = None  # of its first layer's edges, the one by which it arrives
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a rank computes of some layers of its schedule, one after the other, in training or evaluation."""
+
+    layers: tuple[ScheduledLayer, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]  # of its layers, those whose outputs are used after it
+    training: bool
+
+    @property
+    def name(self) -> str:
+        """`conv1 … fc`, in traces and error messages."""
+        names = [scheduled.layer.name for scheduled in self.layers]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The model's names of those that it uses."""
+        names = (name for scheduled in self.layers for name in scheduled.parameters if name is not None)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def backward(self) -> bool:
+        """Whether a gradient flows through some of it."""
+        return any(scheduled.backward for scheduled in self.layers)
+
+    def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
+        """Of a step's random numbers, one int64 for each stage that draws. A tensor, as a number would be compiled in.
+
+        A new one for each pass: the backward pass of an earlier one reads its own.
+        """
+        draws = [signed(combine(of_step, *draw)) for draw in self._draws()]
+        return torch.tensor(draws, device=device) if draws else None
+
+    def _draws(self) -> Iterator[tuple[int, int]]:
+        """Layers and stages that draw, by their numbers in the graph."""
+        for scheduled in self.layers:
+            assert scheduled.work is not None
+            for number, own in enumerate(scheduled.work.stages):
+                if self.training and own.stage.op.draws:
+                    yield scheduled.work.number, number
+
+    def function(self) -> Function:
+        """What is to be compiled."""
+        made = (Input(scheduled.layer.name) for scheduled in self.layers)
+        places = {x: i for i, x in enumerate((*self.inputs, *made))}
+        outputs = tuple(places[Input(name)] for name in self.outputs)
+        steps, training = tuple(self._steps(places)), self.training
+
+        def run(inputs: Values, parameters: Values, seeds: Tensor | None) -> list[Tensor]:
+            values = list(inputs)
+            for step in steps:
+                with torch.set_grad_enabled(step.backward and torch.is_grad_enabled()):
+                    values.append(step.run(values, parameters, seeds, training))
+            return [values[i] for i in outputs]
+
+        code = run.__code__.replace(co_name=f"segment of {self.name}")
+        return FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
+
+    def _steps(self, places: Mapping[Input, int]) -> Iterator[_Step]:
+        parameters = {name: i for i, name in enumerate(self.parameters)}
+        draws = {draw: i for i, draw in enumerate(self._draws())}
+        for scheduled in self.layers:
+            work, count = scheduled.work, len(scheduled.layer.specs)
+            assert work is not None
+            edges = [_Edge(places[_input(edge, i)], _slices(edge)) for i, edge in enumerate(scheduled.edges)]
+            tied = iter(edges[count:])
+            given = tuple(next(tied) if name is None else parameters[name] for name in scheduled.parameters)
+            seeds = {
+                number: draws[draw] for number in range(len(work.stages)) if (draw := (work.number, number)) in draws
+            }
+            yield _Step(scheduled, tuple(edges[:count]), given, seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    source: int  # place among the values
+    slices: tuple[slice, ...] | None  # of what is used; None: all of it
+
+    def of(self, values: Values) -> Tensor:
+        x = values[self.source]
+        return x if self.slices is None else x[self.slices]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    scheduled: ScheduledLayer
+    inputs: tuple[_Edge, ...]
+    parameters: tuple[_Edge | int, ...]  # tied ones are edges
+    seeds: Mapping[int, int]  # by stage, the place of its seed
+
+    @property
+    def backward(self) -> bool:
+        return self.scheduled.backward
+
+    def run(self, values: Values, parameters: Values, seeds: Tensor | None, training: bool) -> Tensor:
+        def seed(stage: int) -> Tensor:
+            assert seeds is not None
+            return seeds[self.seeds[stage]]
+
+        assert self.scheduled.work is not None
+        inputs = [edge.of(values) for edge in self.inputs]
+        given = [parameters[p] if isinstance(p, int) else p.of(values) for p in self.parameters]
+        stages, dtype = self.scheduled.work.stages, self.scheduled.dtype
+        out = run_stages(stages, inputs, given, training=training, seed=seed, reduce=None)
+        return out if dtype is None or out.dtype == dtype else out.to(dtype)
+
+
+def _input(edge: ScheduledEdge, slot: int) -> Input:
+    return Input(edge.source, slot if edge.travels else None)
+
+
+def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
+    """Of what there is, the part that is used: an edge that travels has brought just that."""
+    t = edge.redistribution.transfer
+    if edge.travels or t.kept == t.own:
+        return None
+    assert t.kept is not None
+    return t.kept.slices(t.own)
+
+
+def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
+    """All of a rank's: one begins where something arrives, and ends where something leaves."""
+    runs: list[list[ScheduledLayer]] = [[]]
+    travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
+    for scheduled in schedule.layers:
+        if scheduled.layer.role is not Role.COMPUTE or not (training or scheduled.returned):
+            continue
+        if any(edge.travels for edge in scheduled.edges):
+            runs.append([])
+        if scheduled.layer.name not in schedule.exempt and _by_itself(scheduled):
+            runs[-1].append(scheduled)
+        elif scheduled.work is not None:
+            runs.append([])
+        if scheduled.layer.name in travelling:
+            runs.append([])
+    return [_segment(schedule, tuple(run), training=training) for run in runs if run]
+
+
+def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training: bool) -> Segment:
+    names = {scheduled.layer.name for scheduled in layers}
+    used = (_input(edge, slot) for scheduled in layers for slot, edge in enumerate(scheduled.edges))
+    others = (scheduled for scheduled in schedule.layers if scheduled.layer.name not in names)
+    wanted = {edge.source for scheduled in others for edge in scheduled.edges}
+    return Segment(
+        layers,
+        tuple(dict.fromkeys(x for x in used if x.source not in names)),
+        tuple(scheduled.layer.name for scheduled in layers if scheduled.layer.name in wanted),
+        training,
+    )
+
+
+def _by_itself(scheduled: ScheduledLayer) -> bool:
+    """Whether this rank computes a layer, of what it has when it begins."""
+    if scheduled.work is None or scheduled.work.communicates:
+        return False
+    return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)
