@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.config import is_legal
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
-from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
-from layerwise.ops.loss import Loss
 from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
-from layerwise.run.execute.autograd import ends, factors, ordered, sum_of_losses
+from layerwise.run.execute.autograd import ends, factors, ordered
 from layerwise.run.execute.executor import Executor, Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.spans import NOTHING
@@ -35,6 +32,7 @@ from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
+from layerwise.run.outputs import global_loss, returned
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
@@ -189,7 +187,9 @@ class LayeredModule(Refusing, ParallelModule):
             made = ends(run.token, outputs, scales, self.dtype, came)
         finally:
             run.token = token  # functions of the graph remember the pass, so it must not hold the graph
-        return self._returned(executor.schedule, list(made), target, shaped.structure)
+        if self.loss is not None and target is not None:
+            return global_loss(self.loss, executor.schedule, made, target)
+        return returned(executor.schedule, made, shaped.structure)
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
@@ -274,34 +274,6 @@ class LayeredModule(Refusing, ParallelModule):
         self._shapes = Shapes(self._network, self.plan, self.comm, self.options)
         self._executors.clear()
         self._reducer.forget()
-
-    def _returned(
-        self, schedule: Schedule, outputs: list[Tensor], target: Tensor | None, structure: Structure | None
-    ) -> Any:
-        if target is not None:
-            if len(outputs) > 1:
-                raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
-            return self._global_loss(schedule, outputs[0], target.to(self.device))
-        for i, name in enumerate(schedule.graph.layers[-1].inputs):
-            op = schedule.graph[name].main
-            if isinstance(op, Loss) and op.reduction != "none":
-                outputs[i] = outputs[i].sum() if op.reduction == "sum" else outputs[i].mean()
-        if structure is not None:
-            return structure.of(outputs)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def _global_loss(self, schedule: Schedule, out: Tensor, target: Tensor) -> Tensor:
-        """The mean of the losses of all boxes, by their numbers of positions."""
-        assert self.loss is not None
-        box, shape = schedule.sinks[0][self.comm.rank], schedule.graph.layers[-1].specs[0].shape
-        total = Box((0,) * len(shape), shape).volume
-        if box is None:
-            mine = out.sum()
-        else:
-            index = box.slices() if target.dim() == len(shape) else box.slices()[:1] + box.slices()[2:]
-            mine = self.loss(out, target[index]) * (box.volume / total)
-        # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
-        return sum_of_losses(mine.to(torch.promote_types(self.dtype, torch.float32)), self.comm)
 
     def compile(self, **settings: Any) -> None:
         """What each rank computes by itself, from now on, with torch.compile's arguments. Every rank calls it."""

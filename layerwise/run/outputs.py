@@ -1,0 +1,47 @@
+"""What a training loop gets of a plan's outputs: as the model returns them, or the loss of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.importers.torch.structure import Structure
+from layerwise.ops.loss import Loss
+from layerwise.run.execute.autograd import sum_of_losses
+from layerwise.run.schedule.layers import Schedule
+
+
+def returned(schedule: Schedule, outputs: Sequence[Tensor], structure: Structure | None) -> Any:
+    """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples."""
+    made = list(outputs)
+    for i, name in enumerate(schedule.graph.layers[-1].inputs):
+        op = schedule.graph[name].main
+        if isinstance(op, Loss) and op.reduction != "none":
+            made[i] = made[i].sum() if op.reduction == "sum" else made[i].mean()
+    if structure is not None:
+        return structure.of(made)
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def global_loss(
+    loss: Callable[[Tensor, Tensor], Tensor], schedule: Schedule, outputs: Sequence[Tensor], target: Tensor
+) -> Tensor:
+    """The mean of the losses of all boxes, by their numbers of positions, on every rank. target: of the whole batch."""
+    if len(outputs) > 1:
+        raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
+    (out,), comm = outputs, schedule.comm
+    target = target.to(schedule.options.device)
+    box, shape = schedule.sinks[0][comm.rank], schedule.graph.layers[-1].specs[0].shape
+    total = Box((0,) * len(shape), shape).volume
+    if box is None:
+        mine = out.sum()
+    else:
+        index = box.slices() if target.dim() == len(shape) else box.slices()[:1] + box.slices()[2:]
+        mine = loss(out, target[index]) * (box.volume / total)
+    # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
+    return sum_of_losses(mine.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)
