@@ -102,7 +102,10 @@ def _leave(comm: Comm) -> None:
     """At the end of a script: the ranks wait for each other, or are told of the error that ends this one."""
     if dist.is_initialized():  # else the script has taken the network down itself
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        comm.close(error)
+        try:
+            comm.close(error)
+        except LayerwiseError as failure:  # one line: nobody can catch it any more
+            print(f"layerwise: {failure}", file=sys.stderr)
 
 
 def _here(device: torch.device, ranks: int) -> dict[str, str | int]:

@@ -69,6 +69,11 @@ class Batch:
         any_will_do = whole == fed and not self._as_planned
         slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, whole)
         shares = [share.stop - share.start for share in slices]
+        if not free and whole < len(counts):
+            raise LayerwiseError(
+                f"a batch of {whole} samples does not give each of {len(counts)} ranks one: leave it out "
+                "(drop_last=True), or pad it"
+            )
         if counts != shares or not all(counts):
             each = f"their shares of a batch of {whole} are {_listed(shares)}"
             raise LayerwiseError(

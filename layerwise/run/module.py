@@ -211,7 +211,8 @@ class LayeredModule(Refusing, ParallelModule):
         self.begin()
         assert self._pass is not None
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
+            return
         # A context takes longer than what is in it.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, unguarded():
             if name in self._copies:

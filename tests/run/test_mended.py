@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from layerwise.config import Config
 from layerwise.importers.load import Network
+from layerwise.run.guards.boxes import plain
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import ThreadComm, run_threads
@@ -159,3 +162,67 @@ def test_a_state_dict_is_taken_in_one_order_on_all_ranks() -> None:
     for degrees in ({"n": 2}, {"c": 2}):
         for found in on_ranks(network, rank, 2, plan_of(network, 2, degrees)):
             assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+class Heads(nn.Module):
+    """Two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize("user", [None, 1])
+def test_an_unused_output_of_a_layer_cut_as_its_samples_are_fed(user: int | None) -> None:
+    """Nothing is between it and its layer, whose leaves autograd comes by without a gradient. user: a rank."""
+    samples = torch.randn(4, 4, dtype=torch.float64)
+    network = traced(Heads(), samples)
+    plan = replace(
+        plan_of(network, 2, {}),
+        strategy={"body": Config.of({"c": 2}), "one": Config.of({"n": 2}), "two": Config.of({"n": 2})},
+    )
+
+    def act(made: ParallelModule) -> Tensor | None:
+        one, two = made(samples[made.share()])
+        (one.sum() + (two.sum() if made.comm.rank == user else 0)).backward()
+        gradient = made.get_parameter("two.bias").grad
+        return None if gradient is None else plain(gradient).clone()
+
+    for gradient in on_ranks(network, act, 2, plan):
+        assert gradient is None if user is None else gradient.tolist() == [1.0, 1.0]  # the mean over two ranks' sums
+
+
+def test_statistics_of_an_average_of_weights() -> None:
+    """update_bn makes batch norms take the mean over all batches; where it finds none it does nothing."""
+    module, network = calm()
+
+    def act(made: ParallelModule) -> dict[str, Tensor]:
+        averaged = torch.optim.swa_utils.AveragedModel(made)
+        torch.optim.swa_utils.update_bn([x[made.share()] for x in IMAGES], averaged)
+        return dict(averaged.module.full_state_dict())
+
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    torch.optim.swa_utils.update_bn(IMAGES, averaged)
+    for state in on_ranks(network, act, 2):
+        for name, value in averaged.module.state_dict().items():
+            assert difference(state[name], value) <= 1e-9, name
+    for text in refused(network, act, 2, plan_of(network, 2, {"h": 2})):
+        assert "update_bn() or a loop over modules() does not reach them" in text
+
+
+@pytest.mark.parametrize("degrees", [{"n": 2}, {"c": 2}], ids=str)
+def test_a_batch_of_fewer_samples_than_ranks(degrees: dict[str, int]) -> None:
+    network = traced(nn.Linear(4, 4).double(), torch.randn(4, 4, dtype=torch.float64))
+    for text in refused(
+        network,
+        lambda made: made(torch.randn(1, 4, dtype=torch.float64)[made.share(1)]),
+        2,
+        plan_of(network, 2, degrees),
+    ):
+        assert text.startswith("a batch of 1 samples does not give each of 2 ranks one")

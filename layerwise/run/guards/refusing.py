@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.run.compiling import refuse
 
 if TYPE_CHECKING:
+    from layerwise.graph.layer import LayerGraph
     from layerwise.run.original import Original
 
 
@@ -43,10 +45,42 @@ class Names(nn.Module):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
 
 
+class _Norm(nn.Module):
+    """Where a loop finds a batch norm of the parallel module, through a module around it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise LayerwiseError(
+            "the parallel module computes its batch norms by itself, and update_bn() or a loop over modules() does not "
+            "reach them: do it on the plain model, with the values of full_state_dict(), or parallelize with "
+            "strategy='data'"
+        )
+
+    reset_running_stats = reset_parameters = train = eval = requires_grad_ = _refuse
+
+
+class _Norm1d(_Norm, nn.BatchNorm1d):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class _Norm2d(_Norm, nn.BatchNorm2d):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class _Norm3d(_Norm, nn.BatchNorm3d):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+_KINDS = {2: _Norm1d, 3: _Norm1d, 4: _Norm2d, 5: _Norm3d}  # by the dimensions of what they normalise
+
+
 class Refusing(nn.Module):
     """What else an nn.Module can, and a parallel one cannot."""
 
     comm: Comm
+    graph: LayerGraph
     _tree: nn.Module
     _original: Original | None = None
 
@@ -69,13 +103,22 @@ class Refusing(nn.Module):
         super().__setattr__(name, value)
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """For a module that has this one. LayerwiseError where a loop looks for layers: it would find none."""
+        """For a module that has this one. LayerwiseError where a loop looks for layers: it would find none.
+
+        Batch norms stand for what refuses when a loop finds them (`torch.optim.swa_utils.update_bn`).
+        """
         if memo is None:
             raise LayerwiseError(
                 "the parallel module has no layers of PyTorch's to look through: do to the model what modules() is "
                 "for (freezing statistics, dropout rates, hooks) before it is made parallel"
             )
-        return super().named_modules(memo, prefix, remove_duplicate)
+        return self._below(super().named_modules(memo, prefix, remove_duplicate), prefix)
+
+    def _below(self, modules: Iterator[tuple[str, nn.Module]], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        yield from modules
+        for layer in self.graph.layers:
+            for name in {name.rpartition(".")[0] for name, *_ in layer.remembered}:
+                yield f"{prefix}.{name}" if prefix else name, _KINDS[len(layer.stages[0].space.out.shape)]()
 
     def apply(self, fn: Any) -> NoReturn:
         """LayerwiseError: there are no layers of PyTorch's to apply it to."""

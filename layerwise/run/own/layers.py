@@ -126,10 +126,13 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
             x, module.weight, module.bias, count=count, eps=module.eps, all_reduce=self.all_reduce, shift=mean
         )
         if mean is not None and var is not None:
-            assert module.momentum is not None
-            update((mean, var), *moments, count=count, momentum=module.momentum)
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
+            momentum = module.momentum
+            if momentum is None:  # the mean over all batches so far, as update_bn has it
+                assert module.num_batches_tracked is not None
+                momentum = 1 / float(module.num_batches_tracked)
+            update((mean, var), *moments, count=count, momentum=momentum)
         return y
 
 
