@@ -41,11 +41,14 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
             size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
             by_keys[keys, p.epilogue] = size, total
-    devices, cells = setting.devices.count, layout.computed.degrees.prod(1)  # those without a cell have copies
-    return [
-        _collective(size, total * devices / cells, layout.holding(epilogue), keys, setting.devices)
-        for (keys, epilogue), (size, total) in by_keys.items()
-    ]
+    # Jia's devices without a cell have no parameters; ours hold copies.
+    cells_of = layout.at if setting.options.sync == "parameter-server" else layout.holding
+    collectives: list[Collective] = []
+    for (keys, epilogue), (size, total) in by_keys.items():
+        cells = cells_of(epilogue)
+        held = total * cells.active.sum(1) / cells.degrees.prod(1)  # in this order, whole numbers stay whole
+        collectives.append(_collective(size, held, cells, keys, setting.devices))
+    return collectives
 
 
 def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:
