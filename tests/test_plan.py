@@ -216,8 +216,8 @@ class TestStrategies:
         assert again == plan.strategy
 
     def test_placements(self, model: CostModel) -> None:
-        flat: dict[str, Any] = {layer.name: {"n": 2} for layer in model.graph.inner}
-        strided = {name: {"n": 2, "placement": "strided"} for name in flat}
+        flat: dict[str, Any] = {layer.name: {"n": 2} for layer in model.graph.inner} | {"classifier.0": {"c": 2}}
+        strided = {name: {**degrees, "placement": "strided"} for name, degrees in flat.items()}
         beside = {"strategy": flat, "placements": dict.fromkeys(flat, "strided")}
         assert parse_strategy(strided, model.graph, 8) == parse_strategy(beside, model.graph, 8)
         costs = [price(model, parse_strategy(s, model.graph, 8)).step_time_s for s in (flat, strided)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -10,7 +11,7 @@ from layerwise.config import Config, SearchSpace, reduce_axis
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, boundaries, chunks
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim
+from layerwise.ops.base import Dim, Parameter
 
 
 def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:
@@ -19,8 +20,15 @@ def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:
     Each prime factor of the number of devices is an axis of their mesh, which cuts a dimension as torch.chunk does, or
     none. So the cells of a layer that cuts parameters must be a divisor of the devices, and its cuts torch.chunk's.
     """
-    for name, p in layer.own_parameters():
-        degrees = _degrees(layer, config, p.epilogue)
+    return _reason(layer, layer.own_parameters(), config, devices)
+
+
+def _reason(layer: Layer, held: Sequence[tuple[str, Parameter]], config: Config, devices: int) -> str | None:
+    if not config.degrees or not held:
+        return None
+    of_cells, of_results = (_degrees(layer, config, epilogue) for epilogue in (False, True))
+    for name, p in held:
+        degrees = of_results if p.epilogue else of_cells
         cut = [(j, m) for j, m in enumerate(p.maps) if m.source is not None and degrees[m.source] > 1]
         if cut and devices % config.total:
             return (
@@ -39,19 +47,19 @@ def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:
 
 def _degrees(layer: Layer, config: Config, epilogue: bool) -> list[int]:
     """How often each dimension of the layer's space is cut for its parameters."""
-    dims = layer.space.dims
-    degrees = [config[d.label] if d.label else 1 for d in dims]
-    if epilogue and config["k"] > 1:
+    dims, by_label = layer.space.dims, dict(config.degrees)
+    degrees = [by_label.get(d.label or "", 1) for d in dims]
+    if epilogue and "k" in by_label:
         axis = reduce_axis(config, dims)
         assert axis is not None
-        degrees[axis] *= config["k"]
+        degrees[axis] *= by_label["k"]
     return degrees
 
 
 def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
     """Those of a search space that a layer can have."""
-    configs = space.configurations(layer.space.dims)
-    return tuple(config for config in configs if why_not_held(layer, config, space.devices) is None)
+    configs, held = space.configurations(layer.space.dims), layer.own_parameters()
+    return tuple(config for config in configs if _reason(layer, held, config, space.devices) is None)
 
 
 def check(layer: Layer, config: Config, devices: int) -> None:

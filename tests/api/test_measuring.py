@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from layerwise.machine import load as load_profile
 from tests.comm.pool import run_ranks
 
@@ -15,6 +17,7 @@ def test_measured_once(tmp_path: Path) -> None:
     assert second["cells"] >= first["cells"]
 
 
+@pytest.mark.slow
 def test_a_corrupt_file_counts_as_not_there(tmp_path: Path) -> None:
     (unmeasured, measured), _ = run_ranks(2, "tests.api.ranks:in_a_bad_cache", str(tmp_path / "cache"))
     for told in (unmeasured, measured):
@@ -26,6 +29,7 @@ def test_a_corrupt_file_counts_as_not_there(tmp_path: Path) -> None:
     assert load_profile(path).links is not None
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (_, measured), nothing = run_ranks(2, "tests.api.ranks:in_a_bad_cache", str(tmp_path / "file" / "cache"))

@@ -73,8 +73,14 @@ def made(given: Network, ranks: int, seed: int, choose: Callable[..., Config] | 
     return random_plan(fuse(given.graph), ranks, seed, "sample", choose)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    ("types", "recompute"),
+    [
+        pytest.param(types, again, marks=pytest.mark.slow if again and types in ("float32", "bfloat16") else ())
+        for types in TYPES
+        for again in (False, True)
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "planned"),
     [("words", torch.float32), ("images", torch.float32), ("images", torch.bfloat16), ("words", torch.float64)],

@@ -22,7 +22,7 @@ def train_on(comm: Comm, name: str, ranks: int, seed: int):
     [
         ("lenet5", 2),
         ("resnet18", 4),
-        ("lenet5", 8),
+        pytest.param("lenet5", 8, marks=pytest.mark.slow),
         pytest.param("vgg16", 8, marks=pytest.mark.slow),
         pytest.param("unet3d", 8, marks=pytest.mark.slow),
     ],
