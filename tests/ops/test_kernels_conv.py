@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -133,6 +133,7 @@ def test_one_device_runs_plain_torch(data: st.DataObject) -> None:
     op, x = data.draw(convolutions().filter(lambda pair: all(a == b for a, b in pair[0].padding)))
     at = whole(op, x)
     t = sample(x)
+    assume(at.needs[0].shape == tuple(t.shape))  # else PyTorch reads further than any stride comes, by another kernel
     held = {k: v.float() for k, v in random_parameters(at.space).items()}
     low = [a for a, _ in op.padding]
     wanted = CONV[len(op.kernel) - 1](t, held["weight"], held.get("bias"), op.stride, low, op.dilation, op.groups)
