@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-from layerwise.graph.layer import GraphBuilder
+from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.ops.ends import Constant
 from layerwise.ops.view import Permute, Reshape

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.config import is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
@@ -108,7 +107,7 @@ class LayeredModule(Refusing, ParallelModule):
         options = self.options.here()
         key = batch, id(shaped), differentiated, options.autocast  # the module keeps every `shaped`
         if key not in self._executors:
-            graph = replace(self._fitting(batch, shaped), differentiated=differentiated)
+            graph = replace(self._shapes.fitted(batch, shaped), differentiated=differentiated)
             schedule = Schedule(graph, shaped.plan, self.comm, options, whole_classes=self._whole_classes)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
@@ -120,21 +119,6 @@ class LayeredModule(Refusing, ParallelModule):
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch and sizes."""
         return self._executor(self.graph.batch, self._shapes.first).schedule
-
-    def _fitting(self, batch: int, shaped: Shaped) -> LayerGraph:
-        """The network at this batch. LayerwiseError where it cannot be cut as planned."""
-        graph = shaped.graph
-        try:
-            graph = graph.rebatch(batch)
-            for layer in graph.inner:
-                config = shaped.plan.strategy[layer.name]
-                if not is_legal(config, layer.space.dims):
-                    raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
-        except LayerwiseError as error:
-            other = shaped.sizes != self._shapes.sizes
-            what = f"a batch of {batch} samples" + (f" of shape {shaped.sizes[0]}" if other else "")
-            raise LayerwiseError(f"{what} does not suit the plan: {error}") from None
-        return graph
 
     @property
     def trace(self) -> Trace | None:

@@ -72,6 +72,22 @@ class Shapes:
             self._known[key] = self._shaped(*key)
         return self._known[key]
 
+    def fitted(self, batch: int, shaped: Shaped) -> LayerGraph:
+        """The network at this batch. LayerwiseError where it cannot be cut as planned."""
+        graph = shaped.graph
+        try:
+            graph = graph.rebatch(batch)
+            for layer in graph.inner:
+                config = shaped.plan.strategy[layer.name]
+                if not is_legal(config, layer.space.dims):
+                    raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
+        except LayerwiseError as error:
+            what = f"a batch of {batch} samples" + (
+                f" of shape {shaped.sizes[0]}" if shaped.sizes != self.sizes else ""
+            )
+            raise LayerwiseError(f"{what} does not suit the plan: {error}") from None
+        return graph
+
     def _shaped(self, sizes: Sizes, training: bool) -> Shaped:
         known, same_mode = self.first.graph, training == self._traced
         if self._skeleton is None or any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):

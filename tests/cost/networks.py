@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.attention import Attention
 from layerwise.ops.base import Maps, Op, space
 from layerwise.ops.combine import Concat

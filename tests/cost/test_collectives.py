@@ -20,8 +20,9 @@ from layerwise.cost.collectives import (
 )
 from layerwise.cost.layer_collectives import gradients_of, reductions_of, statistics_of
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import Processor, Tile
 from layerwise.ops.base import Op
 from layerwise.ops.conv import Conv

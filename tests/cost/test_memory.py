@@ -16,8 +16,9 @@ from layerwise.cost.memory.allocations import AllocationTracker
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.ops.base import Role
 from layerwise.ops.conv import Conv

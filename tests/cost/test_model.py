@@ -11,8 +11,9 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost import transfer
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.transfer import telling_devices
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear

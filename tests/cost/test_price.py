@@ -12,8 +12,9 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.errors import LayerwiseError
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
 from layerwise.ops.embed import Embedding

@@ -15,8 +15,9 @@ from layerwise.cost.layer_collectives import gradients_of
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import Span, timeline
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.combine import Concat
 from layerwise.ops.linear import Linear

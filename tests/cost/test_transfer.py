@@ -15,7 +15,8 @@ from layerwise.cost import transfer
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.ops.base import Dim, Maps, Space
 from layerwise.ops.view import Expand, Reshape

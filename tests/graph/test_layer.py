@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear

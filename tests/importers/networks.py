@@ -7,7 +7,8 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Op, space
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv

@@ -13,7 +13,8 @@ from torch import nn
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.cells import wanted_cells
@@ -87,7 +88,7 @@ def test_cells_of_mixed_precision() -> None:
 
 def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 devices with a quarter of k each: 3 others' parts are added to the quarter that is owned."""
-    from layerwise.graph.layer import GraphBuilder
+    from layerwise.graph.builder import GraphBuilder
     from layerwise.ops.linear import Linear
     from layerwise.tensor import TensorSpec
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
-from layerwise.graph.layer import GraphBuilder
+from layerwise.graph.builder import GraphBuilder
 from layerwise.measure.bench import Bench, Mode
 from layerwise.measure.layers import cold
 from layerwise.measure.layers import measure as layers

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.combine import Concat
 from layerwise.ops.linear import Linear

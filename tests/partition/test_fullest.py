@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from layerwise.config import Config
 from layerwise.cost.compute.signature import extents, gradient_uses, signature, sizes
 from layerwise.cost.model import CostModel
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm

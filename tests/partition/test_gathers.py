@@ -15,7 +15,8 @@ from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import telling_devices
 from layerwise.geometry import Box
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
 from layerwise.ops.conv import Conv
 from layerwise.partition.gathers import are_gathers

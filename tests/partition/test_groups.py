@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.geometry import Box
-from layerwise.graph.layer import GraphBuilder, Layer, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.conv import ConvTranspose
 from layerwise.partition.groups import replicas, sharing

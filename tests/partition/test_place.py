@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.geometry import Box
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.ops.pointwise import Unary
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.place import data_parallel, of_all_classes, place

@@ -12,7 +12,8 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.bind import bind, schema_of
 from layerwise.importers.onnx.call import element_type
 from layerwise.importers.onnx.constants import Budget, Constant, constant, fold, learned, thin

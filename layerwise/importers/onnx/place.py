@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import GraphBuilder
+from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.onnx.constants import Array, Constant, thin
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand, Result

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.importers.registry import Argument, Built, Call, Operand
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import GraphBuilder
+from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.parameters import without_ones

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from layerwise.config import Config
-from layerwise.graph.layer import GraphBuilder, LayerGraph
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine.layer_times import CellTime
 from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.layers.cold import leave_only, own_cache_bytes

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
+from layerwise.run.execute.recompute import recomputed
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
@@ -259,7 +259,7 @@ class Executor:
             _wait_for_one(run, inputs, given)
         with self.spans.span(layer.name, "compute"):
             if self.options.recompute:
-                out = self._recomputed(run, scheduled, inputs, given)
+                out = recomputed(partial(self._compute, run, scheduled, inputs), given)
             else:
                 out = self._compute(run, scheduled, inputs, given)
         if self.spans.trace is not None:
@@ -290,27 +290,6 @@ class Executor:
         if wanted == there and (not wanted or torch.get_autocast_dtype(kind) == dtype):
             return NOTHING
         return torch.autocast(kind, dtype, enabled=wanted)
-
-    def _recomputed(
-        self, run: Pass, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Computed here, and once more in the backward pass, instead of keeping what that needs."""
-        times = 0
-
-        def compute() -> Tensor:
-            nonlocal times
-            times += 1
-            held = given
-            if times > 1:  # running statistics have moved already
-                held = [p if p is None or p.requires_grad else p.clone() for p in given]
-            return self._compute(run, scheduled, inputs, held)
-
-        # All of it again: ranks communicate in it, and count what they send.
-        with checkpoint.set_checkpoint_early_stop(False):
-            out: Tensor = checkpoint.checkpoint(
-                compute, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-            )
-        return out
 
     def _end_span_behind(
         self, run: Pass, inputs: list[Tensor | None], given: list[Tensor | None], begun: list[int]

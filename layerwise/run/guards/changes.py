@@ -32,6 +32,25 @@ class Places:
             )
 
 
+class Structure:
+    """A module's parameters and layers, to notice when others stand in their places."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._held = self._identities()
+
+    def check(self) -> None:
+        """LayerwiseError where some are others than when this was made."""
+        if self._identities() != self._held:
+            raise LayerwiseError(
+                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
+                "averages: change the model before, or make it parallel again"
+            )
+
+    def _identities(self) -> list[int]:
+        return [id(held) for m in self._modules for held in (*m._parameters.values(), *m._modules.values())]
+
+
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """Of each parameter's values on this rank."""
     return {name: local_part(p)._version for name, p in parameters.items()}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.base import Role
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
 from layerwise.run.own.replacements import Draws
@@ -34,6 +40,25 @@ class Call:
     def whole(self) -> int:
         """How many all ranks have. On one device 1 of 1, whatever the batch."""
         return 1 if self.batch is None else self.batch.whole
+
+
+class Samples:
+    """How many samples a call is given: rows of the input that has one a sample."""
+
+    def __init__(self, graph: LayerGraph, module: nn.Module) -> None:
+        inputs = [layer for layer in graph.layers if layer.role is Role.INPUT]
+        self._number = next((i for i, layer in enumerate(inputs) if layer.out.index("n") == 0), 0)
+        self._name = dict(enumerate(inspect.signature(module.forward).parameters)).get(self._number, "")
+
+    def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+        """Of this rank. LayerwiseError where no tensor is given."""
+        x = inputs[self._number] if self._number < len(inputs) else named.get(self._name)
+        if not isinstance(x, Tensor) or not x.dim():
+            leaves = pytree.tree_leaves((inputs, named))
+            x = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+        if x is None:
+            raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
+        return x.shape[0]
 
 
 class Calls:

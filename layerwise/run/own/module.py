@@ -25,11 +25,11 @@ from layerwise.run.batches import Batch
 from layerwise.run.compiling import compiled, limits, refuse
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.changes import check_frozen
+from layerwise.run.guards.changes import Structure, check_frozen
 from layerwise.run.guards.hooks import check_parameters
 from layerwise.run.guards.optimizers import watch
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.own.calls import Call, Calls, in_backward
+from layerwise.run.own.calls import Call, Calls, Samples, in_backward
 from layerwise.run.own.kept import treat_kept
 from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
 from layerwise.run.own.leaves import Leaves
@@ -87,7 +87,7 @@ class OwnModule(WithModule):
         for replaced in self._replaced:
             replaced.place()
         self._norms = [replaced for replaced in self._replaced if isinstance(replaced, GlobalBatchNorm)]
-        self._samples_in = _samples_in(facts.graph, module)
+        self._samples = Samples(facts.graph, module)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
@@ -129,8 +129,7 @@ class OwnModule(WithModule):
         followed = {id(p) for p in parameters.values()}
         unknown = {name: p for name, p in trained.items() if id(p) not in followed}
         self._leaves = Leaves(parameters, unknown, self.comm, lambda: self.summed)
-        self._seen = list(self.module.modules())
-        self._structure = self._identities()
+        self._structure = Structure(self.module)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         watch(self.module.parameters(), self.form)
         for kind in ("sync", "io", "statistics"):
@@ -186,42 +185,22 @@ class OwnModule(WithModule):
         self.__dict__["steps"] += drawn
         if self.comm.size == 1:
             if batch is not None:
-                _ = Batch(self.plan, self.comm, self._fed(inputs, named), batch).whole
+                _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).whole
             return Call(seed)
         check_parameters(self._reducer.parameters.items(), partial_sums=True)
-        self._check_structure()
+        if self._released:
+            raise LayerwiseError("the model was made parallel once more: call what that call returned")
+        self._structure.check()
+        check_frozen(self._frozen)
         self.comm.at(self.steps, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return Call(seed)
         sizes = None
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
-        return Call(seed, Batch(self.plan, self.comm, self._fed(inputs, named), batch, sizes, as_planned=False))
-
-    def _fed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """This rank's samples."""
-        number, name = self._samples_in
-        x = inputs[number] if number < len(inputs) else named.get(name)
-        if not isinstance(x, Tensor) or not x.dim():
-            leaves = pytree.tree_leaves((inputs, named))
-            x = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
-        if x is None:
-            raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
-        return x.shape[0]
-
-    def _identities(self) -> list[int]:
-        """Of parameters and layers, to notice when others stand in their places."""
-        return [id(held) for m in self._seen for held in (*m._parameters.values(), *m._modules.values())]
-
-    def _check_structure(self) -> None:
-        if self._released:
-            raise LayerwiseError("the model was made parallel once more: call what that call returned")
-        if self._identities() != self._structure:
-            raise LayerwiseError(
-                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
-                "averages: change the model before, or make it parallel again"
-            )
-        check_frozen(self._frozen)
+        return Call(
+            seed, Batch(self.plan, self.comm, self._samples.given(inputs, named), batch, sizes, as_planned=False)
+        )
 
     def _move(self, x: Tensor) -> Tensor:
         """To the run's device, and to its element type from the network's."""
@@ -366,10 +345,3 @@ def _unpickled(module: nn.Module, facts: Facts, steps: int) -> OwnModule:
     made = OwnModule(module, facts)
     made.__dict__["steps"] = steps
     return made
-
-
-def _samples_in(graph: LayerGraph, module: nn.Module) -> tuple[int, str]:
-    """Which input has a row a sample, by place and by name."""
-    inputs = [layer for layer in graph.layers if layer.role is Role.INPUT]
-    number = next((i for i, layer in enumerate(inputs) if layer.out.index("n") == 0), 0)
-    return number, dict(enumerate(inspect.signature(module.forward).parameters)).get(number, "")
