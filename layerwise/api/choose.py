@@ -98,6 +98,9 @@ class Planner:
             notes.append(
                 f"{self.graph.batch} samples for {self.world.size} ranks: every rank is to be given the whole batch"
             )
+        if strategy is None and self.graph.unseen:
+            strategy = "data"
+            notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
         result = search(model, space, fixed=fixed_layers(model, strategy))
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)

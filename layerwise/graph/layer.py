@@ -141,6 +141,7 @@ class LayerGraph:
     name: str = "model"
     differentiated: frozenset[str] = frozenset()  # inputs whose gradient is wanted, beside those of parameters
     exempt: tuple[str, ...] = ()  # what the model computes within torch.autocast(enabled=False)
+    unseen: tuple[str, ...] = ()  # what the model does, and its layers do not: a phrase each
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

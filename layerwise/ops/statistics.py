@@ -25,14 +25,16 @@ def normalised(
     eps: float,
     all_reduce: AllReduce,
     shift: Tensor | None = None,
+    known: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, variance): x of shape (n, c, ...) normalised over all but c, and the statistics, each of shape (c,).
 
     The statistics are those of all devices' x together, of `count` elements a channel; the variance is the biased one.
     `shift` (c,), equal on all devices, should lie near the mean: it saves the variance from cancellation. Sums travel
-    in x's type, those of 16 bits in float32.
+    in x's type, those of 16 bits in float32. `known` is called with the statistics, also where activation checkpointing
+    ends a second computation when all is kept that a backward pass needs.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _function().apply(x, weight, bias, count, eps, all_reduce, shift)
+    result: tuple[Tensor, Tensor, Tensor] = _function().apply(x, weight, bias, count, eps, all_reduce, shift, known)
     return result
 
 
@@ -123,6 +125,7 @@ def _function() -> Any:
             eps: float,
             all_reduce: AllReduce,
             shift: Tensor | None,
+            known: Callable[[Tensor, Tensor], None] | None,
         ) -> tuple[Tensor, Tensor, Tensor]:
             mean, variance = moments(x)
             if shift is not None:
@@ -132,6 +135,8 @@ def _function() -> Any:
             variance = (square - mean.square()).clamp_(min=0)
             if shift is not None:
                 mean = mean + shift
+            if known is not None:
+                known(mean, variance)
             given = weight, bias
             weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
             ctx.save_for_backward(x, weight, mean, variance, *given)
@@ -146,14 +151,14 @@ def _function() -> Any:
                 wanted = [t for t, needed in zip((x, *given), ctx.needs_input_grad, strict=False) if needed]
                 y = differentiable(x, given[0], given[1], mean, ctx)
                 made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-                return *(next(made) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 4
+                return *(next(made) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 5
             # Native reductions: they do not depend on `weight`, and leave out the gradient for fixed statistics.
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
             grads = (None, None) if weight is None else (dweight, dbias)
             if not ctx.needs_input_grad[0]:  # on all devices alike: the plan counts on it
-                return None, *grads, *(None,) * 4
+                return None, *grads, *(None,) * 5
             sums = ctx.all_reduce(torch.stack([dbias, dweight]))
             rstd = (variance + ctx.eps).rsqrt_()
             slope = rstd if weight is None else rstd * weight
@@ -161,6 +166,6 @@ def _function() -> Any:
             shape = (1, -1, *(1,) * (x.dim() - 2))
             slope, along, across = (t.view(shape) for t in (slope, across * rstd * mean - along, -across * rstd))
             dx = torch.addcmul(along, x, across).addcmul_(dy, slope).to(x.dtype)
-            return dx, *grads, *(None,) * 4
+            return dx, *grads, *(None,) * 5
 
     return Normalised

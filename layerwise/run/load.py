@@ -21,7 +21,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.hooks import check_modules, check_norms, without_hooks
+from layerwise.run.guards.hooks import check_modules, check_norms, check_seen, without_hooks
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.own.module import Facts, OwnModule
@@ -130,6 +130,7 @@ def _module(
     """The network's own module where it can run the plan, else one that goes through the plan's layers."""
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
+        check_seen(graph)
         if network.module is not None and network.itself:
             check_modules(network.module)
         return LayeredModule(replace(network, graph=graph), plan, comm, options, loss)

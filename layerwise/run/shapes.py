@@ -20,6 +20,7 @@ from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
+from layerwise.run.guards.hooks import check_seen
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
 
@@ -96,6 +97,7 @@ class Shapes:
         try:
             self._skeleton.train(training)
             network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, trusted=True)
+            check_seen(network.graph)
             graph = fuse(network.graph) if self.plan.fused else network.graph
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:

@@ -25,8 +25,15 @@ from tests.comm.thread import run_threads
 REQUEST = Request("alexnet", torch.float32, 16e9)
 
 
-def planned(strategy: object, request: Request = REQUEST, ranks: int = 4, nodes: int = 1, batch: int = 64) -> Choice:
-    graph = fuse(load_model("alexnet", batch))
+def planned(
+    strategy: object,
+    request: Request = REQUEST,
+    ranks: int = 4,
+    nodes: int = 1,
+    batch: int = 64,
+    unseen: tuple[str, ...] = (),
+) -> Choice:
+    graph = replace(fuse(load_model("alexnet", batch)), unseen=unseen)
 
     def run(comm: Comm) -> Choice | None:
         world = World(comm, nodes, ranks // nodes, tuple(reversed(range(ranks))), "Tesla P100", 16 * 10**9)
@@ -45,6 +52,12 @@ def test_the_rest_is_the_optimum_around_a_layer_by_hand() -> None:
         choice = planned({"classifier.4": as_json(alternative.config)})
         assert choice.best.strategy["classifier.4"] == alternative.config
         assert choice.best.price.step_time_s == pytest.approx(alternative.step_time_s, rel=1e-6)
+
+
+def test_a_model_that_a_trace_does_not_show_is_run_as_it_is_written() -> None:
+    choice = planned(None, unseen=("registers a hook of a gradient in its forward",))
+    assert choice.plan.strategy == planned("data").plan.strategy != planned(None).plan.strategy
+    assert "registers a hook of a gradient" in " ".join(choice.notes)
 
 
 def test_several_nodes_and_their_order() -> None:

@@ -35,6 +35,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "initialise": {"split": "initialise the model before it is made parallel"},
     "kept_loss": {"split": "has 'balance'"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
+    "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
+    "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},
+    "hook_inside": {"split": "registers a hook of a gradient in its forward"},
     "compiled": dict.fromkeys(("data", "split"), "torch.compile of the parallel module is not supported"),
     "ddp_around": dict.fromkeys(("data", "split"), "stands in DistributedDataParallel's place"),
 }

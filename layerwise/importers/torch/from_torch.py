@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -22,6 +23,7 @@ from layerwise.importers.torch.cache import without_cache
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import Program, read_program
 from layerwise.importers.torch.structure import Structure, structure_of
+from layerwise.importers.torch.unseen import Watch
 
 Dims = Sequence[Sequence[str | None]]
 _EXPORTING = Lock()  # torch.export keeps its modes, and `_quiet` the log and stderr, for the process, not for a thread
@@ -104,12 +106,15 @@ def import_module(
     """`import_torch` of a module, and how it returns its outputs (see `structure_of`)."""
     if not examples and not kwargs:
         examples = _placeholders(model, name)
-    exported = _export(model, examples, dict(kwargs or {}), name)
+    exported, unseen = _export(model, examples, dict(kwargs or {}), name)
     graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
-    return graph, stored, structure_of(exported, len(graph.layers[-1].inputs))
+    return replace(graph, unseen=unseen), stored, structure_of(exported, len(graph.layers[-1].inputs))
 
 
-def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str) -> ExportedProgram:
+def _export(
+    model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Also what it does not show (see `LayerGraph.unseen`)."""
     for path, module in model.named_modules():
         if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
             raise LayerwiseError(
@@ -124,8 +129,18 @@ def _export(model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, ob
                 "give it a momentum, such as 0.1"
             )
     try:
-        with _EXPORTING, _quiet(), _synchronised_anywhere(), _without_stack_traces(), without_cache(model):
-            return torch.export.export(model, examples, kwargs, strict=False)
+        with (
+            _EXPORTING,
+            _quiet(),
+            Watch().on() as watch,
+            _synchronised_anywhere(),
+            _without_stack_traces(),
+            without_cache(model),
+        ):
+            exported = torch.export.export(model, examples, kwargs, strict=False)
+        return exported, tuple(watch.found)
+    except LayerwiseError:
+        raise
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error
 

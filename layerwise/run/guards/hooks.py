@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
 from layerwise.run.guards.boxes import unguarded
 from layerwise.run.parts import is_dtensor, lie_as
 
@@ -111,6 +112,15 @@ def check_modules(model: nn.Module) -> None:
                 f"{where} has a {kind} hook, which would not be called in training: remove it before the model is made "
                 "parallel, and let the model return what it is for"
             )
+
+
+def check_seen(graph: LayerGraph) -> None:
+    """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
+    if graph.unseen:
+        raise LayerwiseError(
+            f"the model {graph.unseen[0]}, which would be lost, as the plan runs its layers one by one: "
+            "parallelize(..., strategy='data') runs the model as it is written, where each rank has samples"
+        )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ hooks and names, and no state dict has a word of it. A copy, or a pickle, of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -121,19 +122,30 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
-        mean, var = module.running_mean, module.running_var
-        y, *moments = normalised(
-            x, module.weight, module.bias, count=count, eps=module.eps, all_reduce=self.all_reduce, shift=mean
+        y, *_ = normalised(
+            x,
+            module.weight,
+            module.bias,
+            count=count,
+            eps=module.eps,
+            all_reduce=self.all_reduce,
+            shift=module.running_mean,
+            known=partial(self._remember, count),
         )
-        if mean is not None and var is not None:
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.add_(1)
-            momentum = module.momentum
-            if momentum is None:  # the mean over all batches so far, as update_bn has it
-                assert module.num_batches_tracked is not None
-                momentum = 1 / float(module.num_batches_tracked)
-            update((mean, var), *moments, count=count, momentum=momentum)
         return y
+
+    def _remember(self, count: int, *moments: Tensor) -> None:
+        """Moves the running statistics."""
+        module, mean, var = self.module, self.module.running_mean, self.module.running_var
+        if mean is None or var is None:
+            return
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        momentum = module.momentum
+        if momentum is None:  # the mean over all batches so far, as update_bn has it
+            assert module.num_batches_tracked is not None
+            momentum = 1 / float(module.num_batches_tracked)
+        update((mean, var), *moments, count=count, momentum=momentum)
 
 
 def _rows_a_sample(x: Tensor, dim: int, call: Call) -> int:

@@ -1,0 +1,87 @@
+"""Rows about what a model does in its forward that a trace of its operators does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.loops.row import Numbers, row, train
+from tests.loops.setting import Net, Setting
+
+
+class Checkpointed(Net):
+    """Computes its convolutions twice."""
+
+    def __init__(self, *, smooth: bool, reentrant: bool) -> None:
+        super().__init__(smooth=smooth)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant)
+        return self.head(torch.tanh(self.hidden(torch.tanh(again).flatten(1))))
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.softplus(self.norm(x))
+        return self.second(x)
+
+
+class Reversed(torch.autograd.Function):
+    """Gradients go back with the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Adversarial(Net):
+    """Its convolutions are trained against its head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(self.norm(self.first(x)))).flatten(1)
+        made: Tensor = self.head(torch.tanh(self.hidden(Reversed.apply(x))))  # type: ignore[no-untyped-call]
+        return made
+
+
+class Damped(Net):
+    """Halves a gradient on its way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(self.norm(self.first(x))))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+        return self.head(torch.tanh(self.hidden(x.flatten(1))))
+
+
+@row
+def checkpointed_inside(setting: Setting) -> Numbers:
+    """`torch.utils.checkpoint` inside the model, also with `use_reentrant=True`"""
+    made = {}
+    for reentrant in (False, True):
+        model = setting.parallel(Checkpointed(smooth=True, reentrant=reentrant))
+        made |= {f"{name} {reentrant}": value for name, value in train(setting, model).items()}
+    return made
+
+
+@row
+def checkpointed_norm(setting: Setting) -> Numbers:
+    """a batch norm within `torch.utils.checkpoint`, whose running statistics move twice"""
+    return train(setting, setting.parallel(Checkpointed(smooth=False, reentrant=False)))
+
+
+@row
+def function(setting: Setting) -> Numbers:
+    """an autograd function with a backward pass of its own: a gradient reversal, a straight-through estimator"""
+    return train(setting, setting.parallel(Adversarial()))
+
+
+@row
+def hook_inside(setting: Setting) -> Numbers:
+    """a hook of a gradient, `x.register_hook`, in the model's forward"""
+    return train(setting, setting.parallel(Damped()))
