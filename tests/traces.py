@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from layerwise.api.choose import Choice, Planner, Strategy
+from layerwise.comm.base import Comm
+from layerwise.graph.layer import LayerGraph
 from layerwise.importers import load
 from layerwise.ops.base import Role
 
@@ -49,6 +53,40 @@ def once() -> Iterator[None]:
         yield
     finally:
         load.traced, Planner.choose = trace, choose  # type: ignore[method-assign]
+
+
+@contextmanager
+def by_rank_0(comm: Comm) -> Iterator[None]:
+    """Within it rank 0 alone traces, and all ranks take what it found: for tests that are not about the ranks' traces.
+
+    The ranks' models must compute the same. What holds a constant, or cannot be traced, every rank traces by itself.
+    """
+    trace = load.traced
+
+    def traced(module: nn.Module, examples: Sequence[object], name: str, trusted: bool) -> Any:
+        mine: Any = None
+        try:
+            mine = trace(module, examples, name, trusted) if comm.rank == 0 else None
+        finally:
+            said = comm.all_gather_text("" if mine is None else _written(*mine))[0]
+        if not said:
+            return mine or trace(module, examples, name, trusted)
+        graph, stored, *others = mine or pickle.loads(base64.b64decode(said))
+        values = module.state_dict(keep_vars=True)
+        return graph, {key: partial(_value, value) for key, value in values.items() if key in stored}, *others
+
+    load.traced = traced
+    try:
+        yield
+    finally:
+        load.traced = trace
+
+
+def _written(graph: LayerGraph, stored: Mapping[str, object], *others: object) -> str:
+    """A trace as text; "" where it holds a value."""
+    if any(layer.role is Role.CONSTANT for layer in graph.layers):
+        return ""
+    return base64.b64encode(pickle.dumps((graph, list(stored), *others))).decode()
 
 
 def _value(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
+from tests.traces import by_rank_0
 
 BATCH, STEPS, WORDS, POSITIONS = 4, 2, 99, 12
 Batch = Mapping[str, Tensor]
@@ -134,7 +135,8 @@ def trained(
         all_of = batches(name, labels=labels)
         share = {key: value[: BATCH // comm.size] for key, value in all_of[0].items()}
         options = {"comm": comm, "measure_s": 0, "verbose": False} | dict(how)
-        model = parallelize(build(name, attention, comm.rank), share, **options)
+        with by_rank_0(comm):
+            model = parallelize(build(name, attention, comm.rank), share, **options)
         mine = [{key: value[model.share()] for key, value in batch.items()} for batch in all_of]
         return steps(model, mine, labels=labels), model.full_state_dict()
 

@@ -18,6 +18,7 @@ from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
 from layerwise.run.module import ParallelModule
+from tests.traces import by_rank_0
 
 Cuts = list[dict[str, Any]]
 Model = nn.Module
@@ -48,9 +49,14 @@ class Net(nn.Module):
 
 
 @cache
-def net() -> tuple[Net, Network]:
+def original() -> Net:
     torch.manual_seed(0)
-    module = Net().double()
+    return Net().double()
+
+
+@cache
+def net() -> tuple[Net, Network]:
+    module = original()
     return module, network_of(module, (X[0],), 8, "test")
 
 
@@ -68,7 +74,8 @@ def plan(ranks: int, cuts: Cuts) -> Plan:
 
 def made(comm: Comm, cuts: Cuts) -> ParallelModule:
     torch.set_num_threads(1)
-    _, network = net()
+    with by_rank_0(comm):
+        _, network = net()
     return load(plan(comm.size, cuts), network, comm=comm, dtype=torch.float64)
 
 
@@ -212,6 +219,8 @@ def half(comm: Comm | None, cuts: Cuts) -> tuple[list[float], dict[str, Tensor]]
         model: Model = net_again().float()
     else:
         torch.set_num_threads(1)
+        with by_rank_0(comm):
+            net()
         model = load(plan(comm.size, cuts), net()[1], comm=comm, dtype=torch.float32)
     optimizer, scales = torch.optim.SGD(model.parameters(), 0.05), []
     scaler = torch.amp.GradScaler("cpu", 2.0**30, backoff_factor=2.0**-20)
@@ -230,7 +239,7 @@ def half(comm: Comm | None, cuts: Cuts) -> tuple[list[float], dict[str, Tensor]]
 def net_again() -> Net:
     import copy
 
-    return copy.deepcopy(net()[0])
+    return copy.deepcopy(original())
 
 
 def penalised(comm: Comm | None, cuts: Cuts, how: str) -> dict[str, Tensor]:

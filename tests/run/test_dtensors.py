@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.comm.pool import run_ranks
 from tests.run import dtensor_ranks
-from tests.run.dtensor_ranks import FEWER, OPTIMIZERS, PLANS, net, steps
+from tests.run.dtensor_ranks import FEWER, OPTIMIZERS, PLANS, original, steps
 from tests.run.plans import difference
 
 HERE, STATES = "tests.run.dtensor_ranks:", "tests.run.dtensor_states:"
@@ -21,7 +21,7 @@ each_plan = pytest.mark.parametrize("name", PLANS)
 
 
 def single(optimizer: str, action: str, last: int = 4) -> tuple[list[float | None], dict[str, Tensor]]:
-    model = copy.deepcopy(net()[0])
+    model = copy.deepcopy(original())
     return steps(model, OPTIMIZERS[optimizer](model.parameters()), action, last=last), model.state_dict()
 
 
@@ -138,7 +138,7 @@ def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: 
     for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{STATES}resumed", cuts, folder, optimizer):
             close(state, wanted)
-    model = copy.deepcopy(net()[0])
+    model = copy.deepcopy(original())
     state = model.state_dict()
     dcp.load(state, checkpoint_id=Path(folder) / "model", no_dist=True)
     close(state, early, 0.0)
@@ -156,7 +156,7 @@ def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None
     for ranks, cuts in [(2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{STATES}taken_up", cuts, str(folder), optimizer):
             close(state, wanted)
-    model = copy.deepcopy(net()[0])
+    model = copy.deepcopy(original())
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "step-00000002", no_dist=True)
     close(model.state_dict(), early, 0.0)
     dcp_to_torch_save(folder / "step-00000002", tmp_path / "model.pt")

@@ -7,12 +7,14 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from tests.comm.pool import run_ranks
 from tests.run.plans import check_equal, random_plan, small, train
+from tests.traces import by_rank_0
 
 
 def train_on(comm: Comm, name: str, ranks: int, seed: int):
     """Called in every process."""
     torch.set_num_threads(1)
-    given = small(name)
+    with by_rank_0(comm):
+        given = small(name)
     return train(given, random_plan(given.graph, ranks, seed, "free"), comm)
 
 
