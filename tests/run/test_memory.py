@@ -90,13 +90,14 @@ def adam(module: ParallelModule) -> torch.optim.Optimizer:
 def buffers(run: Callable[[str], object]) -> int:
     """The most bytes of buffers that Python and numpy hold at once in a run of MODEL, on all ranks; torch's apart.
 
-    What TINY takes is Python's objects. Both run once before: what is imported is not counted.
+    What TINY takes is Python's objects. It runs once before: what is imported is not counted, nor is MODEL's trace.
     """
+    run(TINY)
+    small_plans.network(MODEL, BATCH)
     return peak(partial(run, MODEL)) - peak(partial(run, TINY))
 
 
 def peak(run: Callable[[], object]) -> int:
-    run()
     gc.collect()
     tracemalloc.start()
     try:
