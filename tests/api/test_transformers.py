@@ -40,7 +40,8 @@ CASES = [
 ALIKE = (("poolformer", "eager"), ("roberta", "sdpa"), ("distilbert", "eager"), ("llama", "eager"), ("vit", "eager"))
 # Mistral makes its masks by itself, too; Swin has its windows with drop path; Gemma is a Llama with other constants.
 ALIKE += (("gpt2, no mask", "sdpa"), ("qwen2, no mask", "eager"), ("swin", "eager"), ("gemma", "sdpa"))
-ALIKE += (("convnext", "eager"), ("whisper", "sdpa"))  # as ResNet and T5
+# As ResNet and T5; GPT-2 is here with the other attention, and Llama has this one.
+ALIKE += (("convnext", "eager"), ("whisper", "sdpa"), ("gpt2", "sdpa"))
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,12 @@ def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
 
 ALL = ("data", "spatial", "filter", "channel", "df", "ds")
 RUNS = [("convolutional", name, ranks) for name in ALL for ranks in (2, 4)] + [("resnet18", name, 4) for name in ALL]
-RUNS += [("unet3d", "data", 2), ("unet3d", "spatial", 4), ("unet3d", "ds", 4)]  # a volume, of two samples
+# A volume, of two samples; what is spatial is the volume's own.
+RUNS += [("unet3d", "spatial", 4)]
+SLOW = [pytest.param("unet3d", *run, marks=pytest.mark.slow) for run in (("data", 2), ("ds", 4))]
 
 
-@pytest.mark.parametrize(("network", "name", "ranks"), RUNS)
+@pytest.mark.parametrize(("network", "name", "ranks"), [*RUNS, *SLOW])
 def test_runs_with_the_numbers_of_one_device(network: str, name: str, ranks: int) -> None:
     case, single = given(network)
     found = shapes(case.graph, name, ranks, 4, Wishes(inside=2))

@@ -18,7 +18,8 @@ CASES = [
     pytest.param("inception-like", "serial", "sgd", 1, marks=pytest.mark.slow),
     ("unet3d", "serial", "sgd", 1),
     ("lenet5", "model", "momentum", 2),
-    ("inception-like", "data", "sgd", 2),
+    ("lenet5", "data", "sgd", 2),
+    pytest.param("inception-like", "data", "sgd", 2, marks=pytest.mark.slow),
     ("inception-like", "model", "sgd", 2),
     ("unet3d, one sample", "searched", "sgd", 2),
 ]
