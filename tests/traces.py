@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def once() -> Iterator[None]:
 def by_rank_0(comm: Comm) -> Iterator[None]:
     """Within it rank 0 alone traces, and all ranks take what it found: for tests that are not about the ranks' traces.
 
-    The ranks' models must compute the same. What holds a constant, or cannot be traced, every rank traces by itself.
+    The ranks' models must compute the same. What cannot be traced is refused on every rank, by itself.
     """
     trace = load.traced
 
@@ -68,12 +68,11 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
         try:
             mine = trace(module, examples, name, trusted) if comm.rank == 0 else None
         finally:
-            said = comm.all_gather_text("" if mine is None else _written(*mine))[0]
-        if not said:
+            said = comm.all_gather_text("" if mine is None else _written(module, *mine))[0]
+        if mine is not None or not said:
             return mine or trace(module, examples, name, trusted)
-        graph, stored, *others = mine or pickle.loads(base64.b64decode(said))
-        values = module.state_dict(keep_vars=True)
-        return graph, {key: partial(_value, value) for key, value in values.items() if key in stored}, *others
+        graph, stored, *others = pickle.loads(base64.b64decode(said))
+        return graph, {key: partial(_value, value) for key, value in (stored | _held(module, stored)).items()}, *others
 
     load.traced = traced
     try:
@@ -82,15 +81,19 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
         load.traced = trace
 
 
-def _written(graph: LayerGraph, stored: Mapping[str, object], *others: object) -> str:
-    """A trace as text; "" where it holds a value."""
-    if any(layer.role is Role.CONSTANT for layer in graph.layers):
-        return ""
-    return base64.b64encode(pickle.dumps((graph, list(stored), *others))).decode()
+def _written(module: nn.Module, graph: LayerGraph, stored: Mapping[str, Callable[[], object]], *others: object) -> str:
+    """A trace as text, with the values that the module does not hold: constants."""
+    held = _held(module, stored)
+    values = {key: None if key in held else read() for key, read in stored.items()}
+    return base64.b64encode(pickle.dumps((graph, values, *others))).decode()
 
 
-def _value(tensor: Tensor) -> Tensor:
-    return tensor
+def _held(module: nn.Module, stored: Mapping[str, object]) -> dict[str, Tensor]:
+    return {key: value for key, value in module.state_dict(keep_vars=True).items() if key in stored}
+
+
+def _value(value: object) -> object:
+    return value
 
 
 def _likeness(module: nn.Module) -> object:
