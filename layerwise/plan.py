@@ -201,11 +201,20 @@ def _provenance(value: object, where: str) -> dict[str, Any]:
         or (_list_of(int, facts["input_shape"]) and min(facts["input_shape"], default=1) > 0),
         "cost_options": isinstance(facts.get("cost_options", {}), dict)
         and all(isinstance(option, str | bool) for option in facts.get("cost_options", {}).values()),
+        "mixed_precision": _types(facts.get("mixed_precision")),
     }
     for key, fine in sound.items():
         if not fine:
             raise LayerwiseError(f"{where}: {key!r} cannot be {str(facts[key])[:40]!r}: search again")
     return facts
+
+
+def _types(value: object) -> bool:
+    """Whether this is what a plan says of mixed precision."""
+    if value is None:
+        return True
+    sixteen = (None, "bfloat16", "float16")
+    return isinstance(value, dict) and value.get("autocast") in sixteen and value.get("device") in ("cpu", "cuda")
 
 
 def _list_of(kind: type, value: object) -> bool:

@@ -66,7 +66,7 @@ class CostModel(Setting):
         """Costs of a layer by itself under each configuration."""
         wanted = self.graph.flows_back(layer)
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
-        key = (layer.space, wanted, owned, self.uses[layer.name], configs)
+        key = (layer.space, layer.types, wanted, owned, self.uses[layer.name], self.dtype(layer), configs)
         if key not in self._nodes:
             layout = self.layout(layer, configs)
             compute = self._compute_time(layer, layout, wanted)
@@ -76,7 +76,8 @@ class CostModel(Setting):
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
-        measured, options = self.measurements, self.options
+        dtype = self.dtype(layer)
+        measured = self.measurements_in(dtype)
         if layer.end:
             if measured is not None and layer.role is Role.SINK:
                 return measured.sink_time(layer, layout)
@@ -84,7 +85,7 @@ class CostModel(Setting):
             return ComputeTime(zeros, zeros, zeros, zeros, zeros)
         if measured is not None:
             return measured.compute_time(layer, layout, wanted, self.uses[layer.name])
-        return compute_time(layer, layout, wanted, self.devices.processor, options.dtype, options.optimizer)
+        return compute_time(layer, layout, wanted, self.devices.processor, dtype, self.options.optimizer)
 
     def edge_costs(
         self,

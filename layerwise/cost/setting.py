@@ -13,6 +13,7 @@ from layerwise.cost.compute.signature import gradient_uses
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.mixed import mixed
+from layerwise.graph.types import autocast_within
 from layerwise.machine import AUTOCAST, DeviceGraph, precision
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
@@ -51,23 +52,49 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
-        if self.mixed_precision is not None:
-            self.graph = mixed(self.graph, **self.mixed_precision)
+        if (types := self.mixed_precision) is not None:
+            self.graph = mixed(self.graph, types["autocast"], str(types["device"]))
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.graph)
-        times, options = latest(self.devices.layers, self.options.dtype), self.options
-        self.measurements = (
-            Measurements(times, self.devices.processor, options.dtype, options.optimizer, options.local_batch_norm)
-            if times is not None
-            else None
-        )
+        self._measurements: dict[str, Measurements | None] = {}
 
     @property
-    def mixed_precision(self) -> dict[str, str] | None:
+    def measurements(self) -> Measurements | None:
+        """Of what the step computes in; None where the profile has none."""
+        return self.measurements_in(self.options.dtype)
+
+    def measurements_in(self, dtype: str) -> Measurements | None:
+        """Of layers that compute in one of machine.DTYPES."""
+        if dtype not in self._measurements:
+            times, options = latest(self.devices.layers, dtype), self.options
+            self._measurements[dtype] = (
+                Measurements(times, self.devices.processor, dtype, options.optimizer, options.local_batch_norm)
+                if times is not None
+                else None
+            )
+        return self._measurements[dtype]
+
+    def dtype(self, layer: Layer) -> str:
+        """What a layer computes in, one of machine.DTYPES: the step's, or that of the model's own autocast around it.
+
+        The step's, too, where the profile has no rate for the other.
+        """
+        wanted, around = self.options.dtype, AUTOCAST.get(self.options.dtype)
+        if not layer.autocast or self.graph.dtype != "float32" or wanted == "float64":
+            return wanted
+        here = autocast_within(layer.autocast, self.devices.device_type, around)
+        if here == around:
+            return wanted
+        name = "float32" if here is None else precision(here)
+        return name if name in self.devices.processor.peak_flops else wanted
+
+    @property
+    def mixed_precision(self) -> dict[str, str | None] | None:
         """What `graph.mixed` is asked for; None where all is of the model's own type."""
-        if self.options.dtype not in AUTOCAST or self.graph.dtype != "float32":
+        around = AUTOCAST.get(self.options.dtype) if self.graph.dtype == "float32" else None
+        if around is None and not any(layer.autocast for layer in self.graph.layers):
             return None
-        return {"autocast": AUTOCAST[self.options.dtype], "device": self.devices.device_type}
+        return {"autocast": around, "device": self.devices.device_type}
 
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import SINK, Layer, LayerGraph
+from layerwise.graph.mixed import made_by, types_of
+from layerwise.graph.types import Regions, Types, autocast_within
 from layerwise.ops.base import Op, Role
 from layerwise.ops.ends import Input, Sink, Tied
 from layerwise.tensor import TensorSpec
@@ -16,7 +19,8 @@ class GraphBuilder:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.exempt: list[str] = []  # see LayerGraph
+        self.traced = "cpu"  # the device type that the model's own element types are of
+        self.autocast: Regions = ()  # around the layers that are added now
         self._layers: dict[str, Layer] = {}
 
     def input(self, name: str, spec: TensorSpec) -> str:
@@ -31,8 +35,13 @@ class GraphBuilder:
         """Output of a layer added before."""
         return self._layers[name].out
 
-    def add(self, name: str, op: Op, inputs: Sequence[str], parameters: Sequence[str] = ()) -> str:
-        """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here."""
+    def add(
+        self, name: str, op: Op, inputs: Sequence[str], parameters: Sequence[str] = (), weights: str | None = None
+    ) -> str:
+        """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here.
+
+        weights: the element type of its parameters, where that is known.
+        """
         specs = tuple(self._layers[i].out for i in inputs)
         tied = tuple(i for i, p in enumerate(parameters) if p in self._layers and self._layers[p].role is Role.TIED)
         edges = (*inputs, *(parameters[i] for i in tied))
@@ -40,8 +49,22 @@ class GraphBuilder:
         while unique in self._layers or unique == SINK:
             count += 1
             unique = f"{name}:{count}"
-        self._layers[unique] = Layer(unique, op, edges, specs, tuple(parameters), tied)
+        layer = Layer(unique, op, edges, specs, tuple(parameters), tied, autocast=self.autocast)
+        types = self._types(layer, weights)
+        self._layers[unique] = layer if types is None else replace(layer, types=types)
         return unique
+
+    def _types(self, layer: Layer, weights: str | None) -> Types | None:
+        """Of the one stage that it has; None where the operator says them by itself."""
+        sources = [self._layers[name] for name in layer.inputs[: len(layer.specs)]]
+        types = types_of(layer.op, sources) or layer.all_types
+        if layer.role is Role.COMPUTE and weights is not None:
+            types = replace(types, parameters=(weights,))
+        here = autocast_within(layer.autocast, self.traced, None)
+        if layer.role is Role.COMPUTE and here is not None:
+            made = made_by(layer.op, layer.specs, types.parameters[0], here, self.traced)
+            types = replace(types, made=(made,))
+        return None if types == layer.all_types else types
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
         """Closes the graph with the sink. Left out is what no output needs, nor what remembers what it is given."""
@@ -56,5 +79,5 @@ class GraphBuilder:
         if not batches:
             raise LayerwiseError(f"model {self.name!r}: no input has a sample dimension")
         sink = Layer(SINK, Sink(batches[0]), tuple(outputs), tuple(self._layers[o].out for o in outputs))
-        graph = LayerGraph((*kept, sink), self.name, exempt=tuple(self.exempt))
+        graph = LayerGraph((*kept, sink), self.name)
         return graph.freeze(graph.unreached) if len(graph.returned) < len(graph.layers) else graph

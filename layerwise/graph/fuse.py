@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.mixed import types_of
+from layerwise.graph.types import stacked
 from layerwise.ops.base import Op, Role
 from layerwise.ops.combine import Concat
 from layerwise.ops.fused import EpilogueOp, Fused
@@ -34,11 +36,11 @@ def _hoist(graph: LayerGraph) -> LayerGraph:
         views = _views_before(layer, layers, uses)
         if views:
             first = views[-1]
-            moved = Layer(layer.name, layer.op, first.inputs, first.specs)
+            moved = replace(layer, inputs=first.inputs, specs=first.specs)
             layers[moved.name] = moved
             for view in reversed(views):  # after f, each in its order: what reads them comes later still
                 del layers[view.name]
-                moved = Layer(view.name, view.op, (moved.name,), (moved.out,))
+                moved = replace(view, inputs=(moved.name,), specs=(moved.out,), types=types_of(view.op, (moved,)))
                 layers[moved.name] = moved
             last[layer.name] = moved.name
             uses[layer.name], uses[moved.name] = 1, uses[layer.name]
@@ -98,7 +100,9 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
                 name = layer.name if end == last else f"{layer.name}.first{end}"
                 parts = ([running] if running else []) + inputs[start:end]
                 op = Concat(layer.op.dim)
-                layers[name] = Layer(name, op, tuple(parts), tuple(layers[p].out for p in parts))
+                sources = [layers[part] for part in parts]
+                specs, types = tuple(source.out for source in sources), types_of(op, sources)
+                layers[name] = Layer(name, op, tuple(parts), specs, types=types, autocast=layer.autocast)
                 made_for[path[end]] = name
             running, start = made_for[path[end]], end
     return replace(graph, layers=tuple(layers.values()))
@@ -106,13 +110,13 @@ def nest_concats(graph: LayerGraph) -> LayerGraph:
 
 def _join(graph: LayerGraph) -> LayerGraph:
     """Element-wise operators join their producers, then views their consumers."""
-    users, exempt = graph.consumers(), frozenset(graph.exempt)
+    users = graph.consumers()
     order = {layer.name: i for i, layer in enumerate(graph.layers)}
     leader: dict[str, str] = {}  # of each layer, the layer whose group it is in
     members: dict[str, list[tuple[Layer, int]]] = {}  # the epilogue, and the slot of the running result
     tail: dict[str, str] = {}  # leader -> the last member, whose output is the group's
     for layer in graph.layers:
-        slot = _producer(layer, graph, users, order, exempt)
+        slot = _producer(layer, graph, users, order)
         head = leader[layer.inputs[slot]] if slot is not None else layer.name
         leader[layer.name], tail[head] = head, layer.name
         if slot is not None:
@@ -137,10 +141,8 @@ def _join(graph: LayerGraph) -> LayerGraph:
     return replace(graph, layers=tuple(result.values()))
 
 
-def _producer(
-    layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int], exempt: frozenset[str]
-) -> int | None:
-    """The slot whose producer `layer` can follow: used by nothing else, same shape, alike exempt from autocast.
+def _producer(layer: Layer, graph: LayerGraph, users: dict[str, list[str]], order: dict[str, int]) -> int | None:
+    """The slot whose producer `layer` can follow: used by nothing else, same shape, same regions of autocast.
 
     The latest such.
     """
@@ -153,7 +155,7 @@ def _producer(
         and graph[source].out.shape == layer.out.shape
         and not graph[source].op.view
         and graph[source].role is Role.COMPUTE
-        and (source in exempt) == (layer.name in exempt)
+        and graph[source].autocast == layer.autocast
         and all(m.source == j and not m.parts for j, m in enumerate(layer.space.needs[i]))
     ]
     return max(slots, key=lambda i: order[layer.inputs[i]], default=None)
@@ -186,7 +188,9 @@ def _grouped(
     edges = (*sources, *(renamed.get(name, name) for name in tied_inputs))
     names = (*head.epilogue, *(layer.name for layer, _ in epilogue))
     frozen = tuple(name for layer in (head, *(member for member, _ in epilogue)) for name in layer.frozen)
-    return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names, frozen)
+    members = (head, *(layer for layer, _ in epilogue))
+    types = None if all(one.types is None for one in members) else stacked([one.all_types for one in members])
+    return Layer(head.name, op, edges, specs, tuple(parameters), tuple(tied), names, frozen, types, head.autocast)
 
 
 def _renamed(layer: Layer, names: dict[str, str]) -> Layer:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.types import Types, typed
+from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Parameter, Role, Space, Stage, space
 from layerwise.ops.specs import same
 from layerwise.tensor import ITEM_BYTES, TensorSpec
@@ -40,7 +40,8 @@ class Layer:
     tied: tuple[int, ...] = ()  # which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i]
     epilogue: tuple[str, ...] = ()  # names of its operators, in order
     frozen: tuple[str, ...] = ()  # of `parameters` (of a Tied, its own name): what is not trained
-    types: Types | None = None  # of mixed precision (see `graph.mixed`); None: as the operators say
+    types: Types | None = None  # where they are others than the operators say by themselves (see `graph.mixed`)
+    autocast: Regions = ()  # of the model's own that it is computed in
     space: Space = field(init=False, repr=False, compare=False)  # shared by all layers of equal operator and shapes
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)  # the main operator, then the epilogue
 
@@ -65,9 +66,12 @@ class Layer:
         return self.space.out
 
     @property
-    def plain_types(self) -> tuple[str, ...]:
-        """What each stage makes without autocast: the types of its parameters."""
-        return tuple(stage.space.out.dtype for stage in self.stages) if self.types is None else self.types.plain
+    def all_types(self) -> Types:
+        """Of each stage."""
+        if self.types is not None:
+            return self.types
+        plain = tuple(stage.space.out.dtype for stage in self.stages)
+        return Types(plain, plain, plain)
 
     @property
     def role(self) -> Role:
@@ -99,7 +103,7 @@ class Layer:
     def remembered(self) -> list[tuple[str, Parameter, str]]:
         """What training writes to, running statistics: the model's name, the description, the element type."""
         rows: list[tuple[str, Parameter, str]] = []
-        for dtype, stage in zip(self.plain_types, self.stages, strict=True):
+        for dtype, stage in zip(self.all_types.parameters, self.stages, strict=True):
             here = zip(self.parameters[stage.parameters], self.space.parameters[stage.parameters], strict=True)
             own = (p.trainable for p in stage.space.parameters)  # also where the layer's is frozen
             if stage.op.remembers:
@@ -123,7 +127,7 @@ class Layer:
         if self.role is Role.TIED:
             trainable = self.out.differentiable and self.trains
             return [(self.name, Parameter(self.name, self.out.shape, same(self.out), trainable), self.out.item_bytes)]
-        stages = zip(self.plain_types, self.stages, strict=True)
+        stages = zip(self.all_types.parameters, self.stages, strict=True)
         item_bytes = [ITEM_BYTES[dtype] for dtype, stage in stages for _ in stage.space.parameters]
         rows = zip(self.parameters, self.space.parameters, item_bytes, strict=True)
         return [row for i, row in enumerate(rows) if i not in self.tied]
@@ -140,8 +144,8 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     name: str = "model"
     differentiated: frozenset[str] = frozenset()  # inputs whose gradient is wanted, beside those of parameters
-    exempt: tuple[str, ...] = ()  # what the model computes within torch.autocast(enabled=False)
     unseen: tuple[str, ...] = ()  # what the model does, and its layers do not: a phrase each
+    mixed: bool = False  # whether the layers' types are those of a run or of a plan (see `graph.mixed`)
     by_name: dict[str, Layer] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +239,7 @@ class LayerGraph:
             for layer in self.layers:
                 main = layer.stages[0]
                 if (main.op.weights or not weighted) and main.space.out.differentiable:
-                    return layer.plain_types[0]
+                    return layer.all_types.parameters[0]
         return "float32"
 
     @cached_property
@@ -250,9 +254,10 @@ class LayerGraph:
                 "followers": layer.epilogue,
                 "shape": layer.out.shape,
                 "dims": layer.out.dims,
-                "dtype": layer.plain_types[-1],
+                "dtype": layer.all_types.plain[-1],
             }
             | ({"frozen": layer.frozen} if layer.frozen else {})
+            | ({"autocast": layer.autocast} if layer.autocast else {})
             for layer in self.layers
         ]
         return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_rows).encode()).hexdigest()

@@ -6,7 +6,7 @@ themselves are asked: each runs once, on tensors that have shapes and types but 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.graph.types import Types
+from layerwise.graph.types import Types, autocast_within
 from layerwise.ops.base import Local, Op, Role, space
 from layerwise.ops.stages import needed_box
 from layerwise.tensor import TensorSpec
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = None) -> LayerGraph:
+def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | None = None) -> LayerGraph:
     """The same network with the types that its tensors have under autocast; parameters and their gradients keep theirs.
 
-    A network that has such types already keeps them. What the model computes with autocast turned off, as in
-    `torch.autocast(..., enabled=False)`, has the types that it has without.
+    The model's own `torch.autocast` regions go before the one around its call. A network that has been through here
+    keeps its types, and so does one without either.
 
-    autocast: "bfloat16" or "float16"; device: "cpu" or "cuda", which differ; dtype: what the model's own element type
-    is in the run (default: what it is in the graph).
+    autocast: of the one around the call, "bfloat16", "float16", None; device: "cpu" or "cuda", which differ; dtype:
+    what the model's own element type is in the run (default: what it is in the graph).
     """
-    if any(layer.types is not None for layer in graph.layers):
+    if graph.mixed or (autocast is None and not any(layer.autocast for layer in graph.layers)):
         return graph
-    own, exempt = graph.dtype, frozenset(graph.exempt)
+    own = graph.dtype
     run = dtype or own
     done: dict[str, Layer] = {}
     for layer in graph.layers:
@@ -43,7 +43,8 @@ def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = Non
         types = None
         if layer.role is Role.COMPUTE:
             made: list[str] = []
-            for stage in layer.stages:
+            here = autocast_within(layer.autocast, device, autocast)
+            for stage, weights in zip(layer.stages, layer.all_types.parameters, strict=True):
                 read = [spec.dtype for spec in specs[stage.inputs]]
                 if stage.slot is not None:
                     read.insert(stage.slot, made[-1])
@@ -51,17 +52,25 @@ def mixed(graph: LayerGraph, autocast: str, device: str, dtype: str | None = Non
                     replace(spec, dtype=run if name == own else name)
                     for spec, name in zip(stage.specs, read, strict=True)
                 )
-                plain = stage.space.out.dtype
-                here = None if layer.name in exempt else autocast
-                result = _made(stage.op, given, run if plain == own else plain, here, device)
+                result = made_by(stage.op, given, run if weights == own else weights, here, device)
                 made.append(own if result == run else result)
-            types = Types(tuple(made), tuple(stage.space.out.dtype for stage in layer.stages))
+            types = replace(layer.all_types, made=tuple(made))
         done[layer.name] = replace(layer, specs=specs, types=types)
-    return replace(graph, layers=tuple(done.values()))
+    return replace(graph, layers=tuple(done.values()), mixed=True)
+
+
+def types_of(op: Op, sources: Sequence[Layer]) -> Types | None:
+    """Of an operator without autocast and without parameters; None where it says them by itself."""
+    if op.role is not Role.COMPUTE or all(source.types is None for source in sources):
+        return None
+    made = space(op, tuple(source.out for source in sources)).out.dtype
+    plain = tuple(replace(source.out, dtype=source.all_types.plain[-1]) for source in sources)
+    without = space(op, plain).out.dtype
+    return Types((made,), (without,), (without,))
 
 
 @lru_cache(maxsize=65536)
-def _made(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str:
+def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str:
     """The element type of what an operator makes of inputs `specs` and parameters of type `weights`.
 
     autocast: None: it is turned off.

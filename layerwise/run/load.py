@@ -106,7 +106,7 @@ def build_module(
     if comm.size == 1 and plan.gpus > 1:
         plan = serial(plan)
     plan.check(graph, comm.size)
-    check_types(graph, options.dtype)
+    check_types(replace(options, autocast=None).typed(graph), options.dtype)
     if loss is not None and plan.io == "sample":
         raise LayerwiseError("the plan has io 'sample': each rank computes the loss of its own samples; leave loss out")
     if plan.io == "sample" and plan.batch < plan.gpus:

@@ -12,6 +12,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.mixed import mixed
+from layerwise.graph.types import Regions, autocast_within
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.tensorfile import dtype_name
@@ -42,9 +43,14 @@ class RuntimeOptions:
 
     def typed(self, graph: LayerGraph) -> LayerGraph:
         """`graph` with the element types that its tensors have in this run, its own type for `dtype`."""
-        if self.autocast is None:
-            return graph
-        return mixed(graph, dtype_name(self.autocast), self.device.type, dtype_name(self.dtype))
+        autocast = None if self.autocast is None else dtype_name(self.autocast)
+        return mixed(graph, autocast, self.device.type, dtype_name(self.dtype))
+
+    def autocast_within(self, regions: Regions) -> torch.dtype | None:
+        """What autocast casts to in some of the model's own regions; None where it is off."""
+        around = None if self.autocast is None else dtype_name(self.autocast)
+        here = autocast_within(regions, self.device.type, around)
+        return None if here is None else getattr(torch, here)
 
 
 def check_types(graph: LayerGraph, dtype: torch.dtype) -> None:
@@ -75,7 +81,7 @@ def uses_local_batch_norm(plan: Plan, wanted: bool | None = None) -> bool:
 def planned_types(plan: Plan, graph: LayerGraph) -> LayerGraph:
     """`graph` with the element types that the plan's predictions are of."""
     types = plan.provenance.get("mixed_precision")
-    return mixed(graph, str(types["autocast"]), str(types["device"])) if isinstance(types, dict) else graph
+    return mixed(graph, types["autocast"], str(types["device"])) if isinstance(types, dict) else graph
 
 
 def plan_digest(plan: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,28 +14,10 @@ import layerwise
 from layerwise.comm.base import Comm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
-from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
+from tests.run.autocasting import BF16, F16, F32, Made, Model, apart, both, check
 from tests.run.plans import random_plan
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-Made = Callable[["Model", Tensor, Tensor], Tensor]
-
-
-class Model(nn.Module):
-    """A convolution, whose result is of 16 bits, beside the input, which is of 32, and what `last` makes of the two."""
-
-    def __init__(self, last: Made) -> None:
-        super().__init__()
-        self.last, self.first, self.second = last, nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.beside, self.fc = nn.Conv2d(8, 4, 1), nn.Linear(6, 6)
-        self.batch_norm, self.group_norm, self.layer_norm = nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm(6)
-        self.up = nn.ConvTranspose2d(8, 4, 2, 2)
-        self.table = nn.Parameter(torch.randn(8, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self, self.first(x), x)
 
 
 def attention(m: Model, y: Tensor, x: Tensor) -> Tensor:
@@ -85,65 +66,11 @@ CASES: dict[str, Made] = {
 }  # fmt: skip
 
 
-def both(last: Made) -> tuple[Model, Model, Tensor]:
-    torch.manual_seed(0)
-    model = Model(last)
-    return model, copy.deepcopy(model), torch.randn(4, 4, 6, 6)
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, of the largest element."""
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if b.numel() else 0.0
-
-
 @pytest.mark.parametrize(("case", "dtype"), [*((case, BF16) for case in CASES), ("two layers", F16)])
 def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
     """On one device bit by bit; on two, with layers cut anyhow, to what roundings to this type make."""
-    model, plain, x = both(CASES[case])
-    exact = model(x)
-    with torch.autocast("cpu", dtype):
-        wanted = plain(x)
-    weights = torch.rand(wanted.shape)
-    (wanted.float() * weights).mean().backward()
-    network = replace(network_of(model, (x,), 4, "test", trusted=True), module=None)  # layer by layer on one rank, too
-    made = load(random_plan(fuse(network.graph), 1, 0, "sample"), network)
-    with torch.autocast("cpu", dtype):
-        found = made(x)
-    assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    (found.float() * weights).mean().backward()
-    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    for name, p in made.named_parameters():
-        if p.grad is not None or name in gradients:
-            assert p.grad is not None
-            torch.testing.assert_close(p.grad, gradients[name], rtol=2e-2, atol=1e-5)
-    eps, largest = torch.finfo(dtype).eps, max(float(g.abs().max()) for g in gradients.values())
-    rounded = 0.0 if case == "of the input" else eps / 64  # at least so much differs from float32's result
-    assert rounded <= apart(wanted.float(), exact) < 8 * eps
-    for seed in range(2):
-        plan = random_plan(fuse(network.graph), 2, seed, "sample")
-
-        def run(comm: Comm, plan: object = plan) -> None:
-            made = load(plan, network, comm=comm)  # type: ignore[arg-type]
-            share, before = made.share(), dict(comm.sent)
-            with torch.autocast("cpu", dtype):
-                found = made(x[share])
-                predicted = made.predicted_bytes()
-            assert found.dtype == wanted.dtype
-            assert apart(found.float(), wanted[share].float()) < 8 * eps
-            assert rounded <= apart(found.float(), exact[share])
-            (found.float() * weights[share]).mean().backward()
-            held = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
-            assert all(gradient.dtype == F32 for gradient in held.values())
-            sent = {kind: comm.sent[kind] - before.get(kind, 0) for kind in PREDICTED}
-            total = comm.all_gather_object(sent)
-            assert {kind: sum(one[kind] for one in total) for kind in PREDICTED} == predicted
-            boxes = {shard.name: shard.box for shard in made.shards()}
-            for name, gradient in held.items():
-                there = gradients[name][boxes[name].slices()]
-                assert float((gradient - there).abs().max()) < 8 * eps * largest, name
-
-        run_threads(2, run)
+    models = both(CASES[case])
+    check(models, models[0](models[2]), dtype, around=dtype, rounds=case != "of the input")
 
 
 def test_each_call_as_it_is_called() -> None:

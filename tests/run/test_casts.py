@@ -108,17 +108,6 @@ def test_casts_are_kept(case: str) -> None:
                 assert sum(sent[kind] for _, sent in ranks) == round(plan.predicted[name]), kind
 
 
-def test_autocast_inside_a_model_is_refused() -> None:
-    def last(model: Model, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", BF16):
-            return model.second(y)
-
-    with pytest.raises(
-        LayerwiseError, match=r"layer 'second:?2?' .*gives bfloat16 in PyTorch, but float32 here.*autocast"
-    ):
-        layerwise.parallelize(Model(F32, last, F32), torch.randn(4, 6), verbose=False, measure_s=0)
-
-
 def test_a_model_of_two_types_is_not_run_in_a_third() -> None:
     model, x = Model(F64, CASES["to bfloat16 and back"][2], F64), torch.randn(4, 6).double()
     network = network_of(model, (x,), 4, "test")

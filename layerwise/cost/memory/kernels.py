@@ -77,7 +77,7 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
         if spec.differentiable and spec.dtype != out.dtype
     }
     number = next(i for i, one in enumerate(layer.stages) if one is stage)
-    if not product or layer.types.plain[number] == out.dtype:
+    if not product or layer.types.parameters[number] == out.dtype:
         return copies, none
     weights = [place.at(p.epilogue).needs(p.maps).volume for p in layer.space.parameters[stage.parameters]]
     return copies, sum(weights, none) * out.item_bytes

@@ -12,6 +12,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Built, Call, Operand
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
@@ -53,6 +54,7 @@ class _Importer:
         self.memory = Memory(program)
         uses = Counter(ref.name for node in layers for ref in node.operands if ref.name in constant)
         self.placer = placer = TorchPlacer(GraphBuilder(title), uses)
+        placer.builder.traced = program.device
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
@@ -122,6 +124,7 @@ class _Importer:
 
     def layer(self, node: Node) -> None:
         """A call that computes something."""
+        self.placer.builder.autocast = effective(node.autocast, self.program.device)
         by_row = self.works_by_row(node)
         build = row(node.target)
         given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
@@ -139,14 +142,11 @@ class _Importer:
             bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
-            result = typed(
-                node, build, Call(node.target, self.names[node.name], bound, outputs, self.batch), self.placer.place
-            )
+            call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
+            result = typed(node, build, call, self.placer)
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
-        if node.exempt and any(isinstance(made, Built) for made in results):
-            self.placer.builder.exempt.append(self.names[node.name])
         for value, made in zip(node.outputs, results, strict=False):
             if value is None or made is None or isinstance(made, tuple):
                 continue

@@ -134,6 +134,7 @@ def _export(
             _quiet(),
             Watch().on() as watch,
             _synchronised_anywhere(),
+            _cuda_autocast_anywhere(),
             _without_stack_traces(),
             without_cache(model),
         ):
@@ -154,6 +155,21 @@ def _synchronised_anywhere() -> Iterator[None]:
         yield
     finally:
         kind.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _cuda_autocast_anywhere() -> Iterator[None]:
+    """`torch.autocast("cuda")` is traced as it is written where there is no CUDA; it would be traced as turned off."""
+    common, cuda = torch.cuda.amp.common, torch.cuda
+    missing, supported = common.amp_definitely_not_available, cuda.is_bf16_supported
+    if not missing():  # type: ignore[no-untyped-call]
+        yield
+        return
+    common.amp_definitely_not_available, cuda.is_bf16_supported = lambda: False, lambda *_: True
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, cuda.is_bf16_supported = missing, supported
 
 
 @contextmanager

@@ -32,7 +32,9 @@ class TorchPlacer(Placer):
         for p in parameters:
             if self._is_reshaped(p):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
-        return self.builder.add(name, op, [self.source(x) for x in inputs], [p.name for p in parameters])
+        trained = (p.spec.dtype for p in parameters if p.role == "parameter")
+        names = [p.name for p in parameters]
+        return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None))
 
     def _stands_alone(self, p: Operand) -> bool:
         """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""

@@ -7,7 +7,7 @@ nothing by themselves (`torch.no_grad()`, autocast) inlined.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.types import Region, Regions
 from layerwise.importers.registry import canonical
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules ar
 # https://github.com/pytorch/pytorch/tree/main/torch/_higher_order_ops
 REGIONS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 0, "tag_activation_checkpoint": 0}
 NO_GRADIENT = "wrap_with_set_grad_enabled"
-AUTOCAST = "wrap_with_autocast"  # (device type, element type, enabled, ...)
+AUTOCAST = "wrap_with_autocast"  # (device type, element type, enabled, cache enabled, ...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Node:
     outputs: tuple[Value | None, ...]
     stack: Stack = ()
     overload: torch._ops.OpOverload | None = None
-    exempt: bool = False  # within torch.autocast(enabled=False)
+    autocast: Regions = ()  # around it
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -81,6 +82,7 @@ class Program:
     sources: tuple[Source, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
+    device: str = "cpu"  # the type of the one that it was traced on
 
 
 def refs(value: object) -> Iterator[Ref]:
@@ -120,7 +122,9 @@ def read_program(exported: ExportedProgram, name: str) -> Program:
     returned = reader.read(graph)
     users = [i for i, spec in enumerate(signature.output_specs) if spec.kind in _RETURNED]
     outputs = tuple(ref for i in users if isinstance(ref := returned[i], Ref))
-    return Program(name, tuple(sources), tuple(reader.nodes), outputs)
+    values = (node.meta["val"] for node in placeholders.values())
+    device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
+    return Program(name, tuple(sources), tuple(reader.nodes), outputs, device)
 
 
 _RETURNED = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
@@ -186,8 +190,8 @@ class _Reader:
         inner.values.update(zip(inputs, arguments[place + 1 + REGIONS[name] :], strict=True))
         before = len(self.nodes)
         returned = inner.read(body.graph)
-        if name == AUTOCAST and arguments[2] is False:
-            exempt(self.nodes, before)
+        if name == AUTOCAST:
+            within(self.nodes, before, arguments)
         if name == NO_GRADIENT and arguments[0] is False:
             return tuple(detached(self.nodes, value) for value in returned)
         return returned
@@ -215,9 +219,11 @@ def detached(nodes: list[Node], value: T) -> T | Ref:
     return Ref(result.name)
 
 
-def exempt(nodes: list[Node], first: int) -> None:
-    """Marks the calls from number `first` on, which autocast leaves alone."""
-    nodes[first:] = [replace(node, exempt=True) for node in nodes[first:]]
+def within(nodes: list[Node], first: int, arguments: Sequence[object]) -> None:
+    """Marks the calls from number `first` on, which a region of autocast is around. arguments: those of the region."""
+    device, dtype, enabled = arguments[:3]
+    region = Region(str(device), _name(dtype) if enabled and isinstance(dtype, torch.dtype) else None)
+    nodes[first:] = [replace(node, autocast=(region, *node.autocast)) for node in nodes[first:]]
 
 
 def bind(overload: torch._ops.OpOverload, args: object, kwargs: object) -> dict[str, object]:
@@ -282,7 +288,11 @@ def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape(tensor: torch.Tensor, where: str, kind: str = "") -> tuple[int, ...]:

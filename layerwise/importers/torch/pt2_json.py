@@ -29,9 +29,9 @@ from layerwise.importers.torch.program import (
     bind,
     control_flow,
     detached,
-    exempt,
     left_open,
     module_path,
+    within,
 )
 
 Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
@@ -99,7 +99,7 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
             outputs.append(text(mapping(arg["as_tensor"])["name"]))
         elif kind == "loss_output":
             outputs.append(text(arg["name"]))
-    return Program(name, tuple(sources), tuple(reader.nodes), tuple(reader.ref(o) for o in outputs))
+    return Program(name, tuple(sources), tuple(reader.nodes), tuple(reader.ref(o) for o in outputs), reader.device())
 
 
 class _Reader:
@@ -121,6 +121,11 @@ class _Reader:
         meta = mapping(self.tensors[name])
         shape = tuple(int(_number(size, name)) for size in sequence(meta["sizes"]))
         return Value(self.prefix + name, shape, DTYPES.get(integer(meta["dtype"]), "unknown"))
+
+    def device(self) -> str:
+        """The type of the device that the model was traced on."""
+        where = next((mapping(mapping(meta)["device"]) for meta in self.tensors.values()), {"type": "cpu"})
+        return text(where["type"])
 
     def ref(self, name: str) -> Ref:
         return self.names[name] if name in self.names else Ref(self.value(name).name)
@@ -181,8 +186,8 @@ class _Reader:
                 inner.names[inside] = outside
         before = len(self.nodes)
         inner.calls(graph)
-        if kind == AUTOCAST and self.argument(arguments[2]) is False:
-            exempt(self.nodes, before)
+        if kind == AUTOCAST:
+            within(self.nodes, before, [self.argument(a) for a in arguments[:3]])
         returned = [name for result in sequence(graph["outputs"]) for name in _names(mapping(result))]
         taken = [name for result in sequence(node["outputs"]) for name in _names(mapping(result))]
         stopped = kind == NO_GRADIENT and self.argument(arguments[0]) is False

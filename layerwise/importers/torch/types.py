@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
+from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.mixed import made_by
+from layerwise.graph.types import autocast_within
+from layerwise.importers.place import Placer
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.torch.memory import in_place
 from layerwise.importers.torch.ops.table import PROMOTING, base_name
@@ -13,16 +16,14 @@ from layerwise.importers.torch.program import Node
 from layerwise.ops.pointwise import Cast, promoted
 from layerwise.tensor import TensorSpec
 
-Place = Callable[[Result, str], Operand]  # adds the layers of a result
 
-
-def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
+def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
     """What a row makes of a call; where the types differ, of operands that are cast first.
 
     LayerwiseError where that gives another type than PyTorch, too.
     """
-    result = build(_asked(node, call, place))
-    if (wrong := _wrong(call, result)) is None:
+    result = build(_asked(node, call, placer))
+    if (wrong := _wrong(call, result, placer.builder)) is None:
         return result
     wanted, asked = wrong[0].dtype, call.get("dtype") is not None
     if in_place(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
@@ -37,10 +38,10 @@ def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
             # Only to a wider type, where another is not asked for; a number has none.
             if not asked and value.shape and promoted(value.spec.dtype, wanted) != wanted:
                 return value
-            return place(Built(Cast(wanted), (value,)), f"{call.layer}.cast")
+            return placer.place(Built(Cast(wanted), (value,)), f"{call.layer}.cast")
 
         result = build(replace(call, arguments={key: cast(key, value) for key, value in call.arguments.items()}))
-        if _wrong(call, result) is None:
+        if _wrong(call, result, placer.builder) is None:
             return result
     if "float" in wanted and not wrong[1].differentiable:
         raise LayerwiseError(
@@ -48,12 +49,11 @@ def typed(node: Node, build: Build, call: Call, place: Place) -> Result:
             "that the model is called with"
         )
     raise LayerwiseError(
-        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...) "
-        "(autocast inside of a model is not supported)"
+        f"it gives {wanted} in PyTorch, but {wrong[1].dtype} here: bring what it is given to one type with .to(...)"
     )
 
 
-def _asked(node: Node, call: Call, place: Place) -> Call:
+def _asked(node: Node, call: Call, placer: Placer) -> Call:
     """A call that computes in the type that it asks for, of operands that have it: under autocast they may not."""
     if call.get("dtype") is None or base_name(node.target) not in PROMOTING:
         return call
@@ -62,20 +62,32 @@ def _asked(node: Node, call: Call, place: Place) -> Call:
         if not isinstance(value, Operand) or not value.activation or value.spec.dtype != call.outputs[0].dtype:
             return value
         return (
-            place(Built(Cast(value.spec.dtype), (value,)), f"{call.layer}.cast") if value.spec.differentiable else value
+            placer.place(Built(Cast(value.spec.dtype), (value,)), f"{call.layer}.cast")
+            if value.spec.differentiable
+            else value
         )
 
     return replace(call, arguments={key: cast(value) for key, value in call.arguments.items()})
 
 
-def _wrong(call: Call, result: Result) -> tuple[TensorSpec, TensorSpec] | None:
+def _wrong(call: Call, result: Result, builder: GraphBuilder) -> tuple[TensorSpec, TensorSpec] | None:
     """The first output that has another element type than PyTorch's: there, and here."""
     results = result if isinstance(result, tuple) else (result,)
-    pairs = ((out, _made(r)) for out, r in zip(call.outputs, results, strict=False) if isinstance(r, Operand | Built))
+    pairs = (
+        (out, _made(r, builder))
+        for out, r in zip(call.outputs, results, strict=False)
+        if isinstance(r, Operand | Built)
+    )
     return next(((out, made) for out, made in pairs if out.dtype != made.dtype), None)
 
 
-def _made(result: Operand | Built) -> TensorSpec:
+def _made(result: Operand | Built, builder: GraphBuilder) -> TensorSpec:
+    """What a result is, within the regions of autocast that are around it."""
     if isinstance(result, Operand):
         return result.spec
-    return result.op.output(*(_made(i) for i in result.inputs))
+    specs = tuple(_made(i, builder) for i in result.inputs)
+    out, here = result.op.output(*specs), autocast_within(builder.autocast, builder.traced, None)
+    if here is None:
+        return out
+    weights = next((p.spec.dtype for p in result.parameters), out.dtype)
+    return replace(out, dtype=made_by(result.op, specs, weights, here, builder.traced))

@@ -60,7 +60,7 @@ def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> li
 
 
 def _cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
-    if layer.role is Role.TIED:
+    if layer.role is Role.TIED or model.dtype(layer) != model.options.dtype:  # of another set of times
         return []
     layout = model.layout(layer, configs)
     cells, local = fullest(layer, layout), model.options.local_batch_norm

@@ -145,7 +145,7 @@ class Executor:
         traced = self.spans.trace is not None and run.differentiate and segment.backward
         if traced:
             self._end_span_behind(run, inputs, given, begun)
-        with self.spans.span(segment.name, "compute"), self._autocast(segment.first.layer.name):
+        with self.spans.span(segment.name, "compute"), self._autocast(segment.first):
             seeds = segment.seeds(run.seed, self.options.device)
             made = dict(zip(segment.outputs, segment(_all(inputs), given, seeds), strict=True))
         if traced:
@@ -273,7 +273,7 @@ class Executor:
     ) -> Tensor:
         assert scheduled.work is not None
         try:
-            with self._autocast(scheduled.layer.name):
+            with self._autocast(scheduled):
                 out = scheduled.work.run(self.comm, _all(inputs), _all(given), training=run.training, seed=run.seed)
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
@@ -281,15 +281,14 @@ class Executor:
         except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
             raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
 
-    def _autocast(self, layer: str) -> AbstractContextManager[object]:
-        """Where kernels run: within the run's torch.autocast, or without where the model turns it off."""
-        kind, dtype = self.options.device.type, self.options.autocast
-        if dtype is None:
+    def _autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
+        """Where a layer's kernels run: within the run's torch.autocast, or one of the model's own."""
+        kind, wanted = self.options.device.type, scheduled.autocast
+        there = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if wanted == there:
             return NOTHING
-        wanted, there = layer not in self.schedule.exempt, torch.is_autocast_enabled(kind)
-        if wanted == there and (not wanted or torch.get_autocast_dtype(kind) == dtype):
-            return NOTHING
-        return torch.autocast(kind, dtype, enabled=wanted)
+        # The cache is that of the autocast around, and does not say to which type it has cast.
+        return torch.autocast(kind, wanted, enabled=wanted is not None, cache_enabled=False)
 
     def _end_span_behind(
         self, run: Pass, inputs: list[Tensor | None], given: list[Tensor | None], begun: list[int]

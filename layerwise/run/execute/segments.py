@@ -160,9 +160,10 @@ def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
     for scheduled in schedule.layers:
         if scheduled.layer.role is not Role.COMPUTE or not (training or scheduled.returned):
             continue
-        if any(edge.travels for edge in scheduled.edges):
+        other = bool(runs[-1]) and runs[-1][-1].autocast != scheduled.autocast
+        if other or any(edge.travels for edge in scheduled.edges):
             runs.append([])
-        if scheduled.layer.name not in schedule.exempt and _by_itself(scheduled):
+        if _by_itself(scheduled):
             runs[-1].append(scheduled)
         elif scheduled.work is not None:
             runs.append([])

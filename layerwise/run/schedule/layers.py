@@ -56,6 +56,7 @@ class ScheduledLayer:
     mirrors: Group  # the ranks that have these
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool  # whether a gradient flows through it
+    autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
 
@@ -71,7 +72,6 @@ class Schedule:
         self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
-        self.exempt = frozenset(graph.exempt)  # layers that autocast leaves alone
         self.places = places(graph, plan)
         self.free, self.whole_classes = plan.io == "free", whole_classes
         self.groups: set[Group] = set()
@@ -116,6 +116,7 @@ class Schedule:
             group,
             self.type_of(layer),
             self.graph.has_gradient[layer.name],
+            self.options.autocast_within(layer.autocast),
             layer.name in self.graph.returned,
         )
 
