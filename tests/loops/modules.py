@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.row import Numbers, row, train
-from tests.loops.setting import IMAGES, Balanced, Inceptive, Net, Setting, Supervised, batch, whole
+from tests.loops.setting import IMAGES, Balanced, Cast, Inceptive, Net, Setting, Supervised, batch, whole
 
 
 @row
@@ -144,18 +146,49 @@ def checkpointed(setting: Setting) -> Numbers:
     return whole(model)
 
 
+def mixed(setting: Setting, model: Any, around: torch.dtype | None) -> Numbers:
+    """The usual loop in mixed precision; the numbers rounded, and the type of the outputs."""
+    optimizer, types = SGD(model.parameters(), lr=0.1), set[torch.dtype]()
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", around, enabled=around is not None):
+            out = model(x.float())
+        types.add(out.dtype)
+        F.cross_entropy(out.float(), y).backward()
+        optimizer.step()
+    state = {name.replace("state.", "rough."): value for name, value in whole(model).items()}
+    return {"types": types, **state}
+
+
 @row
 def autocast(setting: Setting) -> Numbers:
     """`torch.autocast` around the call"""
-    model = setting.net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in setting.batches():
+    return mixed(setting, setting.parallel(Net().float()), torch.bfloat16)
+
+
+@row
+def autocast_inside(setting: Setting) -> Numbers:
+    """`torch.autocast` inside the model"""
+    return mixed(setting, setting.parallel(Cast()), None)
+
+
+@row
+def scaler(setting: Setting) -> Numbers:
+    """`torch.amp.GradScaler`, with `unscale_` and `clip_grad_norm_`; steps that overflow"""
+    model, scales = setting.net(), []
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 1024.0)
+    for step, (x, y) in enumerate(setting.batches()):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x).double(), y)
-        loss.backward()
-        optimizer.step()
-    return {name.replace("state.", "rough."): value for name, value in whole(model).items()}
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        if step == 1 and setting.last:
+            losses = losses * torch.cat([torch.ones(len(y) - 1), torch.tensor([torch.inf])])
+        scaler.scale(losses.mean()).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {"scales": scales, **whole(model)}
 
 
 @row

@@ -42,6 +42,21 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(x)))
 
 
+class Cast(Net):
+    """In float32, with a part in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.softplus(self.norm(self.first(x)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.tanh(self.second(x)).flatten(1)
+            x = torch.tanh(self.hidden(x))
+        return self.head(x.float())
+
+
 class Generator(nn.Module):
     """Images of images."""
 
@@ -107,6 +122,11 @@ class Setting:
     def rank(self) -> int:
         return 0 if self.comm is None else self.comm.rank
 
+    @property
+    def last(self) -> bool:
+        """Whether it has a batch's last sample."""
+        return self.comm is None or self.rank == self.comm.size - 1
+
     def share(self, x: Tensor) -> Tensor:
         """This rank's samples of a batch."""
         return x if self.comm is None else x.chunk(self.comm.size)[self.comm.rank]
@@ -115,7 +135,7 @@ class Setting:
         """As a user's script has it. split: where layers are split."""
         if self.comm is None:
             return model
-        example = self.share(batch(0)[0])
+        example = self.share(batch(0)[0]).to(next(model.parameters()).dtype)
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
             model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how
