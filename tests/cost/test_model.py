@@ -14,6 +14,8 @@ from layerwise.cost.transfer import telling_devices
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.types import Region, Regions
+from layerwise.machine import load as load_profile
 from layerwise.ops.combine import Concat
 from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear
@@ -124,3 +126,34 @@ def test_progress_is_reported_edge_by_edge() -> None:
 def test_the_ends_have_the_samples_over_as_many_devices_as_there_are(devices: int, degree: int) -> None:
     model = CostModel(residual(), brute.machine((devices,)), CostOptions())
     assert {model.end_config(model.graph[name]) for name in ("x", "outputs")} == {Config.of({"n": degree})}
+
+
+def test_regions_of_autocast_are_planned_at_their_own_rates() -> None:
+    """Layers within them cost what they cost where all of the network is of that type, and those without, too."""
+
+    def chain(regions: Regions) -> LayerGraph:
+        b = GraphBuilder("chain")
+        x = b.input("x", TensorSpec((8192, 4096), ("n", "c")))
+        for i in range(3):
+            b.autocast = regions if i == 1 else ()
+            x = networks.add(b, f"linear{i}", Linear(4096), [x])
+        return b.finish([x])
+
+    devices = load_profile("h100").device_graph(gpus=2, gpus_per_node=2)
+
+    def costs(regions: Regions, dtype: str) -> list[float]:
+        model = CostModel(chain(regions), devices, CostOptions(dtype=dtype))
+        return [float(model.node_cost(layer, (Config(),)).compute.forward[0]) for layer in model.graph.inner]
+
+    sixteen, off = (Region("cuda", "bfloat16"),), (Region("cuda", None),)
+    plain, mixed = costs((), "float32"), costs((), "bf16")
+    assert plain[1] > 2 * mixed[0]
+    assert costs((Region("cpu", "bfloat16"),), "float32") == plain  # it does nothing on a GPU
+    assert costs(sixteen, "float32")[:2] == [plain[0], mixed[0]]  # both read float32
+    assert costs(off, "bf16")[0] == mixed[0]
+    assert 0.8 * plain[1] < costs(off, "bf16")[1] <= plain[1]  # it reads 16 bits
+    for regions, dtype, here, bits in ((sixteen, "float32", "bf16", "bfloat16"), (off, "bf16", "float32", "float32")):
+        model = CostModel(chain(regions), devices, CostOptions(dtype=dtype))
+        assert [model.dtype(layer) for layer in model.graph.inner] == [dtype, here, dtype]
+        assert model.graph["linear1"].out.dtype == bits
+        assert [item_bytes for layer in model.graph.inner for *_, item_bytes in layer.held()] == [4] * 6

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from layerwise import models
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.types import TRACED, Region
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
 from layerwise.ops.embed import Embedding
@@ -323,12 +324,17 @@ class Regions(nn.Module):
             scale = (x * 2).amax(1, keepdim=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=False):
             y = self.fc(x)
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", enabled=False):
+                y = self.fc(y)
         return torch.utils.checkpoint.checkpoint(self.fc, y / scale, use_reentrant=False)
 
 
 def test_regions_are_inlined() -> None:
     graph = imported(Regions().double(), (numbers(2, 8),))
-    assert names(graph) == ["mul", "amax", "detach", "fc", "div", "fc:2"]
+    assert names(graph) == ["mul", "amax", "detach", "fc", "fc:2", "div", "fc:3"]
+    found = [graph[name].autocast for name in ("amax", "fc", "fc:2", "fc:3")]
+    assert found == [(), (Region(TRACED, None),), (Region(TRACED, "bfloat16"), Region("cuda", None)), ()]
+    assert {layer.out.dtype for layer in graph.layers[1:-1]} == {"float64"}  # which autocast does not cast
 
 
 def test_a_module_may_be_called_outputs() -> None:

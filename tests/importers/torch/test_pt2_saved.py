@@ -25,10 +25,12 @@ def test_the_same_graph_as_from_the_program(name: str, tmp_path: Path) -> None:
 
 
 def test_shared_modules_and_regions(tmp_path: Path) -> None:
-    for i, (model, x) in enumerate(((zoo.ConvNet(), numbers(4, 3, 16, 16)), (Regions(), numbers(2, 8)))):
-        program = torch.export.export(model.double(), (x,))
+    given = (zoo.ConvNet().double(), numbers(4, 3, 16, 16)), (Regions(), numbers(2, 8).float())
+    for i, (model, x) in enumerate(given):
+        program = torch.export.export(model, (x,))
         torch.export.save(program, tmp_path / f"{i}.pt2")
         graph = from_torch(load_pt2(str(tmp_path / f"{i}.pt2")))
+        assert graph.layers == from_torch(program).layers  # with their types
         assert graph.digest == from_torch(program).digest
         assert graph.parameter_count() == sum(p.numel() for p in model.parameters())
 
