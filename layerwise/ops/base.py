@@ -147,6 +147,7 @@ class Local:
     # overwrite the tensor. None where this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     seed: Seed = 0  # of the random numbers of this step, equal on all devices
+    convolve: Callable[..., Tensor] | None = field(default=None, compare=False)  # instead of torch's convolution
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
@@ -181,6 +182,7 @@ class Op(ABC):
     draws: ClassVar[bool] = False  # random numbers, in training
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
+    weights_late: ClassVar[bool] = False  # the gradient of its weights can be made after that of its input
     local_statistics: ClassVar[bool] = False  # on request it takes statistics of a device's own samples, as DDP does
     arithmetic: ClassVar[bool] = True  # else it only moves numbers: no FLOPs
     pointwise: ClassVar[bool] = False  # every output element depends on its own index of the first input only

@@ -1,8 +1,11 @@
-"""Which transfers run ahead: begun as soon as their tensor is made, and awaited where it is needed."""
+"""Which transfers run ahead: begun as soon as their tensor is made, and awaited where it is needed.
+
+And whose gradient goes back before its layer has made that of its weights.
+"""
 
 from __future__ import annotations
 
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 
 EdgeEnd = tuple[str, int]  # a layer, and which of its inputs
@@ -28,3 +31,11 @@ def begun_before(graph: LayerGraph, io: str) -> dict[str, tuple[EdgeEnd, ...]]:
             made = []
         made.append(layer.name)
     return {name: tuple(edges) for name, edges in begun.items()}
+
+
+def weights_late(layer: Layer, flows: bool) -> bool:
+    """Whether the gradient of a layer's weights is made after that of its first input has left, if that travels.
+
+    It travels beside. flows: whether there is a gradient of the first input.
+    """
+    return flows and layer.main.weights_late and 0 not in layer.tied and layer.space.parameters[0].trainable

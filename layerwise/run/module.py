@@ -20,7 +20,8 @@ from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered
-from layerwise.run.execute.executor import Executor, Pass
+from layerwise.run.execute.executor import Executor
+from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused

@@ -10,8 +10,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.combine import Concat
+from layerwise.ops.conv import Conv
 from layerwise.ops.linear import Linear
-from layerwise.partition.ahead import begun_before
+from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add
 
@@ -40,3 +41,14 @@ def test_an_edge_runs_ahead_where_a_layer_computes_before_its_user(graph: LayerG
             if computing and not (io == "free" and layer.role is Role.SINK):
                 expected.setdefault(computing[0], []).append((layer.name, slot))
     assert {name: list(edges) for name, edges in begun_before(graph, io).items()} == expected
+
+
+def test_weights_are_late_where_the_input_has_a_gradient_and_they_have_one() -> None:
+    b = GraphBuilder("convolutions")
+    x = b.input("x", TensorSpec((4, 8, 9), ("n", "c", "h")))
+    x = add(b, "conv", Conv(8, (3,), (1,), ((1, 1),), (1,)), [x])
+    graph = b.finish([add(b, "linear", Linear(8), [x])])
+    assert weights_late(graph["conv"], True)
+    assert not weights_late(graph["conv"], False)
+    assert not weights_late(graph.freeze(["conv.weight"])["conv"], True)
+    assert not weights_late(graph["linear"], True)

@@ -139,11 +139,11 @@ def test_evaluation_leaves_out_what_is_not_returned() -> None:
 
 
 def test_what_is_needed_later_travels_beside_computation() -> None:
-    """And its gradient, in the backward pass; of what is needed at once nothing does."""
+    """And its gradient, in the backward pass; of what is needed at once, that of a convolution's input does."""
     _, network, samples = smooth()
     plan = in_order(network, 2, 3)
 
-    def rank(comm: Comm) -> tuple[set[str], dict[str, set[str]]]:
+    def rank(comm: Comm) -> tuple[set[str], dict[str, set[str]], set[str]]:
         made = load(plan, network, comm=comm, dtype=torch.float64)
         made.trace = Trace()
         made(samples[made.share()]).square().mean().backward()
@@ -154,12 +154,23 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
             for span in spans
             if span.category == "transfers"
         }
-        return {edge.what for layer in made.schedule.layers for edge in layer.edges if edge.ahead}, beside
+        edges = [(edge, layer) for layer in made.schedule.layers for edge in layer.edges]
+        begun = {span.name: span.start_s for span in spans if span.category == "transfers"}
+        weights_late = set[str]()
+        for edge, user in edges:
+            if edge.weights_late:
+                name = f"{edge.what} (backward)"
+                weights_late.add(name)
+                made_at = [c.start_s for c in computed if c.name == f"{user.layer.name} (backward)"]
+                assert not user.work or begun[name] <= max(made_at)
+        return {edge.what for edge, _ in edges if edge.ahead}, beside, weights_late
 
-    for sent_ahead, beside in run_threads(2, rank):
+    for sent_ahead, beside, weights_late in run_threads(2, rank):
         assert sent_ahead
+        assert weights_late
         for name, computed in beside.items():
-            assert bool(computed) == (name.removesuffix(" (backward)") in sent_ahead), (name, computed)
+            if name not in weights_late:  # whose transfer may end while weights' gradients are made
+                assert bool(computed) == (name.removesuffix(" (backward)") in sent_ahead), (name, computed)
         assert {f"{name}{way}" for name in sent_ahead for way in ("", " (backward)")} <= beside.keys()
 
 

@@ -30,6 +30,15 @@ def part(ref: Ref, where: Mask) -> Ref:
     return tuple((s, mask & where) for s, mask in ref)
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What is on its way from its source, or back to it, while others compute."""
+
+    arrived: Ref  # where it arrives
+    copies: Ref  # of what is sent and was not contiguous
+    gradient: Ref = NOBODY  # on the way back: what it is made of
+
+
 class AllocationTracker:
     """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,))."""
 

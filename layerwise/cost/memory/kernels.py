@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layerwise.cost.memory.allocations import AllocationTracker
+from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Kept, Stage
@@ -81,3 +83,20 @@ def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> t
         return copies, none
     weights = [place.at(p.epilogue).needs(p.maps).volume for p in layer.space.parameters[stage.parameters]]
     return copies, sum(weights, none) * out.item_bytes
+
+
+def update(tracker: AllocationTracker, sizes: Sequence[Floats], model: CostModel) -> None:
+    """An optimizer's step, of parameters of these bytes. Activations are gone; Adam has its denominators besides.
+
+    For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
+    but on a CPU for one after the other: its root and that divided, beside the last one's.
+    """
+    if model.options.optimizer != "adam":
+        return
+    before = np.zeros(model.devices.count)
+    if model.devices.device_type != "cpu":
+        tracker.spike(sum(sizes, before))
+        return
+    for size in sizes:
+        tracker.spike(before + 2 * size)
+        before = size

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref, part
-from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of
+from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
+from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of, update
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.ops.loss import Loss
-from layerwise.partition.ahead import EdgeEnd, begun_before
+from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
 
@@ -40,17 +40,8 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
                 step.tracker.drop(step.values.pop(source))
     for layer in reversed(layers):
         step.backward(layer)
-    step.update()
+    update(step.tracker, [size for rows in step.trained.values() for size, _ in rows], model)
     return step.tracker.peak
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What is on its way from its source, or back to it, while others compute."""
-
-    arrived: Ref  # where it arrives
-    copies: Ref  # of what is sent and was not contiguous
-    gradient: Ref = NOBODY  # on the way back: what it is made of
 
 
 @dataclass
@@ -65,6 +56,7 @@ class _Step:
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
     gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
     flights: dict[EdgeEnd, Flight] = field(default_factory=dict)  # what runs ahead to each of its inputs, or back
+    late: list[Ref] = field(default_factory=list)  # what the gradient of weights is made of, while it is yet to be made
 
     def __post_init__(self) -> None:
         devices, options = self.model.devices.count, self.model.options
@@ -235,14 +227,18 @@ class _Step:
         name = layer.name
         if layer.role is Role.TIED:
             self._drop([self.gradients.pop(name, NOBODY)])
-            for _, alone in self.trained[name]:
-                self.tracker.new(alone)
+            self._hand_out(layer)
         elif layer.role is not Role.SINK:
             inward = self._differentiate(layer) if self.flows[name] else []
             for user, slot in reversed(self.begun.get(name, ())):
                 self._land(self.model.graph[user], slot)
-            for slot in reversed(self._ahead_first(layer)) if inward else ():
+            slots = sorted(self._ahead_first(layer), key=lambda slot: slot > 0 or not self.late)
+            for slot in reversed(slots) if inward else ():
                 self._return(layer, slot, inward[slot])
+            if self.late:
+                self._make_weights(layer)
+                if not self._runs_ahead(layer, 0):
+                    self._land(layer, 0)
 
     def _differentiate(self, layer: Layer) -> list[Ref]:
         tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
@@ -250,13 +246,17 @@ class _Step:
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
             stage, before, slots, parameters, weights = stages[number], NOBODY, stages[number].slots, [NOBODY], NOBODY
+            late = number == 0 and self._weights_late(layer)
             if number == tracked[0]:
                 slots = self._slots(layer, 0) if number == 0 else slots
+            if number == tracked[0] and not late:
                 weights = tracker.new(stage.weights)  # the gradients of copies come first
                 parameters = [] if weights else self._gradients_of_parameters(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between))  # what it was made of is gone when it is used
             read, two = running + saved[number], stage.between > 0
+            if late:
+                self.late, read = [read], NOBODY
             tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:
@@ -269,9 +269,25 @@ class _Step:
             self._drop([*parameters, weights])
             running = before
         tracker.drop(running)
-        for _, alone in self.trained[layer.name]:
-            tracker.new(alone)  # of it nothing goes: what is shared has been copied into its bucket
+        if not self.late:
+            self._hand_out(layer)
         return inward
+
+    def _weights_late(self, layer: Layer) -> bool:
+        """Whether the gradient of its input travels while that of its weights is made."""
+        flows = any(self.model.graph.flows_back(layer)[:1])
+        return weights_late(layer, flows) and not self._edge(layer, 0).local
+
+    def _make_weights(self, layer: Layer) -> None:
+        copies = self.tracker.new(self.stages[layer.name][0].weights)
+        self._drop([*self._gradients_of_parameters(layer), copies, *self.late])
+        self.late = []
+        self._hand_out(layer)
+
+    def _hand_out(self, layer: Layer) -> None:
+        """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
+        for _, alone in self.trained[layer.name]:
+            self.tracker.new(alone)
 
     def _gradients_of_parameters(self, layer: Layer) -> list[Ref]:
         return [self.tracker.new(size) for size, _ in self.trained[layer.name]]
@@ -289,7 +305,7 @@ class _Step:
             return
         edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
         arrived = tracker.new(edge.sent * item_bytes)  # what it sent forward
-        if self._runs_ahead(layer, slot):
+        if self._runs_ahead(layer, slot) or (slot == 0 and self.late):
             self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes), gradient)
         else:
             tracker.spike(edge.back * item_bytes)
@@ -324,25 +340,6 @@ class _Step:
 
     def _own_bytes(self, name: str) -> Floats:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
-
-    # ---- update ----
-
-    def update(self) -> None:
-        """Activations are gone; Adam has its denominators besides.
-
-        For all parameters at once (PyTorch's foreach, https://pytorch.org/docs/stable/generated/torch.optim.Adam.html),
-        but on a CPU for one after the other: its root and that divided, beside the last one's.
-        """
-        if self.model.options.optimizer != "adam":
-            return
-        sizes = [size for rows in self.trained.values() for size, _ in rows]
-        if self.model.devices.device_type != "cpu":
-            self.tracker.spike(sum(sizes, np.zeros(self.model.devices.count)))
-            return
-        before = np.zeros(self.model.devices.count)
-        for size in sizes:
-            self.tracker.spike(before + 2 * size)
-            before = size
 
     def _drop(self, refs: Sequence[Ref]) -> None:
         for ref in refs:

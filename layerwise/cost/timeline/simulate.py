@@ -1,7 +1,8 @@
 """timeline_s: a step simulated device by device, with the overlap that the runtime has.
 
 Layers run forward in plan order, then backward in reverse. A transfer holds its devices from when the last of them has
-come to it; one that runs ahead (`layerwise.partition.ahead`) travels beside their computation, till it is needed.
+come to it; one that runs ahead (`layerwise.partition.ahead`) travels beside their computation, till it is needed. So
+does the gradient of a convolution's input, beside that of its weights.
 Transfers follow each other in the order in which they begin. Gradients are all-reduced in buckets beside the backward
 pass, each as soon as its last gradient is there; a transfer in between takes the port from them. What travels beside
 computation costs it, and computation that, what was measured (`stream`). The optimizer steps when all is done.
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.cost.collectives import bucket_s, group_shape, overlap
+from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
@@ -22,7 +24,7 @@ from layerwise.cost.timeline.buckets import Bucket, buckets
 from layerwise.cost.timeline.stream import Stream, Traffic
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
-from layerwise.partition.ahead import EdgeEnd, begun_before
+from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
 
 UPDATE = " (update)"  # how a span of the optimizer ends
 Record = Callable[["Span"], None]
@@ -66,32 +68,59 @@ class _Step:
         self.begun = begun_before(self.model.graph, self.model.options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
         self.flights = dict[EdgeEnd, Traffic]()
+        self.late = {layer.name for layer in self.model.graph.inner if self._weights_late(layer)}
 
     def active(self, layer: Layer) -> Mask:
         mask: Mask = self.model.layout(layer, (self.strategy[layer.name],)).computed.active[0]
         return mask
 
+    def _weights_late(self, layer: Layer) -> bool:
+        flows = any(self.model.graph.flows_back(layer)[:1])
+        return weights_late(layer, flows) and self._transfer_s(layer, 0, forward=False) > 0
+
     def compute(self, layer: Layer, *, forward: bool) -> None:
+        """Backward: all but what `weights` does."""
         cost = self.model.node_cost(layer, (self.strategy[layer.name],))
-        active, start = self.active(layer), self.clock.copy()
-        time = float(cost.compute.forward[0] if forward else cost.compute.backward[0])
-        self.clock = self.stream.beside(self.clock, np.where(active, time, 0.0))
-        suffix = "" if forward else " (backward)"
-        if time:
-            self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
+        active, suffix = self.active(layer), "" if forward else " (backward)"
+        self._beside(layer, float(cost.compute.forward[0]) if forward else self._backward_s(layer)[0], suffix)
         for term in LAYER_TERMS:
             both = float(cost.seconds[term.name][0])
             if term.span and both:  # the cells of the layer wait for each other; each direction has half
                 self._together(f"{layer.name}{suffix}", term.span, layer.name, active, both / 2)
 
+    def weights(self, layer: Layer) -> None:
+        """Backward: the gradient of weights that is made while that of the layer's input travels."""
+        self._beside(layer, self._backward_s(layer)[1], " (backward)")
+
+    def _backward_s(self, layer: Layer) -> tuple[float, float]:
+        """Seconds of a layer's backward pass, and of that what comes late: by its share of the analytic time."""
+        model, configs = self.model, (self.strategy[layer.name],)
+        total = float(model.node_cost(layer, configs).compute.backward[0])
+        if layer.name not in self.late:
+            return total, 0.0
+        wanted, device = model.graph.flows_back(layer), model.devices.processor
+        _, work = rooflines(layer, model.layout(layer, configs), wanted, device, model.options.dtype)
+        weights = total * float(work.weights_s[0] / work.seconds[0])
+        return total - weights, weights
+
+    def _beside(self, layer: Layer, time: float, suffix: str) -> None:
+        """A layer computes."""
+        active, start = self.active(layer), self.clock.copy()
+        self.clock = self.stream.beside(self.clock, np.where(active, time, 0.0))
+        if time:
+            self._note(f"{layer.name}{suffix}", "compute", layer.name, start, active)
+
     def receive(self, layer: Layer, *, forward: bool) -> None:
         """Transfers of a layer's inputs, one after the other as the runtime does them; what runs ahead is awaited.
 
-        Backward: of their gradients; what runs ahead begins.
+        Backward: of their gradients; what runs ahead begins, and last what travels beside `weights`.
         """
-        slots = sorted(range(len(layer.inputs)), key=lambda slot: (layer.name, slot) not in self.ahead)
+        late = not forward and layer.name in self.late
+        slots = sorted(
+            range(len(layer.inputs)), key=lambda slot: (slot > 0 or not late, (layer.name, slot) not in self.ahead)
+        )
         for slot in slots if forward else reversed(slots):
-            if (layer.name, slot) not in self.ahead:
+            if (layer.name, slot) not in self.ahead and not (late and slot == 0):
                 time = self._transfer_s(layer, slot, forward=forward)
                 if time:
                     name, devices = self._edge_name(layer, slot, forward=forward), self._involved(layer, slot)
@@ -110,6 +139,11 @@ class _Step:
         """Backward: of what ran ahead from here on the gradients are awaited."""
         for user, slot in reversed(self.begun.get(layer.name, ())):
             self._land(self.model.graph[user], slot, forward=False)
+
+    def end_late(self, layer: Layer) -> None:
+        """Backward: the gradient beside which that of the weights was made is awaited, unless it runs further ahead."""
+        if (layer.name, 0) not in self.ahead:
+            self._land(layer, 0, forward=False)
 
     def _send_ahead(self, layer: Layer, slot: int, *, forward: bool) -> None:
         time = self._transfer_s(layer, slot, forward=forward)
@@ -182,11 +216,19 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     forward_s = float(step.clock.max())
     leaving = buckets(model, strategy)
     for layer in reversed(layers):
+        late = layer.name in step.late
         step.compute(layer, forward=False)
+        if late:
+            step.end(layer)
+            step.receive(layer, forward=False)
+            step.weights(layer)
         for bucket in leaving.get(layer.name, ()):
             step.send(bucket)
-        step.end(layer)
-        step.receive(layer, forward=False)
+        if late:
+            step.end_late(layer)
+        else:
+            step.end(layer)
+            step.receive(layer, forward=False)
     backward_s = float(step.clock.max()) - forward_s
     computed = step.clock
     end = step.stream.finish(computed)

@@ -72,7 +72,7 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
 
 def held_only(token: Tensor, copies: Sequence[Tensor]) -> Tensor:
     """The token as it is. Back: parameters that this rank has copies of get a gradient of zeros, in their turn."""
-    result: Tensor = _HeldOnly.apply(token, *copies)  # type: ignore[no-untyped-call]
+    result: Tensor = _HeldOnly.apply(token, *copies) if copies else token  # type: ignore[no-untyped-call]
     return result
 
 

@@ -6,9 +6,8 @@ communicates takes the order token along (see `run.execute.autograd`), so the ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -20,29 +19,15 @@ from layerwise.ops.base import Role
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
+from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.recompute import recomputed
 from layerwise.run.execute.spans import NOTHING, Move, Spans
+from layerwise.run.execute.weights import LateWeights, weights_late
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.trace import Trace
 
 Made = dict[str, Tensor | None]  # by a layer's name: this rank's box of what it makes
-
-
-@dataclass(slots=True)
-class Pass:
-    """A forward pass."""
-
-    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers among them
-    training: bool
-    seed: int  # of this step's random numbers
-    number: int  # the step's, for error messages
-    token: Tensor  # the order token; it requires a gradient where there may be a backward pass
-
-    @property
-    def differentiate(self) -> bool:
-        """Whether a backward pass may follow."""
-        return self.token.requires_grad
 
 
 class Executor:
@@ -98,8 +83,9 @@ class Executor:
             if role is Role.SINK:
                 outputs = received
                 break
-            if scheduled.copies and run.differentiate and scheduled.backward:
-                run.token = held_only(run.token, [run.parameters[copy] for copy in scheduled.copies])
+            if run.differentiate and scheduled.backward:
+                copies = [run.parameters[copy] for copy in scheduled.copies if copy != scheduled.late_weight]
+                run.token = held_only(run.token, copies)
             if segment is None:
                 if role is not Role.COMPUTE:
                     values[name] = self._source(run, scheduled, fed)
@@ -172,11 +158,27 @@ class Executor:
         edges, role = scheduled.edges, scheduled.layer.role
         if all(edge.stays for edge in edges):
             return [values[edge.source] for edge in edges]
-        came = [self._awaited(run, *ahead.pop(id(edge))) if edge.ahead else None for edge in edges]
-        return [
-            x if edge.ahead else self._redistribute(run, edge, values, types, role)
-            for edge, x in zip(edges, came, strict=True)
-        ]
+        if run.differentiate and scheduled.late_weight is not None:
+            if not edges[0].ahead:
+                ahead[id(edges[0])] = self._sent_ahead(run, edges[0], values, types)
+            self._weights_late(run, scheduled, scheduled.late_weight)
+        came = [self._awaited(run, *ahead.pop(id(edge))) if id(edge) in ahead else edge for edge in edges]
+        return [self._redistribute(run, x, values, types, role) if isinstance(x, ScheduledEdge) else x for x in came]
+
+    def _weights_late(self, run: Pass, scheduled: ScheduledLayer, name: str) -> None:
+        """The gradient of a layer's weights is made when the backward pass comes back to here."""
+        if name in scheduled.copies:
+            run.token = held_only(run.token, [run.parameters[name]])
+        elif scheduled.work is not None and self._compiled is None and run.parameters[name].requires_grad:
+            what = f"{scheduled.layer.name} (backward)"
+
+            def span() -> AbstractContextManager[object]:
+                self.comm.at(run.number, what)
+                return self.spans.span(what, "compute")
+
+            late = LateWeights(run.parameters[name].dtype, span)
+            run.token, weight = weights_late(run.token, run.parameters[name], late)
+            run.late[scheduled.layer.name] = late, weight
 
     def _redistribute(
         self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype], user: Role
@@ -247,7 +249,10 @@ class Executor:
         layer, count = scheduled.layer, len(scheduled.layer.specs)
         tied = iter(received[count:])
         given = [next(tied) if name is None else run.parameters[name] for name in scheduled.parameters]
-        inputs = list(received[:count])
+        inputs, convolve = list(received[:count]), None
+        if layer.name in run.late:
+            late, given[0] = run.late.pop(layer.name)
+            convolve = late.convolve
         if not (run.differentiate and scheduled.backward):
             with torch.no_grad(), self.spans.span(layer.name, "compute"):
                 return self._compute(run, scheduled, inputs, given)
@@ -256,12 +261,10 @@ class Executor:
             begun: list[int] = []
             self._end_span_behind(run, inputs, given, begun)
         elif communicates:
-            _wait_for_one(run, inputs, given)
+            run.wait_for_one(inputs, given)
+        compute = partial(self._compute, run, scheduled, inputs, convolve=convolve)
         with self.spans.span(layer.name, "compute"):
-            if self.options.recompute:
-                out = recomputed(partial(self._compute, run, scheduled, inputs), given)
-            else:
-                out = self._compute(run, scheduled, inputs, given)
+            out = recomputed(compute, given) if self.options.recompute else compute(given)
         if self.spans.trace is not None:
             run.token, out = ordered(run.token, out, at_backward=partial(self._begin_span, layer.name, run, begun))
         elif communicates:
@@ -269,12 +272,18 @@ class Executor:
         return out
 
     def _compute(
-        self, run: Pass, scheduled: ScheduledLayer, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        inputs: Sequence[Tensor | None],
+        given: Sequence[Tensor | None],
+        convolve: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         assert scheduled.work is not None
+        how: dict[str, Any] = {"training": run.training, "seed": run.seed, "convolve": convolve}
         try:
             with self._autocast(scheduled):
-                out = scheduled.work.run(self.comm, _all(inputs), _all(given), training=run.training, seed=run.seed)
+                out = scheduled.work.run(self.comm, _all(inputs), _all(given), **how)
                 return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
         except LayerwiseError as error:
             raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
@@ -318,15 +327,6 @@ class Executor:
         if dtype not in self._likes:
             self._likes[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
         return self._likes[dtype]
-
-
-def _wait_for_one(run: Pass, inputs: list[Tensor | None], given: list[Tensor | None]) -> None:
-    """The token waits, in the backward pass, for what a layer computes last."""
-    for tensors in (inputs, given):
-        for i, x in enumerate(tensors):
-            if x is not None and x.requires_grad:
-                run.token, tensors[i] = ordered(run.token, x)
-                return
 
 
 def _all(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import begun_before
+from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import mirrors, statistics
 from layerwise.partition.place import input_maps, of_all_classes
@@ -31,6 +31,7 @@ class ScheduledEdge:
     backward: bool  # whether a gradient comes back
     ahead: bool  # whether it is begun sooner than its user comes (`Schedule.begun_before`)
     stays: bool  # whether nothing travels, and all that this rank has is used
+    weights_late: bool  # whether its gradient leaves before its user makes that of its weights
 
     @property
     def what(self) -> str:
@@ -58,6 +59,11 @@ class ScheduledLayer:
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
+
+    @property
+    def late_weight(self) -> str | None:
+        """The weights whose gradient is made after that of the layer's input has left."""
+        return self.parameters[0] if self.edges and self.edges[0].weights_late else None
 
 
 class Schedule:
@@ -135,7 +141,9 @@ class Schedule:
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
         ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
-        return ScheduledEdge(source, redistribution, self.graph.flows_back(layer)[slot], ahead, stays)
+        backward = self.graph.flows_back(layer)[slot]
+        late = slot == 0 and part.pattern != "local" and weights_late(layer, backward)
+        return ScheduledEdge(source, redistribution, backward, ahead, stays, late)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""

@@ -33,7 +33,14 @@ class Work:
         return self.reduction is not None or any(self.statistics)
 
     def run(
-        self, comm: Comm, inputs: Sequence[Tensor], parameters: Sequence[Tensor], *, training: bool, seed: int
+        self,
+        comm: Comm,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        *,
+        training: bool,
+        seed: int,
+        convolve: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """The rank's box of the output. Every rank of the layer calls it at the same point of the plan."""
         reduction = self.reduction
@@ -44,6 +51,7 @@ class Work:
             training=training,
             seed=lambda stage: combine(seed, self.number, stage),
             reduce=None if reduction is None else lambda partial: _reduce_scatter(partial, comm, reduction, self.name),
+            convolve=convolve,
         )
 
 

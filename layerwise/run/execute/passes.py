@@ -1,0 +1,37 @@
+"""Pass: what a forward pass over a schedule has with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.weights import LateWeights
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass."""
+
+    parameters: Mapping[str, Any]  # this rank's boxes by name, buffers among them
+    training: bool
+    seed: int  # of this step's random numbers
+    number: int  # the step's, for error messages
+    token: Tensor  # the order token; it requires a gradient where there may be a backward pass
+    late: dict[str, tuple[LateWeights, Tensor]] = field(default_factory=dict)  # with their weights, by the layer's name
+
+    @property
+    def differentiate(self) -> bool:
+        """Whether a backward pass may follow."""
+        return self.token.requires_grad
+
+    def wait_for_one(self, inputs: list[Tensor | None], given: list[Tensor | None]) -> None:
+        """The token waits, in the backward pass, for what a layer computes last."""
+        for tensors in (inputs, given):
+            for i, x in enumerate(tensors):
+                if x is not None and x.requires_grad:
+                    self.token, tensors[i] = ordered(self.token, x)
+                    return
