@@ -201,7 +201,8 @@ def _owned(module: Saveable) -> Owned:
 
     (A parameter without elements that is not the model's may stand for a rank that holds nothing.)
     """
-    shards, owned = {shard.name: shard for shard in module.shards()}, dict[Parameter, Shard]()
+    shards = {name: shard for shard in module.shards() for name in (shard.name, *shard.aliases)}
+    owned = dict[Parameter, Shard]()
     for name, parameter in module.named_parameters():
         if name in shards:
             owned[parameter] = shards[name]

@@ -25,15 +25,17 @@ class Batch:
         sizes: tuple[tuple[int, ...], ...] | None = None,
         *,
         as_planned: bool = True,
+        training: bool | None = None,
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
 
-        as_planned: each must feed its share of the batch, because the plan moves samples between ranks.
+        as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
+        mode, where all must have one.
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._known: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
-        self._told = comm.tell((fed, given or 0, digest))
+        self._told = comm.tell((fed, given or 0, digest, int(bool(training))))
 
     @property
     def whole(self) -> int:
@@ -51,7 +53,13 @@ class Batch:
         return self._known
 
     def _checked(self) -> tuple[int, slice]:
-        counts, given, sizes = (list(column) for column in zip(*self._told(), strict=True))
+        counts, given, sizes, modes = (list(column) for column in zip(*self._told(), strict=True))
+        if len(set(modes)) > 1:
+            which = [rank for rank, training in enumerate(modes) if training]
+            raise LayerwiseError(
+                f"the model is in training mode on ranks {_listed(which)} and in evaluation mode on the others: call "
+                "train() or eval() on all of them"
+            )
         if len(set(given)) > 1:
             said = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
             raise LayerwiseError(

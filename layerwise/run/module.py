@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +29,10 @@ from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
-from layerwise.run.guards.refusing import Refusing
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
 from layerwise.run.outputs import global_loss, returned
-from layerwise.run.parallel import LossFunction, ParallelModule
+from layerwise.run.parallel import LossFunction
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places
@@ -41,9 +40,10 @@ from layerwise.run.shapes import Shaped, Shapes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
 from layerwise.run.trace import Trace
+from layerwise.run.with_tree import WithTree
 
 
-class LayeredModule(Refusing, ParallelModule):
+class LayeredModule(WithTree):
     """One rank's part of a planned network, of which it goes through all layers.
 
     With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
@@ -54,8 +54,6 @@ class LayeredModule(Refusing, ParallelModule):
     has, they are this rank's boxes, whose gradients are for element-wise use only: their norm is that of
     `clip_grad_norm_`.
     """
-
-    _state: State
 
     def __init__(
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
@@ -68,11 +66,10 @@ class LayeredModule(Refusing, ParallelModule):
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
-        self._state = State(network, boxes, plan.device_order, comm, options)
-        self._tree = self._state.tree  # registered: its tensors are this module's
+        self._hold(State(network, boxes, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
-        every = dict(self._tree.named_parameters())
+        every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._tree)
         self._unused = Unused(self.graph, comm)
@@ -99,7 +96,7 @@ class LayeredModule(Refusing, ParallelModule):
         self._initial = versions(every) if self.cut else {}
         if comm.size > 1:
             watch(self.parameters(), self.form)
-            for name, p in self.named_parameters():
+            for name, p in every.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
 
@@ -146,7 +143,7 @@ class LayeredModule(Refusing, ParallelModule):
             inputs = tuple(before)
         samples = self._shapes.inputs.fed_samples(inputs, target=target is not None)
         sizes = self._shapes.sizes_of(inputs)
-        whole = Batch(self.plan, self.comm, samples, batch, sizes).whole
+        whole = Batch(self.plan, self.comm, samples, batch, sizes, training=self.training).whole
         shaped = self._shapes.at(sizes, training=self.training)
         given = shaped.inputs
         share = self.share(whole)
@@ -179,6 +176,7 @@ class LayeredModule(Refusing, ParallelModule):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
+        self._attributes.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
@@ -222,7 +220,7 @@ class LayeredModule(Refusing, ParallelModule):
         On several ranks, where a gradient is to be summed before a parameter has it, a leaf in the parameter's place.
         """
         if self._known is None:
-            self._known = self._state.held()
+            self._known = self._state.tree.tensors()
             if self.comm.size > 1:
                 self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
         if self.comm.size > 1:
@@ -267,53 +265,17 @@ class LayeredModule(Refusing, ParallelModule):
         for executor in self._executors.values():
             executor.compile(settings)
 
+    def _initialised(self) -> None:
+        self._initial = versions(self._reducer.parameters) if self._initial else {}
+
     def shards(self) -> list[Shard]:
         self._initial = {}
         return super().shards()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's boxes, by the model's names."""
-        if hasattr(self, "_idle"):
-            yield "idle", self._idle
-        yield from self._tree.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's boxes of running statistics and the like."""
-        yield from self._tree.named_buffers(prefix, recurse, remove_duplicate)
 
     @property
     def form(self) -> Form:
         """What the ranks hold of parameters."""
         return "dtensors" if self._state.shardings else "boxes" if self.cut else "whole"
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Nodes of the tree of names, as torch.distributed.checkpoint.state_dict looks through it."""
-        yield from self._tree.named_children()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            tree = self.__dict__.get("_modules", {}).get("_tree")
-            if tree is None:
-                raise
-            held = (part[name] for part in (tree._modules, tree._parameters, tree._buffers) if name in part)
-            made = next(held, None)
-            if made is not None:
-                return made
-            original = self.__dict__.get("_original")
-            if original is None:
-                raise
-        return original.get(name, self)
-
-    @property
-    def module(self) -> LayeredModule:
-        """This one, which is what DistributedDataParallel's users look for there."""
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
         """With the same values, and the same ranks to run it on; every rank copies alike."""
@@ -325,7 +287,9 @@ class LayeredModule(Refusing, ParallelModule):
         made.steps, made._initial = self.steps, {}
         made._forward_hooks.update(self._forward_hooks)
         made._forward_pre_hooks.update(self._forward_pre_hooks)
-        return made.train(self.training)
+        made.training = self.training
+        self._carry(made)
+        return made
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """By the model's names; DTensors where the plan splits them, which torch.distributed.checkpoint saves.

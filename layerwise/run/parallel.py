@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn, Protocol
@@ -35,6 +35,9 @@ class HeldState(Protocol):
 
     def full_state_dict(self) -> dict[str, Tensor]: ...
 
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By the network's names."""
+
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box of a parameter as this one."""
 
@@ -51,7 +54,6 @@ class ParallelModule(nn.Module):
     """
 
     _state: HeldState
-    _tree: nn.Module  # has the parameters and buffers, by the model's names
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
     cut = False  # whether some rank holds not all of some parameter that is trained
@@ -164,7 +166,7 @@ class ParallelModule(nn.Module):
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, plain(p.grad)) for name, p in self._tree.named_parameters() if p.grad is not None]
+        held = [(name, p, plain(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
         mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
         if mine:
             each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]

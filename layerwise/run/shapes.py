@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import CodeType
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
+from layerwise.run.guards.code import reads
 from layerwise.run.guards.hooks import check_seen
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
@@ -134,13 +134,7 @@ class Shapes:
 
 def _reads_its_mode(module: nn.Module) -> bool:
     """Whether code beside PyTorch's own asks for `training`: what it computes may then be another network."""
-    kinds = {kind for m in module.modules() for kind in type(m).__mro__ if not kind.__module__.startswith("torch.")}
-    functions = (getattr(held, "__func__", held) for kind in kinds for held in vars(kind).values())
-    return any(_names(function.__code__, "training") for function in functions if hasattr(function, "__code__"))
-
-
-def _names(code: CodeType, name: str) -> bool:
-    return name in code.co_names or any(_names(const, name) for const in code.co_consts if isinstance(const, CodeType))
+    return any(reads(kind, "training", torchs=False) for kind in {type(m) for m in module.modules()})
 
 
 def _size(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -100,6 +100,23 @@ class Inceptive(nn.Module):
         return {"out": out, "auxiliary": self.auxiliary(x.mean((2, 3)))} if self.training else out.softmax(1)
 
 
+class Tied(nn.Module):
+    """A weight that two layers share; norms of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.norm = nn.Linear(64, 12), nn.LayerNorm(12)
+        self.second, self.head = nn.Linear(12, 12), nn.Linear(12, 10)
+        self.third = nn.Linear(12, 12)
+        self.third.weight = self.second.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x.flatten(1))))
+        return self.head(torch.tanh(self.third(torch.tanh(self.second(x)))))
+
+
 class Balanced(Net):
     """Keeps a loss of its own, as routers of experts do."""
 

@@ -17,7 +17,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
-from layerwise.run.module import ParallelModule
+from layerwise.run.parallel import ParallelModule
 from tests.traces import by_rank_0
 
 Cuts = list[dict[str, Any]]

@@ -231,8 +231,6 @@ WRAPPERS: list[tuple[Act, str]] = [
         lambda made: nn.parallel.DistributedDataParallel(made, process_group=object()),
         "stands in DistributedDataParallel's place",
     ),
-    (lambda made: made.apply(nn.init.zeros_), "initialise the model before it is made parallel"),
-    (lambda made: [m.eval() for m in made.modules() if isinstance(m, nn.BatchNorm2d)], "has no layers of PyTorch's"),
 ]
 
 

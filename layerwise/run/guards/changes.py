@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.boxes import plain
 from layerwise.run.parts import is_dtensor, local_part
 
 
@@ -51,19 +52,35 @@ class Structure:
         return [id(held) for m in self._modules for held in (*m._parameters.values(), *m._modules.values())]
 
 
-def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+Version = tuple[int, int]
+
+
+def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
     """Of each parameter's values on this rank."""
-    return {name: local_part(p)._version for name, p in parameters.items()}
+    return {name: _version(p) for name, p in parameters.items()}
 
 
-def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, int]) -> None:
+def _version(p: nn.Parameter) -> Version:
+    """Functions of a DTensor count in it alone, those of this rank's part in that."""
+    return p._version, local_part(p)._version
+
+
+def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
     """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
-    changed = next((name for name, number in initial.items() if local_part(parameters[name])._version != number), None)
+    others = (name for name, version in initial.items() if _version(parameters[name]) != version)
+    changed = next((name for name in others if not _filled(parameters[name])), None)
     if changed is not None:
         raise LayerwiseError(
             f"parameter {changed!r} was given other values after the model was made parallel, but the plan splits "
-            "the parameters over the ranks: initialise the model before, or give load_state_dict the values"
+            "the parameters over the ranks: initialise the model before, or by model.apply(fn), or give "
+            "load_state_dict the values"
         )
+
+
+def _filled(p: nn.Parameter) -> bool:
+    """Whether all elements here are equal, of several, as zeros_ and constant_ make them: so are the other parts."""
+    flat = plain(p).detach().reshape(-1)
+    return flat.numel() > 1 and bool((flat == flat[0]).all())
 
 
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:

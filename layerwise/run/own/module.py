@@ -198,9 +198,8 @@ class OwnModule(WithModule):
         sizes = None
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
-        return Call(
-            seed, Batch(self.plan, self.comm, self._samples.given(inputs, named), batch, sizes, as_planned=False)
-        )
+        fed, training = self._samples.given(inputs, named), self.training
+        return Call(seed, Batch(self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training))
 
     def _move(self, x: Tensor) -> Tensor:
         """To the run's device, and to its element type from the network's."""

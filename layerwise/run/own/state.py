@@ -41,6 +41,10 @@ class OwnState:
                 shards.append(Shard(name, aliases, box.shape, box, tensor.detach(), trainable, first))
         return shards
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's."""
+        return dict(self.module.named_parameters())
+
     def sharing(self, name: str) -> Group:
         """All ranks hold it."""
         return tuple(range(self.comm.size))

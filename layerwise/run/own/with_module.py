@@ -29,10 +29,6 @@ class WithModule(ParallelModule):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
 
     @property
-    def _tree(self) -> nn.Module:  # type: ignore[override]
-        return self.module
-
-    @property
     def training(self) -> bool:
         """The module's own."""
         return self.module.training

@@ -19,13 +19,13 @@ from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
 from layerwise.run.guards.boxes import BoxParameter, plain
-from layerwise.run.guards.refusing import Names
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.placements import placements
 from layerwise.run.state.shard import Shard
+from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ COUNT = "num_batches_tracked"
 
 
 class State:
-    """tree: parameters and buffers in nested modules, by the model's names. boxes: of every rank, by name.
+    """tree: parameters and buffers in modules as the model has them. boxes: of every rank, by name.
 
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; without a DTensor
     that says all of the boxes, each rank has its own boxes as tensors.
@@ -54,7 +54,7 @@ class State:
         """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.shardings = self._shardings(order)
-        self.tree = Names()
+        self.tree = Tree(network.module, self.graph)
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
         self._batches = _batches(self.graph)
@@ -87,24 +87,14 @@ class State:
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
                 kind = BoxParameter if boxes else nn.Parameter
-                _place(self.tree, name, value, kind if p.trainable else None, frozen=name in layer.frozen)
+                self.tree.place(name, value, kind if p.trainable else None, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = self._read(name)
                 if kept is not None:
                     value = torch.zeros(kept.shape, dtype=kept.dtype) if kept.is_meta else kept.detach().clone()
                     self.extra[key] = value.cpu()
-        self._name()
-
-    def _name(self) -> None:
-        """The model's further names can be followed through the tree, as torch.distributed.checkpoint does."""
-        tree = {**dict(self.tree.named_parameters()), **dict(self.tree.named_buffers())}
-        for key, name in self._keys.items():
-            tensor = self.extra.get(key, tree.get(name))
-            if tensor is not None and key not in tree:
-                module, last = _node(self.tree, key)
-                if not hasattr(module, last):
-                    module.__dict__[last] = tensor
+        self.tree.complete(self._keys, self.extra)
 
     def count(self) -> None:
         """A training step more, for the counters."""
@@ -121,19 +111,19 @@ class State:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
         if not self.shardings:
-            self.tree._apply(fn)  # type: ignore[no-untyped-call]
+            self.tree.apply(fn)
             return
         from layerwise.run.state.dtensors import move
 
         with torch.no_grad():
-            for tensor in (*self.tree.parameters(), *self.tree.buffers()):
+            for tensor in self.tree.tensors().values():
                 for one in (tensor, tensor.grad):
                     if one is not None and (local := fn(local_part(one))) is not local_part(one):
                         move(one, local)
 
-    def held(self) -> dict[str, Tensor]:
-        """The parameters and buffers as they are in the tree, by name."""
-        return dict((*self.tree.named_parameters(), *self.tree.named_buffers()))
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the network."""
+        return self.tree.parameters()
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box as this one."""
@@ -142,7 +132,7 @@ class State:
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds."""
         result, aliases, shapes = [], self._aliases(), self._shapes()
-        for name, tensor in self.held().items():
+        for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
             assert box is not None
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
@@ -165,19 +155,26 @@ class State:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        held = {shard.name: shard.tensor for shard in self.shards()}
-        shapes = self._shapes()
-        whole = {key: value.clone() for key, value in self.extra.items()}
+        whole = {**{key: value.clone() for key, value in self.extra.items()}, **self.whole()}
+        return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of what the network computes with, by its names there, on every rank, on the CPU."""
+        held, shapes, whole = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
-            mine = held.get(name) if lowest[self.comm.rank] is not None else None
+            mine = plain(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
             full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
             whole[name] = full.detach().cpu().clone()
-        return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
+        return whole
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of all of a tensor."""
+        return self._shapes()[name]
 
     def _type(self, name: str) -> torch.dtype:
         """The same on every rank, whether it has a box or not."""
@@ -199,8 +196,8 @@ class State:
         """
         if not self.shardings and any(not shard.whole for shard in self.shards()):
             return {shard.key: shard.tensor for shard in self.shards()}
-        tree: dict[str, Tensor] = dict(self.tree.named_parameters()) | dict(self.tree.named_buffers())
-        every = {name: like(t, local_part(t)) if is_dtensor(t) else plain(t).detach() for name, t in tree.items()}
+        held = self.tree.tensors()
+        every = {name: like(t, local_part(t)) if is_dtensor(t) else plain(t).detach() for name, t in held.items()}
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -273,24 +270,3 @@ def _batches(graph: LayerGraph) -> Counter[str]:
             if kind == "batch_norm" and last == "running_mean":
                 counts[module] += 1
     return counts
-
-
-def _place(tree: nn.Module, name: str, value: Tensor, kind: type[nn.Parameter] | None, *, frozen: bool) -> None:
-    """Puts a tensor into nested modules, as its dotted name says. kind: of a parameter; None for a buffer."""
-    tree, last = _node(tree, name)
-    if kind is not None or frozen:
-        tree.register_parameter(last, (kind or nn.Parameter)(value, requires_grad=not frozen))
-    else:
-        tree._buffers[last] = value  # not by register_buffer: a constant may be called `to`, as a method is
-
-
-def _node(tree: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a dotted name leads to, made where there is none yet, and the name there."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in tree._modules:
-            tree.add_module(part, Names())
-        child = tree._modules[part]
-        assert child is not None
-        tree = child
-    return tree, last
