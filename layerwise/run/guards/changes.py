@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +14,35 @@ from layerwise.run.parts import is_dtensor, local_part
 
 
 class Places:
-    """Where a tree's parameters stand, and their memory, to notice when others do."""
+    """What stands where in a tree, and the memory of its DTensors, to notice when others do."""
 
     def __init__(self, tree: nn.Module) -> None:
-        held = (module._parameters for module in tree.modules())
-        self._slots = [(slots, key, p, _storage(p)) for slots in held for key, p in slots.items() if p is not None]
+        self._modules = list(tree.modules())
+        self._held = self._now()
+        dtensors = (held for held in self._held if isinstance(held, Tensor) and is_dtensor(held))
+        self._storages = [(tensor, _storage(tensor)) for tensor in dtensors]
 
     def check(self) -> None:
-        """LayerwiseError where a DTensor was given other memory, or a parameter another's place."""
-        if any(is_dtensor(p) and _storage(p) != storage for *_, p, storage in self._slots):
+        """LayerwiseError where a DTensor was given other memory, or a tensor or module another's place."""
+        if any(_storage(tensor) != storage for tensor, storage in self._storages):
             raise LayerwiseError(
                 "p.data = x was written of a parameter that the plan splits over the ranks, and has no effect on a "
                 "DTensor: write p.data.copy_(x), or give load_state_dict the values"
             )
-        if any(slots.get(key) is not p for slots, key, p, _ in self._slots):
+        now = self._now()
+        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
             raise LayerwiseError(
-                "the parallel module's parameters are others than it was made with, as torch.func.functional_call has "
-                "it: the plan splits them over the ranks; give load_state_dict the values"
+                "the parallel module's parameters, buffers or layers are others than it was made with, as "
+                "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
+                "and change layers before the model is made parallel"
             )
+
+    def _now(self) -> list[object]:
+        return [
+            held
+            for m in self._modules
+            for held in (*m._parameters.values(), *m._buffers.values(), *m._modules.values())
+        ]
 
 
 class Structure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,10 +20,9 @@ class Attributes:
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.named_modules())
-        self._rows = [(name, type(module), vars(module), dict(vars(module))) for name, module in modules]
-        modal = {
-            kind for kind in {type(m) for _, m in modules} if kind is Names or reads(kind, "training", torchs=True)
-        }
+        self._rows = [(name, module, dict(vars(module)), dict(vars(module))) for name, module in modules]
+        kinds = {type(module) for _, module in modules}
+        modal = {kind for kind in kinds if kind is Names or reads(kind, "training", torchs=True)}
         self._modes = [(name, vars(module)) for name, module in modules if type(module) in modal]
 
     def check(self, *, training: bool) -> None:
@@ -35,20 +34,21 @@ class Attributes:
                     "which has one mode for all of its layers: call train() or eval() of the whole model, or "
                     "parallelize with strategy='data'"
                 )
-        for name, kind, now, kept in self._rows:
-            if len(now) != len(kept) or not all(map(is_, now.values(), kept.values())):
-                _compare(name, kind, now, kept)
-                kept.clear()
-                kept.update(now)
+        for name, module, first, last in self._rows:
+            if not _equal(vars(module), last):  # quick where nothing was set: then all values are the same objects
+                _compare(name, module, first)
+                last.clear()
+                last.update(vars(module))
 
 
-def _compare(name: str, kind: type, now: dict[str, Any], kept: dict[str, Any]) -> None:
-    """LayerwiseError where an attribute is another that the module may compute with."""
-    for key in dict.fromkeys((*kept, *now)):
-        before, after = kept.get(key, _MISSING), now.get(key, _MISSING)
-        if key == "training" or after is before or (before is _MISSING and not reads(kind, key, torchs=True)):
+def _compare(name: str, module: nn.Module, first: Mapping[str, Any]) -> None:
+    """LayerwiseError where an attribute is not as at first, or a new one is of a name that the module's class reads."""
+    now = vars(module)
+    for key in dict.fromkeys((*first, *now)):
+        before, after = first.get(key, _MISSING), now.get(key, _MISSING)
+        if key == "training" or after is before or (before is _MISSING and not reads(type(module), key, torchs=True)):
             continue
-        if before is _MISSING or after is _MISSING or not _equal(before, after):
+        if before is _MISSING or after is _MISSING or not (type(before) is type(after) and _equal(before, after)):
             change = "was set" if before is _MISSING else "was deleted" if after is _MISSING else "was changed"
             raise LayerwiseError(
                 f"{key!r} of module {name!r} {change} after the model was made parallel, and its plan goes on as it "
@@ -58,7 +58,7 @@ def _compare(name: str, kind: type, now: dict[str, Any], kept: dict[str, Any]) -
 
 def _equal(before: object, after: object) -> bool:
     try:
-        return type(before) is type(after) and bool(before == after)
+        return bool(before == after)
     except Exception:  # of arrays, or of a user's class
         return False
 

@@ -1,0 +1,268 @@
+"""What a loop sees of the layers of a split plan: modules by the model's names, which are looked at, and not called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.importers.load import Network
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.state.tree import Tree
+from tests.run.plans import difference
+from tests.run.small_modules import SAMPLES, layered, loss, on_ranks, plan_of, refused, traced
+
+Act = Callable[[Any], object]
+
+
+class Scaled(nn.Linear):
+    """Reads an attribute of its own."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
+class Parts(nn.Module):
+    """Lists, a module with two names, a weight with two, a parameter and a buffer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0)) for _ in range(2)])
+        self.norm = nn.LayerNorm(4, eps=1e-3)
+        self.again = self.blocks[0]
+        self.tied, self.head = nn.Linear(4, 4), Scaled(4, 6)
+        self.tied.weight = self.blocks[1][0].weight
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(3))
+        self.act, self.missing = nn.functional.relu, None
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.tied(self.norm(self.again(x))))
+
+
+@cache
+def parts() -> tuple[nn.Module, Network]:
+    module = Parts()
+    return module, traced(module)
+
+
+SPLIT = {"c": 2}
+
+
+def seen(model: nn.Module) -> list[object]:
+    named = [(name, type(m), m.training) for name, m in model.named_modules(remove_duplicate=False)]
+    children = [(name, type(m)) for name, m in model.named_children()]
+    held = [name for name, _ in model.named_parameters() if name != "unused"]
+    return [named[1:], children, held, [type(m) for m in model.modules()][1:], repr(model.blocks), model.act]
+
+
+def test_modules_are_of_the_models_names_and_classes() -> None:
+    module, network = parts()
+
+    def look(made: Any) -> list[object]:
+        assert made.again is made.blocks[0]
+        assert made.tied.weight is made.blocks[1][0].weight
+        assert made.get_submodule("blocks.0.1") is made.blocks[0][1]
+        assert made.norm.eps == 1e-3
+        assert made.head.out_features == 6
+        assert made.blocks[0][2].p == 0.0
+        assert made.head.weight.shape[0] == (3 if type(made.head.weight).__name__ == "BoxParameter" else 6)
+        return seen(made)
+
+    for found in on_ranks(network, look, 2, plan_of(network, 2, SPLIT)):
+        assert found == seen(module)
+
+
+def test_nothing_of_the_original_is_kept() -> None:
+    module, network = parts()
+    module.hook = module.forward  # type: ignore[assignment]
+    try:
+        root = Tree(module, network.graph).root
+    finally:
+        del module.hook
+    assert not [*root.parameters(), *root.buffers()]
+    assert not hasattr(root, "hook")
+    mine = {id(m) for m in module.modules()}
+    assert not any(id(m) in mine for m in root.modules())
+
+
+def test_a_file_has_batch_norms_to_look_at() -> None:
+    torch.manual_seed(0)
+    network = layered(traced(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double()))
+
+    def look(made: ParallelModule) -> None:
+        (norm,) = (m for m in made.modules() if isinstance(m, nn.BatchNorm1d))
+        assert (norm.eps, norm.momentum, norm.num_features) == (1e-5, 0.1, 6)
+        norm.reset_running_stats()
+        norm.momentum = None
+        made(SAMPLES[0][made.share()])
+
+    for text in refused(network, look, 2, plan_of(network, 2, SPLIT)):
+        assert "'momentum' of module '1' was changed" in text
+
+
+def call(made: Any) -> Tensor:
+    out: Tensor = made(SAMPLES[0][made.share()])
+    return out
+
+
+def note(made: Any) -> None:
+    for number, module in enumerate(made.modules()):
+        module.note = number
+    call(made)
+    made.head.note = "another"
+
+
+CHANGES: list[tuple[Act, str]] = [
+    (lambda made: setattr(made.blocks[0][2], "p", 0.5), "'p' of module 'blocks.0.2' was changed"),
+    (lambda made: setattr(made.norm, "eps", 1e-5), "'eps' of module 'norm' was changed"),
+    (lambda made: setattr(made.head, "factor", 2.0), "'factor' of module 'head' was set"),
+    (lambda made: delattr(made.norm, "eps"), "'eps' of module 'norm' was deleted"),
+    (lambda made: made.blocks.append(nn.Tanh()), "layers are others than it was made with"),
+    (lambda made: setattr(made.blocks[0], "1", nn.Identity()), "layers are others than it was made with"),
+    (lambda made: setattr(made.head, "bias", None), "layers are others than it was made with"),
+    (lambda made: made.blocks.eval(), "module 'blocks.0.2' is in evaluation mode and the parallel module in training"),
+    (lambda made: made.head.half(), "of a part of the parallel module are not supported"),
+    (lambda made: made.norm(SAMPLES[0]), "a hook of one, or a call, is not supported"),
+    (lambda made: made.norm.register_full_backward_hook(print), "a hook of one, or a call, is not supported"),
+    (lambda made: copy.deepcopy(made.head).apply(print), "call the model's own"),
+]
+
+
+@pytest.mark.parametrize(("act", "message"), CHANGES)
+def test_what_would_not_be_followed_is_refused(act: Act, message: str) -> None:
+    _, network = parts()
+
+    def change(made: Any) -> None:
+        act(made)
+        call(copy.deepcopy(made) if "was changed" in message else made)
+
+    for text in refused(network, change, 2, plan_of(network, 2, SPLIT)):
+        assert message in text
+
+
+@pytest.mark.parametrize("act", [note, lambda made: made.head.eval(), lambda made: setattr(made.norm, "eps", 1e-3)])
+def test_what_changes_nothing_is_not(act: Act) -> None:
+    module, network = parts()
+
+    def change(made: Any) -> Tensor:
+        act(made)
+        return call(made).detach()
+
+    out = on_ranks(network, change, 2, plan_of(network, 2, SPLIT))
+    assert difference(torch.cat(out), module(SAMPLES[0]).detach()) <= 1e-12
+
+
+class Frozen(nn.Sequential):
+    """Keeps its batch norm in evaluation, as detectors do."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_a_model_that_freezes_its_batch_norms_itself() -> None:
+    network = traced(nn.Sequential.train(Frozen(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)).double()))
+
+    def act(made: ParallelModule) -> None:
+        call(made.eval())
+        call(made.train())
+
+    for text in refused(network, act, 2, plan_of(network, 2, SPLIT)):
+        assert text.startswith("module '1' is in evaluation mode and the parallel module in training")
+
+
+# ------------------------------------------------------------------------------------------------ apply
+
+
+def test_apply_sees_whole_parameters_and_the_models_modules() -> None:
+    """In PyTorch's order; what it sets and collects is of the parallel model. Where ranks differ, rank 0's count."""
+    module, network = parts()
+    order: list[type] = []
+    module.apply(lambda m: order.append(type(m)))
+
+    def rank(made: Any) -> dict[str, Tensor]:
+        collected: list[nn.Module] = []
+        made.apply(collected.append)
+        assert [type(m) for m in collected] == order
+        assert {*collected[:-1]} == {*made.modules()} - {made}
+
+        def change(m: nn.Module) -> None:
+            if type(m) is Scaled:
+                assert type(m.weight) is nn.Parameter
+                assert m.weight.shape == (6, 4)
+                m.weight = nn.Parameter(torch.full_like(m.weight, made.comm.rank + 1.0))
+                m.bias.requires_grad = False
+                m.bias.data.copy_(torch.arange(6.0) + made.comm.rank)
+
+        assert made.apply(change) is made
+        made.blocks[1].apply(lambda m: m.apply(lambda n: nn.init.zeros_(n.bias) if isinstance(n, nn.Linear) else None))
+        assert not made.head.bias.requires_grad
+        assert made.head.weight.requires_grad
+        loss(call(made)).backward()
+        return dict(made.full_state_dict())
+
+    wanted = module.state_dict() | {
+        "head.weight": torch.ones(6, 4, dtype=torch.float64),
+        "head.bias": torch.arange(6, dtype=torch.float64),
+        "blocks.1.0.bias": torch.zeros(4, dtype=torch.float64),
+    }
+    for state in on_ranks(network, rank, 2, plan_of(network, 2, SPLIT)):
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+def keep(made: Any) -> None:
+    kept: list[nn.Parameter] = []
+    made.apply(lambda m: kept.extend(m.parameters(recurse=False)))
+
+
+def with_gradients(made: Any) -> None:
+    loss(call(made)).backward()
+    made.apply(lambda m: None)
+
+
+def untie(m: nn.Module) -> None:
+    if isinstance(m, Parts):
+        m.tied.weight = nn.Parameter(m.tied.weight.clone())
+
+
+def shorten(m: nn.Module) -> None:
+    if isinstance(m, Scaled):
+        m.bias = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+
+LOST: list[tuple[Act, str]] = [
+    (keep, "the function of apply() keeps parameters"),
+    (with_gradients, "has one: call zero_grad() before"),
+    (lambda made: made.apply(untie), "tie them before"),
+    (lambda made: made.apply(shorten), "apply() put something else in the place of 'head.bias'"),
+    (lambda made: made.apply(lambda m: m.register_forward_hook(print)), "a hook of one, or a call, is not supported"),
+]
+
+
+@pytest.mark.parametrize(("act", "message"), LOST)
+def test_apply_refuses_what_would_be_lost(act: Act, message: str) -> None:
+    """And the model is as before."""
+    module, network = parts()
+
+    def rank(made: Any) -> None:
+        try:
+            act(made)
+        finally:
+            state = made.full_state_dict()
+            assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+
+    for text in refused(network, rank, 2, plan_of(network, 2, SPLIT)):
+        assert message in text
