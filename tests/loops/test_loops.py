@@ -42,7 +42,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "forward_hooks_of_before": {"split": "has a forward hook, which would not be called in training"},
     "unlike_modes": dict.fromkeys(("data", "split"), "is in training mode on ranks 0 and in evaluation mode on the"),
     "initialise_at_random": {"split": "initialise the model before, or by model.apply(fn)"},
-    "kept_loss": {"split": "has 'balance'"},
+    "kept_loss": {"split": "'balance' is what the forward pass of Balanced keeps in an attribute"},
     "checkpointed": {"split": "torch.utils.checkpoint around the parallel module is not supported"},
     "checkpointed_norm": {"split": "moves running statistics of batch norms twice a step"},
     "function": {"split": "has an autograd function, Reversed, with a backward pass of its own"},

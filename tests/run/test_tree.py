@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.importers.load import Network
+from layerwise.run.guards.code import written
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.tree import Tree
 from tests.run.plans import difference
@@ -162,6 +163,40 @@ def test_what_changes_nothing_is_not(act: Act) -> None:
 
     out = on_ranks(network, change, 2, plan_of(network, 2, SPLIT))
     assert difference(torch.cat(out), module(SAMPLES[0]).detach()) <= 1e-12
+
+
+class Router(nn.Linear):
+    """Keeps a loss, which is a number at first."""
+
+    auxiliary: Tensor | float
+
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        self.auxiliary, self.top = 0.0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.keep(super().forward(x))
+
+    def keep(self, x: Tensor) -> Tensor:
+        """As a method that `forward` calls does it."""
+        self.auxiliary = x.square().mean()
+        return x
+
+
+def test_what_a_call_of_the_original_would_keep_is_not_there() -> None:
+    """Not its first value: a loss that is 0.0 for ever would go unnoticed."""
+    assert written(Router) == {"auxiliary"}
+    network = traced(nn.Sequential(Router(), nn.Linear(6, 6)).double())
+
+    def look(made: Any) -> str:
+        call(made)
+        assert made[0].top == 1
+        with pytest.raises(AttributeError) as raised:
+            loss(call(made)) + made[0].auxiliary
+        return str(raised.value)
+
+    for text in on_ranks(network, look, 2, plan_of(network, 2, SPLIT)):
+        assert text == "'Router' object has no attribute 'auxiliary'"
 
 
 class Frozen(nn.Sequential):

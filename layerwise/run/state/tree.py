@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.norm import BatchNorm
+from layerwise.run.guards.code import written
 from layerwise.run.guards.refusing import REFUSED
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
@@ -45,7 +46,8 @@ class Tree:
             return known[id(original)]
         made: nn.Module = object.__new__(type(original))
         known[id(original)] = made
-        attributes = {key: value for key, value in vars(original).items() if key not in FRESH and is_plain(value)}
+        lost = FRESH | written(type(original))  # what a call would keep is not there, as none is called
+        attributes = {key: value for key, value in vars(original).items() if key not in lost and is_plain(value)}
         made.__dict__.update(vars(nn.Module()), **attributes)
         made.__dict__["training"] = original.training
         for mine, theirs in ((made._parameters, original._parameters), (made._buffers, original._buffers)):
