@@ -27,7 +27,7 @@ from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
-from layerwise.run.guards.hooks import FromOutside, check_call, check_parameters
+from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
@@ -135,6 +135,7 @@ class LayeredModule(WithTree):
         They are returned as the model does: one, a tuple, a dict, a dataclass; those of a file: one, or a tuple.
         """
         check_call()
+        check_hooks_of_all()
         self._check_hooks()
         self._check_parameters()
         target = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import update_bn
@@ -173,6 +174,18 @@ def forward_hooks_of_before(setting: Setting) -> Numbers:
     model.hidden.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
     train(setting, setting.parallel(model))
     return {"rows.hidden": seen[0]}
+
+
+@row
+def hooks_of_all(setting: Setting) -> Numbers:
+    """forward hooks of all modules, `torch.nn.modules.module.register_module_forward_hook`"""
+    model, seen = setting.net(), []
+    hook = register_module_forward_hook(lambda module, given, out: seen.append(type(module).__name__))
+    try:
+        numbers = train(setting, model)
+    finally:
+        hook.remove()
+    return {**numbers, "linear": seen.count("Linear")}
 
 
 @row

@@ -39,6 +39,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "part_called": {"split": "a hook of one, or a call, is not supported"},
     "statistics_again": {"split": "'momentum' of module 'norm' was changed"},
     "forward_hooks": {"split": "a hook of one, or a call, is not supported"},
+    "hooks_of_all": {"split": "a hook of all modules is registered"},
     "forward_hooks_of_before": {"split": "has a forward hook, which would not be called in training"},
     "unlike_modes": dict.fromkeys(("data", "split"), "is in training mode on ranks 0 and in evaluation mode on the"),
     "initialise_at_random": {"split": "initialise the model before, or by model.apply(fn)"},

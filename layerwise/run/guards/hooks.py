@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
+from torch.nn.modules import module as every
 from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
@@ -79,6 +80,21 @@ def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_
             raise LayerwiseError(
                 f"parameter {name!r} has a hook, which would not be called with its gradient: remove it, and do what "
                 "it is for in register_post_accumulate_grad_hook, or between loss.backward() and optimizer.step()"
+            )
+
+
+def check_hooks_of_all() -> None:
+    """LayerwiseError where the loop has hooks of all modules, which a model run layer by layer would not call."""
+    for hooks in (
+        every._global_forward_hooks,
+        every._global_forward_pre_hooks,
+        every._global_backward_hooks,
+        every._global_backward_pre_hooks,
+    ):
+        if hooks and any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks.values()):
+            raise LayerwiseError(
+                "a hook of all modules is registered (register_module_forward_hook and the like), which would not be "
+                "called for the layers of the parallel module: remove it, or parallelize with strategy='data'"
             )
 
 
