@@ -116,7 +116,8 @@ class Watch:
     def _written(self) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             before = vars(module).get(name)
-            if self._here and name != "training" and isinstance(before, int | float) and before != value:
+            numbers = isinstance(before, int | float) and isinstance(value, int | float)
+            if self._here and name != "training" and numbers and before != value:
                 self.found[f"changes its attribute {name!r} in its forward"] = None
             self._set(module, name, value)
 
