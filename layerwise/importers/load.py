@@ -159,13 +159,19 @@ def traced(
 def calls_of(module: nn.Module) -> Iterator[set[str]]:
     """The paths of the modules without modules inside that are called within it."""
     called: set[str] = set()
-    leaves = [(path, m) for path, m in module.named_modules(remove_duplicate=False) if not m._modules]
+    leaves = [(path, m) for path, m in module.named_modules(remove_duplicate=False) if _hookable(m)]
     handles = [m.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, m in leaves]
     try:
         yield called
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _hookable(module: nn.Module) -> bool:
+    import torch
+
+    return not module._modules and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _value(read: Callable[[str], Mapping[str, object]], spec: str, name: str) -> object:

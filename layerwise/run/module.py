@@ -154,8 +154,9 @@ class LayeredModule(WithTree):
         executor = self._executor(whole, shaped, differentiated)
         fed = given.fed(executor.schedule, inputs)
         seed = combine(self.options.seed, self.steps)
-        if self.training:
+        if self.training or torch.is_grad_enabled():  # a step may follow
             self._initial = {}
+        if self.training:
             self.steps += 1
             self._state.count()
         token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())

@@ -208,7 +208,9 @@ def test_wrong_models() -> None:
     with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
         layerwise.parallelize(7, torch.randn(2, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    with pytest.raises(LayerwiseError, match=r"bring (them to one type|what it is given to that type)|torch\.export fails"):
+    with pytest.raises(
+        LayerwiseError, match=r"bring (them to one type|what it is given to that type)|torch\.export fails"
+    ):
         layerwise.parallelize(mixed, torch.randn(2, 3))
 
 

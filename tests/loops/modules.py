@@ -247,6 +247,24 @@ def unlike_modes(setting: Setting) -> Numbers:
 
 
 @row
+def evaluated_training(setting: Setting) -> Numbers:
+    """fine-tuning in evaluation mode: `model.eval()`, and batch norms stay as they are"""
+    return train(setting, setting.net().eval())
+
+
+@row
+def noise(setting: Setting) -> Numbers:
+    """noise on weights between steps: `p.add_(torch.randn_like(p))`, `p.data.normal_()`"""
+    model = setting.net()
+    train(setting, model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.mul_(0.9).add_(torch.randn_like(p), alpha=0.01)
+    return train(setting, model)
+
+
+@row
 def channels_last(setting: Setting) -> Numbers:
     """`to(memory_format=torch.channels_last)`"""
     model = setting.net().to(memory_format=torch.channels_last)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.row import Numbers, row, train
@@ -57,6 +58,22 @@ class Damped(Net):
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
         return self.head(torch.tanh(self.hidden(x.flatten(1))))
+
+
+class Functional(Net):
+    """Gives the statistics of its batch norm to a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        assert isinstance(norm, nn.BatchNorm2d)
+        x = F.batch_norm(self.first(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training)
+        return self.head(torch.tanh(self.hidden(torch.tanh(self.second(x)).flatten(1))))
+
+
+@row
+def functional_norm(setting: Setting) -> Numbers:
+    """`F.batch_norm` with the statistics of a module"""
+    return train(setting, setting.parallel(Functional()))
 
 
 @row

@@ -106,14 +106,20 @@ def import_module(
     """`import_torch` of a module, and how it returns its outputs (see `structure_of`)."""
     if not examples and not kwargs:
         examples = _placeholders(model, name)
-    exported, unseen = _export(model, examples, dict(kwargs or {}), name)
+    exported, watch = _export(model, examples, dict(kwargs or {}), name)
     graph, stored = build_graph(rewrite(read_program(exported, name)), name, dims)
+    unseen = (*watch.found, *watch.changed)
+    if watch.changed:  # once, as a flag of the first call? Then the next call changes nothing, and is the same network
+        with watch.as_left():
+            later, again = _export(model, examples, dict(kwargs or {}), name)
+        other, _ = build_graph(rewrite(read_program(later, name)), name, dims)
+        unseen = unseen if again.changed or other.digest != graph.digest else tuple(watch.found)
     return replace(graph, unseen=unseen), stored, structure_of(exported, len(graph.layers[-1].inputs))
 
 
 def _export(
     model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str
-) -> tuple[ExportedProgram, tuple[str, ...]]:
+) -> tuple[ExportedProgram, Watch]:
     """Also what it does not show (see `LayerGraph.unseen`)."""
     for path, module in model.named_modules():
         if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
@@ -132,14 +138,14 @@ def _export(
         with (
             _EXPORTING,
             _quiet(),
-            Watch().on() as watch,
+            Watch().on(model) as watch,
             _synchronised_anywhere(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             without_cache(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
-        return exported, tuple(watch.found)
+        return exported, watch
     except LayerwiseError:
         raise
     except Exception as error:  # torch.export raises whatever the model's code meets

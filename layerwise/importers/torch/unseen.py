@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
@@ -28,28 +30,34 @@ class Watch:
         self._apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
         self._register_hook, self._grad = Tensor.register_hook, torch.autograd.grad
         self._set = nn.Module.__setattr__
+        self._grad_fn: Any = torch._C.TensorBase.grad_fn
+        self._numbers: dict[tuple[int, str], tuple[nn.Module, object, object]] = {}  # that were changed: from, to
         self._inference = torch.inference_mode.__enter__
-        self._norm = nn.modules.batchnorm._BatchNorm.forward
+        self._norm = F.batch_norm
         self._generator = checkpoint._checkpoint_without_reentrant_generator
         self._thread = get_ident()
         self._checkpointed = 0
 
     @contextmanager
-    def on(self) -> Iterator[Watch]:
-        """Watches what runs within it. LayerwiseError where that drew from Python's or numpy's random numbers."""
-        before = _draws()
+    def on(self, model: nn.Module) -> Iterator[Watch]:
+        """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
+        before, tallies = _draws(), _tallies(model)
         with ExitStack() as stack:
             for owner, name, stand_in in (
                 (torch.autograd.Function, "apply", classmethod(self._applied)),
                 (Tensor, "register_hook", self._hooked),
                 (torch.autograd, "grad", self._differentiated),
                 (nn.Module, "__setattr__", self._written),
+                (Tensor, "grad_fn", self._looked_at),
                 (torch.inference_mode, "__enter__", self._entered),
-                (nn.modules.batchnorm._BatchNorm, "forward", self._normalised),
+                (F, "batch_norm", self._normalised),
                 (checkpoint, "_checkpoint_without_reentrant_generator", self._region),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
             yield self
+        for key, tally in _tallies(model).items():
+            if tallies.get(key, tally) != tally:
+                self.found[f"changes its attribute {key[1]!r} in its forward"] = None
         if _draws() != before:
             raise LayerwiseError(
                 "the model draws from Python's or numpy's random numbers in its forward, whose path through the "
@@ -104,6 +112,32 @@ class Watch:
         return self._grad(*inputs, **named)
 
     @property
+    def changed(self) -> list[str]:
+        """Numbers that the forward has changed, as `found` says such things."""
+        kept = (name for (_, name), (_, first, last) in self._numbers.items() if first != last)
+        return [f"changes its attribute {name!r} in its forward" for name in kept]
+
+    @contextmanager
+    def as_left(self) -> Iterator[None]:
+        """Within it the numbers are as the forward has left them."""
+        try:
+            for (_, name), (module, _, last) in self._numbers.items():
+                vars(module)[name] = last
+            yield
+        finally:
+            for (_, name), (module, first, _) in self._numbers.items():
+                vars(module)[name] = first
+
+    @property
+    def _looked_at(self) -> property:
+        def grad_fn(tensor: Tensor) -> Any:
+            if self._here and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch."):
+                self.found["looks at x.grad_fn in its forward"] = None
+            return self._grad_fn.__get__(tensor)
+
+        return property(grad_fn)
+
+    @property
     def _entered(self) -> Callable[..., None]:
         def enter(mode: torch.inference_mode) -> None:
             if self._here and not _callers().startswith("torch."):
@@ -116,21 +150,19 @@ class Watch:
     def _written(self) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             before = vars(module).get(name)
-            numbers = isinstance(before, int | float) and isinstance(value, int | float)
-            if self._here and name != "training" and numbers and before != value:
-                self.found[f"changes its attribute {name!r} in its forward"] = None
+            number = isinstance(before, int | float) and isinstance(value, int | float)
+            if self._here and name != "training" and number and before != value:
+                _, first, _ = self._numbers.get((id(module), name), (module, before, value))
+                self._numbers[id(module), name] = module, first, value
             self._set(module, name, value)
 
         return set_attribute
 
-    @property
-    def _normalised(self) -> Callable[..., Tensor]:
-        def forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-            if self._here and self._checkpointed and module.training and module.track_running_stats:
-                self.found[TWICE] = None
-            return self._norm(module, x)
-
-        return forward
+    def _normalised(self, x: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **named: Any) -> Tensor:
+        training = rest[2] if len(rest) > 2 else named.get("training", False)
+        if self._here and self._checkpointed and training and mean is not None:
+            self.found[TWICE] = None
+        return self._norm(x, mean, variance, *rest, **named)
 
 
 def _callers() -> str:
@@ -139,6 +171,17 @@ def _callers() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__") == "torch.utils._contextlib":
         frame = frame.f_back
     return str(frame.f_globals.get("__name__"))
+
+
+def _tallies(model: nn.Module) -> dict[tuple[str, str], object]:
+    """Counters that modules have in lists and dicts."""
+    held = {(path, name): value for path, m in model.named_modules() for name, value in vars(m).items()}
+    return {
+        key: copy.copy(value)
+        for key, value in held.items()
+        if isinstance(value, list | dict)
+        and all(isinstance(each, int | float) for each in (value.values() if isinstance(value, dict) else value))
+    }
 
 
 def _draws() -> tuple[object, ...]:

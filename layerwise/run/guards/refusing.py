@@ -25,6 +25,13 @@ def _moved(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _loaded(*_: Any, **__: Any) -> NoReturn:
+    raise LayerwiseError(
+        "load_state_dict of a part of the parallel module is not supported: give the whole model's, with strict=False, "
+        "these values under their whole names, or load them before it is made parallel"
+    )
+
+
 # Methods of a part of the parallel module, which stand on the instance in place of its class's.
 REFUSED: Mapping[str, Callable[..., NoReturn]] = {
     "forward": _called,
@@ -35,6 +42,7 @@ REFUSED: Mapping[str, Callable[..., NoReturn]] = {
     "register_backward_hook": _called,
     "compile": _called,
     "_apply": _moved,
+    "load_state_dict": _loaded,
 }
 
 

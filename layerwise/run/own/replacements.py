@@ -87,7 +87,8 @@ def replacements(
                 dropouts[name] = Draws(number, i, network.graph[name].out.index("n"))
             if groups[i]:
                 path = _path_of_parameters(layer, stage) or name
-                if not _is(modules.get(path), BATCH_NORMS) or not isinstance(stage.op, BatchNorm):
+                itself = path in network.called and _is(modules.get(path), BATCH_NORMS)
+                if not itself or not isinstance(stage.op, BatchNorm):
                     return None
                 batch_norms[path] = layer.name
     return Replacements(dropouts, batch_norms)

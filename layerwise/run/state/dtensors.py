@@ -25,6 +25,8 @@ from layerwise.geometry import Box
 from layerwise.run.parts import local_part
 from layerwise.run.state.placements import Placements
 
+_MESHES: set[DeviceMesh | None] = set()  # of plans
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -61,6 +63,7 @@ def shardings(placed: Mapping[str, Placements], comm: Comm) -> dict[str, Shardin
         key = str(one.ranks.tolist())
         if key not in meshes:
             meshes[key] = comm.device_mesh(one.ranks)
+            _MESHES.add(meshes[key])
     made = {}
     for name, one in placed.items():
         mesh = meshes[str(one.ranks.tolist())]
@@ -86,15 +89,33 @@ def install() -> None:
 
     `item`, `float` and `bool` of a number that is the sum (maximum, ...) of all ranks' parts give the rank's own part.
     GradScaler looks for infinities over the axes that cut the first gradient, not over those that cut others.
+    Random numbers on a CPU are drawn by each rank for its own part.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+    for op in DTensor._op_dispatcher._random_ops:
+        handlers[op] = _drawn
 
 
 def _number(op: Any, args: Sequence[DTensor], _: Any) -> object:
     tensor = args[0]
     return op(tensor.full_tensor() if any(isinstance(p, Partial) for p in tensor.placements) else local_part(tensor))
+
+
+def _drawn(op: Any, args: tuple[object, ...], named: dict[str, object]) -> object:
+    meshes = {x.device_mesh for x in args if isinstance(x, DTensor)}
+    if meshes & _MESHES:
+        raise LayerwiseError(
+            "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
+            "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
+        )
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # somebody else's DTensor
+    handlers.pop(op)
+    try:
+        return op(*args, **named)
+    finally:
+        handlers[op] = _drawn
 
 
 def _unscale(op: Any, args: tuple[Sequence[DTensor], Tensor, Tensor], _: Any) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
@@ -57,7 +56,7 @@ class State:
         self.tree = Tree(network.module, self.graph)
         self.extra: dict[str, Tensor] = {}
         self._keys, self._network = dict(network.keys), network
-        self._batches = _batches(self.graph)
+        self._batches = _batches(network)
         self._fill()
 
     def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
@@ -260,13 +259,19 @@ def _without_box(key: str) -> str:
     return key.partition("[")[0]
 
 
-def _batches(graph: LayerGraph) -> Counter[str]:
-    """How often a step calls each batch norm, by its module's name. The counter of an instance norm stays 0."""
+def _batches(network: Network) -> Counter[str]:
+    """How often a step calls each batch norm, by its module's name.
+
+    The counter of an instance norm stays 0, and that of a module whose statistics are given to `F.batch_norm` alone.
+    """
+    modules = () if network.module is None else network.module.named_modules(remove_duplicate=False)
+    own = nn.modules.batchnorm._BatchNorm.forward
+    idle = {path for path, m in modules if getattr(type(m), "forward", None) is own} - network.called
     counts: Counter[str] = Counter()
-    for layer in graph.layers:
+    for layer in network.graph.layers:
         kinds = (stage.op.kind for stage in layer.stages for _ in stage.space.parameters)
         for kind, name in zip(kinds, layer.parameters, strict=True):
             module, _, last = name.rpartition(".")
-            if kind == "batch_norm" and last == "running_mean":
+            if kind == "batch_norm" and last == "running_mean" and module not in idle:
                 counts[module] += 1
     return counts

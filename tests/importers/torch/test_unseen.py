@@ -25,7 +25,7 @@ class Net(nn.Module):
     def __init__(self, between: Step) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.between, self.steps = between, 0
+        self.between, self.steps, self.tally = between, 0, {"steps": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.between(self, self.first(x)))
@@ -51,6 +51,11 @@ def counted(net: nn.Module, x: Tensor) -> Tensor:
     return x * (net.steps > 3)
 
 
+def tallied(net: nn.Module, x: Tensor) -> Tensor:
+    net.tally["steps"] += 1  # type: ignore[index, operator]
+    return x
+
+
 def inferred(_: nn.Module, x: Tensor) -> Tensor:
     with torch.inference_mode():
         return x.sum()
@@ -66,15 +71,16 @@ def twice(reentrant: bool) -> Step:
         (lambda net, x: Doubled.apply(x), "has an autograd function, Doubled,"),
         (hooked, "registers a hook of a gradient"),
         (lambda net, x: x + torch.autograd.grad(x.sum(), net.first.weight)[0].sum(), "calls torch.autograd.grad"),
-        (counted, "changes its attribute 'steps'"),
+        (lambda net, x: x if x.grad_fn is None else -x, "looks at x.grad_fn"),
         (lambda net, x: inferred(net, x) + x, "uses torch.inference_mode"),
+        (tallied, "changes its attribute 'tally'"),
         (twice(reentrant=False), "moves running statistics of batch norms twice"),
         (twice(reentrant=True), "moves running statistics of batch norms twice"),
     ],
 )
 def test_noticed(between: Step, words: str) -> None:
     net, watch = Net(between), Watch()
-    with watch.on():
+    with watch.on(net):
         net(X)
     assert [found for found in watch.found if words in found] == list(watch.found) != []
 
@@ -82,6 +88,27 @@ def test_noticed(between: Step, words: str) -> None:
 def test_exported() -> None:
     net = Net(lambda net, x: counted(net, Doubled.apply(x)))
     assert [found.split()[0] for found in from_torch(net, X).unseen] == ["has", "changes"]
+    assert net.steps == 0  # as before
+
+
+def sized(net: nn.Module, x: Tensor) -> Tensor:
+    net.steps, net.training = x.shape[1], True
+    return x
+
+
+def flagged(net: nn.Module, x: Tensor) -> Tensor:
+    first, net.steps = net.steps == 0, 1
+    return -x if first else x
+
+
+@pytest.mark.parametrize(
+    ("between", "words"), [(counted, "changes its attribute 'steps'"), (flagged, "changes its"), (sized, None)]
+)
+def test_numbers_that_a_forward_changes(between: Step, words: str | None) -> None:
+    """What is set once, and changes nothing then, is not lost."""
+    net = Net(between)
+    unseen = from_torch(net, X).unseen
+    assert unseen == () if words is None else words in unseen[0]
     assert net.steps == 0  # as before
 
 
@@ -119,7 +146,7 @@ def test_other_threads_are_not_watched() -> None:
     other = Net(lambda net, x: Doubled.apply(twice(reentrant=True)(net, hooked(net, x))))
     watch = Watch()
     made: list[Tensor] = []
-    with watch.on():
+    with watch.on(other):
         thread = threading.Thread(target=lambda: made.append(other(torch.randn(2, 4))))
         thread.start()
         thread.join()
