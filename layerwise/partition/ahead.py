@@ -33,9 +33,16 @@ def begun_before(graph: LayerGraph, io: str) -> dict[str, tuple[EdgeEnd, ...]]:
     return {name: tuple(edges) for name, edges in begun.items()}
 
 
-def weights_late(layer: Layer, flows: bool) -> bool:
+# Where autograd's one call is better: a CPU computes with the cores that send, and two calls of its kernel take longer.
+# On an emulated cluster of four ranks steps were 6 to 16 % longer.
+IN_ONE_CALL = frozenset({"cpu"})
+
+
+def weights_late(layer: Layer, flows: bool, device_type: str) -> bool:
     """Whether the gradient of a layer's weights is made after that of its first input has left, if that travels.
 
     It travels beside. flows: whether there is a gradient of the first input.
     """
+    if device_type in IN_ONE_CALL:
+        return False
     return flows and layer.main.weights_late and 0 not in layer.tied and layer.space.parameters[0].trainable

@@ -53,6 +53,12 @@ class Skips(nn.Module):
         return self.up[1](torch.cat([first, x], 1)).flatten(2).mean(2)
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of convolutions' weights are made late."""
+    monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+
+
 @cache
 def skips() -> tuple[Case, Trained]:
     torch.manual_seed(0)

@@ -276,7 +276,7 @@ class _Step:
     def _weights_late(self, layer: Layer) -> bool:
         """Whether the gradient of its input travels while that of its weights is made."""
         flows = any(self.model.graph.flows_back(layer)[:1])
-        return weights_late(layer, flows) and not self._edge(layer, 0).local
+        return weights_late(layer, flows, self.model.devices.device_type) and not self._edge(layer, 0).local
 
     def _make_weights(self, layer: Layer) -> None:
         copies = self.tracker.new(self.stages[layer.name][0].weights)

@@ -76,7 +76,9 @@ class _Step:
 
     def _weights_late(self, layer: Layer) -> bool:
         flows = any(self.model.graph.flows_back(layer)[:1])
-        return weights_late(layer, flows) and self._transfer_s(layer, 0, forward=False) > 0
+        return (
+            weights_late(layer, flows, self.model.devices.device_type) and self._transfer_s(layer, 0, forward=False) > 0
+        )
 
     def compute(self, layer: Layer, *, forward: bool) -> None:
         """Backward: all but what `weights` does."""

@@ -142,7 +142,7 @@ class Schedule:
         ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
-        late = slot == 0 and part.pattern != "local" and weights_late(layer, backward)
+        late = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         return ScheduledEdge(source, redistribution, backward, ahead, stays, late)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
