@@ -4,7 +4,7 @@ It is called on one device with a plain model and on two ranks with a parallel o
 `state.*` on every rank; `mean.*` as the mean over the ranks; `rows.*` one after the other; anything else on every rank.
 """
 
-from tests.loops import gradients, modules, optimizers, traced, weights  # noqa: F401 - their rows are added when imported
+from tests.loops import gradients, modules, optimizers, parts, traced, weights  # noqa: F401 - their rows are added when imported
 from tests.loops.row import LOOPS, Loop
 
 __all__ = ["LOOPS", "Loop"]
