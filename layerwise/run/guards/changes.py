@@ -1,4 +1,4 @@
-"""What a loop changes in parameters after the model was made parallel, and would not be followed."""
+"""What a loop changes in parameters and layers after the model was made parallel, and would not be followed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,33 @@ from layerwise.run.guards.boxes import plain
 from layerwise.run.parts import is_dtensor, local_part
 
 
+class Structure:
+    """What stands where in a module, to notice when others do: parameters and modules, and buffers where said."""
+
+    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+        self._modules, self._buffers = list(module.modules()), buffers
+        self.held = self._now()
+
+    def changed(self) -> bool:
+        """Whether some are others than when this was made."""
+        now = self._now()
+        return len(now) != len(self.held) or not all(map(is_, now, self.held))
+
+    def _now(self) -> list[object]:
+        held: list[object] = []
+        for module in self._modules:
+            held += (*module._parameters.values(), *module._modules.values())
+            if self._buffers:
+                held += module._buffers.values()
+        return held
+
+
 class Places:
     """What stands where in a tree, and the memory of its DTensors, to notice when others do."""
 
     def __init__(self, tree: nn.Module) -> None:
-        self._modules = list(tree.modules())
-        self._held = self._now()
-        dtensors = (held for held in self._held if isinstance(held, Tensor) and is_dtensor(held))
+        self._structure = Structure(tree, buffers=True)
+        dtensors = (held for held in self._structure.held if isinstance(held, Tensor) and is_dtensor(held))
         self._storages = [(tensor, _storage(tensor)) for tensor in dtensors]
 
     def check(self) -> None:
@@ -29,39 +49,12 @@ class Places:
                 "p.data = x was written of a parameter that the plan splits over the ranks, and has no effect on a "
                 "DTensor: write p.data.copy_(x), or give load_state_dict the values"
             )
-        now = self._now()
-        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
+        if self._structure.changed():
             raise LayerwiseError(
                 "the parallel module's parameters, buffers or layers are others than it was made with, as "
                 "torch.func.functional_call has it, and its plan goes on with those: give load_state_dict the values, "
                 "and change layers before the model is made parallel"
             )
-
-    def _now(self) -> list[object]:
-        return [
-            held
-            for m in self._modules
-            for held in (*m._parameters.values(), *m._buffers.values(), *m._modules.values())
-        ]
-
-
-class Structure:
-    """A module's parameters and layers, to notice when others stand in their places."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._held = self._identities()
-
-    def check(self) -> None:
-        """LayerwiseError where some are others than when this was made."""
-        if self._identities() != self._held:
-            raise LayerwiseError(
-                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
-                "averages: change the model before, or make it parallel again"
-            )
-
-    def _identities(self) -> list[int]:
-        return [id(held) for m in self._modules for held in (*m._parameters.values(), *m._modules.values())]
 
 
 Version = tuple[int, int]

@@ -129,7 +129,7 @@ class OwnModule(WithModule):
         followed = {id(p) for p in parameters.values()}
         unknown = {name: p for name, p in trained.items() if id(p) not in followed}
         self._leaves = Leaves(parameters, unknown, self.comm, lambda: self.summed)
-        self._structure = Structure(self.module)
+        self._structure = Structure(self.module, buffers=False)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
         watch(self.module.parameters(), self.form)
         for kind in ("sync", "io", "statistics"):
@@ -190,7 +190,11 @@ class OwnModule(WithModule):
         check_parameters(self._reducer.parameters.items(), partial_sums=True)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
-        self._structure.check()
+        if self._structure.changed():
+            raise LayerwiseError(
+                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
+                "averages: change the model before, or make it parallel again"
+            )
         check_frozen(self._frozen)
         self.comm.at(self.steps, "the model")
         if not (drawn or torch.is_grad_enabled()):
