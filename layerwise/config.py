@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import nests
 from layerwise.ops.base import Dim
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
+NOT_DEGREES = ("placement", "recompute", "states")  # what a configuration has besides, as it is written
 REDUCE_ORDER = ("c", "n", "d", "h", "w", "l", "s")  # where a reduction's result may be scattered, first that has room
 
 Placement = Literal["contiguous", "strided"]
+States = Literal["replicated", "sharded", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Degrees of parallelism above 1, by dimension label, and where the cells go.
+    """Degrees of parallelism above 1, by dimension label, and where the cells go; what memory is saved by.
 
     Cell i of P goes to device i (contiguous: the fewest nodes) or to device i*N//P of N (strided: spread over nodes).
+    recompute: what the layer's backward pass reads is not kept, but made again, with its block
+    (`partition.blocks`): its inputs are transferred once more, and it is computed once more.
+    states: of parameters that r devices hold alike. "sharded": each has 1/r of the optimizer's state, updates that
+    much, and gathers the rest (ZeRO-1). "gathered": each has 1/r of the parameters, too, which are gathered for the
+    forward pass and for the backward pass (ZeRO-3).
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
     placement: Placement = "contiguous"
+    recompute: bool = False
+    states: States = "replicated"
 
     @staticmethod
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
@@ -41,8 +50,19 @@ class Config:
     def __getitem__(self, label: str) -> int:
         return dict(self.degrees).get(label, 1)
 
+    @property
+    def cells(self) -> Config:
+        """Without the choices that save memory: who computes what."""
+        return self if self == (bare := Config(self.degrees, self.placement)) else bare
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What there is to say beside degrees: `("strided", "recompute", "sharded")`."""
+        said = [(self.placement, "contiguous"), ("recompute" * self.recompute, ""), (self.states, "replicated")]
+        return tuple(word for word, default in said if word != default)
+
     def __str__(self) -> str:
-        return "{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}" + ("/strided" * (self.placement == "strided"))
+        return "/".join(["{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}", *self.marks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +139,32 @@ def reduce_axis(config: Config, dims: Sequence[Dim]) -> int | None:
 
 
 def parse(degrees: object, dims: Sequence[Dim], devices: int, layer: str) -> Config:
-    """A hand-written configuration `{"n": 4, "placement": "strided"}`; LayerwiseError where it cannot be."""
+    """A hand-written configuration `{"n": 4, "placement": "strided", "recompute": true, "states": "sharded"}`.
+
+    LayerwiseError where it cannot be.
+    """
     if not isinstance(degrees, Mapping):
         raise LayerwiseError(f"layer {layer!r}: a configuration is a mapping such as {{'n': 4}}, not {degrees!r}")
     placement = degrees.get("placement", "contiguous")
     if placement not in ("contiguous", "strided"):
         raise LayerwiseError(f"layer {layer!r}: placement is 'contiguous' or 'strided', not {placement!r}")
+    recompute, states = degrees.get("recompute", False), degrees.get("states", "replicated")
+    if not isinstance(recompute, bool):
+        raise LayerwiseError(f"layer {layer!r}: recompute is true or false, not {recompute!r}")
+    if states not in get_args(States):
+        raise LayerwiseError(f"layer {layer!r}: states is one of {', '.join(get_args(States))}, not {states!r}")
     for label, degree in degrees.items():
+        if label in NOT_DEGREES:
+            continue
         sound = label in ORDER and isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
-        if label != "placement" and not sound:
+        if not sound:
             wanted = f"a dimension ({', '.join(ORDER)}) and a degree >= 1"
             raise LayerwiseError(f"layer {layer!r}: {label!r}: {degree!r} is not {wanted}")
-    config = Config.of({k: v for k, v in degrees.items() if k != "placement"}, placement)
+    config = Config.of({k: v for k, v in degrees.items() if k not in NOT_DEGREES}, placement)
     check(config, dims, devices, layer)
-    return Config(config.degrees) if config.total in (1, devices) else config
+    if config.total in (1, devices):
+        config = Config(config.degrees)
+    return replace(config, recompute=recompute, states=states)
 
 
 def check(config: Config, dims: Sequence[Dim], devices: int, layer: str) -> None:
@@ -142,3 +174,11 @@ def check(config: Config, dims: Sequence[Dim], devices: int, layer: str) -> None
         reason = f"{config} needs {config.total} devices, there are {devices}"
     if reason:
         raise LayerwiseError(f"layer {layer!r}: {reason}")
+
+
+def check_choices(config: Config, layer: str) -> None:
+    """LayerwiseError where a configuration saves memory in a way that is not priced and run yet."""
+    if config.recompute:
+        raise LayerwiseError(f"layer {layer!r}: recompute is not priced and run yet: leave it out")
+    if config.states != "replicated":
+        raise LayerwiseError(f"layer {layer!r}: states {config.states!r} are not priced and run yet: leave them out")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
-from layerwise.config import Config, parse
+from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.layer import LayerGraph
@@ -21,7 +21,8 @@ from layerwise.partition import holding
 from layerwise.picture import runs, svg, table
 from layerwise.tensor import LABELS
 
-FORMAT, VERSION = "layerwise-plan", 1
+FORMAT, VERSION = "layerwise-plan", 2
+READABLE = (1, VERSION)  # 1 knows neither recompute nor states
 MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 
@@ -89,6 +90,7 @@ class Plan:
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
             holding.check(graph[name], config, self.gpus)
+            check_choices(config, name)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -105,8 +107,9 @@ def _plan(value: object, where: str) -> Plan:
     raw = _object(value, where)
     if raw.get("format") != FORMAT:
         raise LayerwiseError(f"{where} is not a layerwise plan (its 'format' is {raw.get('format')!r})")
-    if raw.get("version") != VERSION:
-        raise LayerwiseError(f"{where} has version {raw.get('version')!r}; this layerwise reads version {VERSION}")
+    if isinstance(raw.get("version"), bool) or raw.get("version") not in READABLE:
+        read = " and ".join(map(str, READABLE))
+        raise LayerwiseError(f"{where} has version {raw.get('version')!r}; this layerwise reads versions {read}")
     for key, kind in (("model", str), ("digest", str), ("io", str), ("fused", bool)):
         if not isinstance(raw.get(key), kind):
             raise LayerwiseError(f"{where}: {key!r} must be a {kind.__name__}, not {raw.get(key)!r}")
@@ -146,9 +149,10 @@ def checksum(body: Mapping[str, object]) -> str:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """`{"n": 4, "placement": "strided"}`; placement only where it is not contiguous."""
-    degrees: dict[str, Any] = dict(config.degrees)
-    return degrees if config.placement == "contiguous" else degrees | {"placement": config.placement}
+    """`{"n": 4, "placement": "strided", "recompute": true}`: of what is not a degree only what is not the default."""
+    made: dict[str, Any] = dict(config.degrees)
+    default = Config()
+    return made | {k: v for k in NOT_DEGREES if (v := getattr(config, k)) != getattr(default, k)}
 
 
 def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, Config]:
@@ -187,7 +191,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _anything(degrees: object) -> list[Dim]:
     """Dimensions of a layer that is not known yet: any label, as much room as asked for."""
     labels = degrees if isinstance(degrees, Mapping) else {}
-    return [Dim(str(label), 2**40) for label in labels if label != "placement"] + [Dim("n", 2**40)]
+    return [Dim(str(label), 2**40) for label in labels if label not in NOT_DEGREES] + [Dim("n", 2**40)]
 
 
 def _provenance(value: object, where: str) -> dict[str, Any]:

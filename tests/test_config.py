@@ -60,6 +60,8 @@ DIMS = (Dim("n", 8), Dim("c", 12, 3), Dim(None, 5), Dim("k", 40))
         ({"n": 2, "placement": "strided"}, Config((("n", 2),), "strided")),
         ({"n": 8, "placement": "strided"}, Config((("n", 8),))),  # on all devices there is no difference
         ({"placement": "strided"}, Config()),
+        ({"n": 2, "recompute": True}, Config((("n", 2),), recompute=True)),
+        ({"n": 8, "states": "sharded", "placement": "strided"}, Config((("n", 8),), states="sharded")),
     ],
 )
 def test_a_hand_written_configuration(written: dict[str, object], config: Config) -> None:
@@ -77,6 +79,9 @@ def test_a_hand_written_configuration(written: dict[str, object], config: Config
         ({"x": 2}, "'x': 2 is not"),
         ({"placement": "random"}, "placement is"),
         ({"placement": ["strided"]}, "placement is"),
+        ({"recompute": 1}, "recompute is true or false"),
+        ({"states": "offloaded"}, "states is one of replicated, sharded, gathered"),
+        ({"states": ["sharded"]}, "states is one of"),
         ({"h": 2}, "cannot be split along 'h' .its dimensions: n, c, k"),
         ({"c": 5}, "c=5 is more than the 4 parts"),
         ({"n": 3, "c": 3}, "needs 9 devices, there are 8"),

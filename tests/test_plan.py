@@ -71,16 +71,27 @@ placements = st.sampled_from(["contiguous", "strided"])
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 
 
-@given(st.dictionaries(names, st.tuples(st.sampled_from([{}, {"n": 2}, {"c": 2, "k": 2}]), placements), max_size=5))
+choices = st.tuples(st.booleans(), st.sampled_from(["replicated", "sharded", "gathered"]))
+configs = st.tuples(st.sampled_from([{}, {"n": 2}, {"c": 2, "k": 2}]), placements, choices)
+
+
+@given(st.dictionaries(names, configs, max_size=5))
 @SAME_FILE
-def test_any_names_round_trip(tmp_path: Path, layers: dict[str, tuple[dict[str, int], Any]]) -> None:
+def test_any_names_round_trip(tmp_path: Path, layers: dict[str, tuple[dict[str, int], Any, tuple[bool, Any]]]) -> None:
     strategy = {
-        name: Config.of(degrees, placement if degrees else "contiguous")
-        for name, (degrees, placement) in layers.items()
+        name: Config(Config.of(degrees).degrees, placement if degrees else "contiguous", *saving)
+        for name, (degrees, placement, saving) in layers.items()
     }
     plan = Plan("m [/] \n", "d", 8, 8, 4, "sample", True, strategy)
     plan.save(tmp_path / "p.json")
     assert load_plan(tmp_path / "p.json") == plan
+
+
+def test_a_plan_of_version_1_is_read(plan: Plan, tmp_path: Path) -> None:
+    body = json.loads(plan.dumps()) | {"version": 1}
+    body["checksum"] = checksum({key: value for key, value in body.items() if key != "checksum"})
+    (tmp_path / "old.json").write_text(json.dumps(body))
+    assert load_plan(tmp_path / "old.json") == plan
 
 
 def test_other_graph_batch_world_size(plan: Plan, graph: LayerGraph) -> None:
@@ -103,7 +114,8 @@ def test_other_graph_batch_world_size(plan: Plan, graph: LayerGraph) -> None:
 
 ALTERED: list[tuple[str, Any, str]] = [
     ("format", "x", "is not a layerwise plan"),
-    ("version", 2, "reads version 1"),
+    ("version", 3, "reads versions 1 and 2"),
+    ("version", True, "reads versions 1 and 2"),
     ("model", None, "'model' must be a str"),
     ("fused", 1, "'fused' must be a bool"),
     ("batch", 0, "'batch' must be a whole number"),

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from layerwise.config import Config, check
+from layerwise.config import Config, check, check_choices
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, Strategy
@@ -111,6 +111,7 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
         raise LayerwiseError(f"the strategy has {what}; the model's layers are those of `layerwise search --json`")
     for name, layer in inner.items():
         check(strategy[name], layer.space.dims, model.devices.count, name)
+        check_choices(strategy[name], name)
     return {
         layer.name: strategy[layer.name] if layer.name in inner else model.end_config(layer)
         for layer in model.graph.layers

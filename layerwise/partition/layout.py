@@ -62,7 +62,9 @@ def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
     """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
     dims = tuple(Dim(d.label, d.max_degree) for d in space.dims)
     rank = len(space.out.shape)
-    return _layout(tuple(configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
+    return _layout(
+        tuple(config.cells for config in configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices
+    )
 
 
 @lru_cache(maxsize=4096)

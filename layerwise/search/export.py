@@ -44,7 +44,7 @@ def variable_names(layers: Iterable[str]) -> dict[str, str]:
 def value_name(config: Config) -> str:
     """`n4_c2`, `n4_strided`, `serial`."""
     words = [f"{label}{degree}" for label, degree in config.degrees] or ["serial"]
-    return "_".join([*words, *(["strided"] if config.placement == "strided" else [])])
+    return "_".join([*words, *config.marks])
 
 
 def above_s(tables: CostTables) -> float:

@@ -56,8 +56,7 @@ def written(layer: Layer, config: Config) -> str:
     """`{n=4, h=1, w=1, c=1}`: all dimensions that could be split, as the paper writes it."""
     labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
     order = sorted(labels, key=lambda label: (label != "n", label == "c", label == "k"))
-    where = " strided" if config.placement == "strided" else ""
-    return "{" + ", ".join(f"{label}={config[label]}" for label in order) + "}" + where
+    return " ".join(["{" + ", ".join(f"{label}={config[label]}" for label in order) + "}", *config.marks])
 
 
 def short(config: Config) -> str:
