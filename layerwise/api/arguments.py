@@ -10,6 +10,7 @@ from torch import Tensor
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
+from layerwise.quantities import parse_bytes
 from layerwise.run.options import plan_digest
 from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import dtype_name
@@ -30,9 +31,8 @@ def check(model: object, optimizer: str, sync_every: object, memory_limit: objec
         raise LayerwiseError(f"sync_every is {sync_every!r}; it must be 'auto' or a whole number of at least 1")
     if optimizer not in OPTIMIZERS:
         raise LayerwiseError(f"memory is planned for optimizers {', '.join(OPTIMIZERS)}, not for {optimizer!r}")
-    limited = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool) and memory_limit > 0
-    if memory_limit is not None and not limited:
-        raise LayerwiseError(f"memory_limit is {memory_limit!r}; it must be a positive number, of bytes a device")
+    if memory_limit is not None:
+        parse_bytes(memory_limit, "memory_limit")
     if batch is not None:
         at_least_1("batch", batch)
 

@@ -13,6 +13,7 @@ from layerwise.cli import Parser, console, dtype_argument, positive, progress_ba
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
+from layerwise.figures import check_plot, save_plot
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
@@ -23,7 +24,7 @@ from layerwise.oracle.framework import Framework, framework
 from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
 from layerwise.oracle.report import as_json as report_json
 from layerwise.oracle.report import text as report
-from layerwise.oracle.report.plot import check_plot, draw, save_plot
+from layerwise.oracle.report.plot import draw
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest

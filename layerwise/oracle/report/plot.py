@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerwise.errors import LayerwiseError
 from layerwise.oracle.formulas.phases import TITLES
 from layerwise.oracle.question import NAMES, Answer
 from layerwise.oracle.runs import Compared
@@ -19,17 +16,6 @@ if TYPE_CHECKING:
 
 Answers = Mapping[tuple[str, int], Answer]
 COMPUTE, COMMUNICATION, MEASURED = "#1f5fa8", "#9cc3e6", "#e07b1a"
-SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: str | os.PathLike[str]) -> None:
-    """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
-    if Path(path).suffix.lower() not in SUFFIXES:
-        raise LayerwiseError(f"--plot {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise LayerwiseError("--plot needs matplotlib: pip install 'layerwise[plot]'") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +109,3 @@ def _column(axis: Axes, slots: Sequence[_Slot]) -> None:
     axis.set_xticks(range(len(slots)), [_label(slot, slots) for slot in slots], rotation=90, fontsize=7)
     axis.tick_params(axis="y", labelsize=7)
     axis.set_xlabel("GPUs", fontsize=8)
-
-
-def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes the figure, whole or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            figure.savefig(temporary, format=target.suffix[1:].lower(), dpi=150)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise LayerwiseError(f"{os.fspath(path)!r} cannot be written: {error.strerror or error}") from None

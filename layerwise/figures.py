@@ -1,0 +1,38 @@
+"""Figures of matplotlib in files. It is an extra, and imported where a figure is wanted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerwise.errors import LayerwiseError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise LayerwiseError(f"--plot {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise LayerwiseError("--plot needs matplotlib: pip install 'layerwise[plot]'") from None
+
+
+def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Writes the figure, whole or not at all."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            figure.savefig(temporary, format=target.suffix[1:].lower(), dpi=150)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise LayerwiseError(f"{os.fspath(path)!r} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,54 @@
+"""Quantities as people write them: `14GB`, `8GB..80GB`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from layerwise.errors import LayerwiseError
+
+UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+    "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(value: object, what: str) -> float:
+    """`14GB` is 14e9 bytes, `14GiB` 14 * 2**30; a number is of bytes. LayerwiseError unless it is one above 0.
+
+    what: how the error calls it, such as --memory-limit.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([+-]?[0-9.]+(?:e[+-]?[0-9]+)?|nan|[+-]?inf)\s*([A-Za-z]*)\s*", value, re.IGNORECASE)
+        number = _number(match[1]) if match else math.nan
+        if match is None or (math.isnan(number) and match[1].lower() != "nan"):
+            raise LayerwiseError(f"{what} is {value!r}: give a number of bytes, such as 14GB or 14GiB")
+        if match[2].upper() not in UNITS:
+            raise LayerwiseError(f"{what} is {value!r}: the unit {match[2]!r} is none of B, KB, MB, GB, TB, KiB … TiB")
+        size = number * UNITS[match[2].upper()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        size = float(value) if abs(value) < 2**1000 else math.inf
+    else:
+        raise LayerwiseError(f"{what} is {value!r}: give a number of bytes, or a text such as '14GB'")
+    if not 0 < size < math.inf:
+        shown = repr(value) if isinstance(value, str) else f"{size:g}"
+        raise LayerwiseError(f"{what} is {shown}: it must be above 0, and finite")
+    return size
+
+
+def parse_bytes_range(text: str, what: str) -> tuple[float, float]:
+    """`8GB..80GB`: the least and the most. LayerwiseError where it is no such range."""
+    ends = text.split("..")
+    if len(ends) != 2:
+        raise LayerwiseError(f"{what} is {text!r}: give the least and the most, such as 8GB..80GB")
+    least, most = (parse_bytes(end, what) for end in ends)
+    if least >= most:
+        raise LayerwiseError(f"{what} is {text!r}: the first must be less than the second")
+    return least, most
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,62 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from layerwise.errors import LayerwiseError
+from layerwise.quantities import parse_bytes, parse_bytes_range
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("14GB", 14e9),
+        ("14GiB", 14 * 2**30),
+        (" 1.5 tb ", 1.5e12),
+        ("100", 100.0),
+        ("1e9", 1e9),
+        ("512MiB", 2**29),
+        (7, 7.0),
+        (2.5e9, 2.5e9),
+    ],
+)
+def test_sizes(written: object, size: float) -> None:
+    assert parse_bytes(written, "--memory-limit") == size
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("", "such as 14GB"),
+        ("much", "such as 14GB"),
+        ("14 G B", "such as 14GB"),
+        ("1.2.3GB", "such as 14GB"),
+        ("14GBit", "the unit 'GBit' is none of"),
+        ("0GB", "above 0"),
+        ("-1GB", "above 0"),
+        ("nan", "above 0"),
+        ("inf", "above 0"),
+        ("1e400", "above 0"),
+        (0, "above 0"),
+        (-5, "above 0"),
+        (math.nan, "above 0"),
+        (10**400, "above 0"),
+        (True, "a number of bytes"),
+        (None, "a number of bytes"),
+        ([14], "a number of bytes"),
+    ],
+)
+def test_what_is_no_size_is_said_in_one_line(written: object, said: str) -> None:
+    with pytest.raises(LayerwiseError, match=f"^--memory-limit is .*{said}") as error:
+        parse_bytes(written, "--memory-limit")
+    assert "\n" not in str(error.value)
+
+
+def test_ranges() -> None:
+    assert parse_bytes_range("8GB..80GB", "--memory-curve") == (8e9, 80e9)
+    for wrong, said in (("8GB", "the least and the most"), ("8GB..8GB", "less than"), ("1GB..x", "such as 14GB")):
+        with pytest.raises(LayerwiseError, match=f"--memory-curve is .*{said}"):
+            parse_bytes_range(wrong, "--memory-curve")
