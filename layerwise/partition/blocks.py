@@ -1,0 +1,113 @@
+"""Blocks: runs of consecutive layers, of which those with `recompute` are made again together in the backward pass.
+
+What lives across a block's end is kept through the step, what is inside of the largest block is held at once when it is
+made again. Their sum is about least: of a transformer a block is a layer, between two residual streams (the idea is
+that of Chen, Xu, Zhang and Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016). Sizes are those of whole
+tensors in elements, so that cost, search and run have the same blocks whatever they split and compute in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from layerwise.geometry.arrays import Floats, Ints
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import Role
+
+LIMITS = 24  # sizes of the largest block that are tried, from that of the largest layer to that of all
+
+
+def blocks(graph: LayerGraph) -> dict[str, int]:
+    """The number of each computed layer's block, from 0 in the plan's order."""
+    layers = [layer for layer in graph.layers if layer.role is Role.COMPUTE]
+    across, inside, last = _sizes(graph, layers)
+    numbers = np.zeros(len(layers), np.int64)
+    numbers[_starts(across, inside, last)] = 1
+    return {layer.name: int(number) - 1 for layer, number in zip(layers, numbers.cumsum(), strict=True)}
+
+
+def recomputable(graph: LayerGraph) -> frozenset[str]:
+    """The layers that hold less where they are recomputed: what their backward pass reads, or another's of the block.
+
+    A sum of two tensors keeps nothing; but the norm after it reads it, and can only be made again of what is there.
+    """
+    of, consumers = blocks(graph), graph.consumers()
+    found = set[str]()
+    for layer in reversed(graph.layers):
+        if layer.role is Role.COMPUTE and graph.has_gradient[layer.name]:
+            inside, sources = _read(graph, layer)
+            made_again = any(user in found and of[user] == of[layer.name] for user in consumers[layer.name])
+            if inside or sources or made_again:
+                found.add(layer.name)
+    return frozenset(found)
+
+
+def _starts(across: Floats, inside: Floats, last: Ints) -> list[int]:
+    """The first layers of the blocks.
+
+    across: (L,) what each layer makes, which is kept where a block's end lies before the last layer that uses it,
+    `last`: (L,). inside: (L,) what is kept of it where it is not recomputed. The sum of the first over all layers and
+    of the second over the largest block is least, of those with a largest block of at most one of `LIMITS` sizes.
+    """
+    count = len(across)
+    if not count:
+        return []
+    until = np.concatenate([[0.0], inside.cumsum()])
+    limits = np.geomspace(max(inside.max(), 1.0), max(until[-1], 1.0), LIMITS)
+    kept = np.full((LIMITS, count + 1), np.inf)  # at least, of the layers before each, where a block begins there
+    kept[:, 0] = 0.0
+    begin = np.zeros((LIMITS, count + 1), np.int64)  # of the block before it
+    for end in range(1, count + 1):
+        leaving = np.where(last[:end] >= end, across[:end], 0.0)[::-1].cumsum()[::-1]  # of a block from each layer on
+        fits = until[end] - until[:end] <= limits[:, None] * (1 + 1e-9)
+        total = np.where(fits, kept[:, :end] + leaving, np.inf)
+        begin[:, end] = total.argmin(1)
+        kept[:, end] = total[np.arange(LIMITS), begin[:, end]]
+    cuts = [_cuts(row, count) for row in begin]
+    sizes = [
+        kept[row, -1] + max(until[b] - until[a] for a, b in zip(cuts[row], [*cuts[row][1:], count], strict=True))
+        for row in range(LIMITS)
+    ]
+    return cuts[int(np.argmin(sizes))]
+
+
+def _cuts(begin: Ints, end: int) -> list[int]:
+    starts: list[int] = []
+    while end:
+        end = int(begin[end])
+        starts.append(end)
+    return starts[::-1]
+
+
+def _sizes(graph: LayerGraph, layers: list[Layer]) -> tuple[Floats, Floats, Ints]:
+    """`across`, `inside` and `last` of `_starts`, in elements."""
+    places = {layer.name: i for i, layer in enumerate(layers)}
+    across = np.array([float(layer.out.volume) for layer in layers])
+    inside, last = np.zeros(len(layers)), np.arange(len(layers))
+    read = set[str]()  # whose outputs are
+    for i, layer in enumerate(layers):
+        last[[places[source] for source in layer.inputs if source in places]] = i
+        inside[i], here = _read(graph, layer)
+        read |= here
+    for layer in layers:
+        if layer.name in read and not layer.stages[-1].view:  # else it is another's
+            inside[places[layer.name]] += layer.out.volume
+    return across, inside, last
+
+
+def _read(graph: LayerGraph, layer: Layer) -> tuple[float, set[str]]:
+    """What a layer's backward pass reads: elements of what is made inside, and the layers whose outputs it reads."""
+    inside, sources, results = 0.0, set[str](), set[int]()
+    for number, (stage, gradients) in enumerate(zip(layer.stages, graph.gradients(layer), strict=True)):
+        if not (graph.has_gradient[layer.name] and gradients.result):
+            continue
+        whole = np.array([[dim.extent for dim in stage.space.dims]], np.int64)
+        kept = stage.op.kept(stage.specs, np.zeros_like(whole), whole)
+        inside += float(np.sum(kept.extra)) / stage.space.out.item_bytes
+        if np.any(kept.inputs):
+            sources.update(layer.inputs[: len(layer.specs)][stage.inputs])
+            results |= {number - 1} if stage.epilogue else set()
+        results |= {number} if kept.output else set()
+    for number in results - {len(layer.stages) - 1}:
+        inside += 0.0 if layer.stages[number].view else layer.stages[number].space.out.volume
+    return inside, sources | ({layer.name} if len(layer.stages) - 1 in results else set())
