@@ -180,5 +180,3 @@ def check_choices(config: Config, layer: str) -> None:
     """LayerwiseError where a configuration saves memory in a way that is not priced and run yet."""
     if config.recompute:
         raise LayerwiseError(f"layer {layer!r}: recompute is not priced and run yet: leave it out")
-    if config.states != "replicated":
-        raise LayerwiseError(f"layer {layer!r}: states {config.states!r} are not priced and run yet: leave them out")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group = tuple[int, ...]  # ranks, ascending
-Kind = Literal["transfers", "sync", "statistics", "io"]  # what bytes are counted as; io: what no plan predicts
+# What bytes are counted as; gathers: of parameters of which each rank keeps a part; io: what no plan predicts.
+Kind = Literal["transfers", "sync", "gathers", "statistics", "io"]
 
 
 class CommError(LayerwiseError):
@@ -56,7 +57,8 @@ class Comm(ABC):
     counts so that its ranks' shares, 2(r-1)/r of the buffer each, are whole numbers with an exact sum
     (`all_reduce_bytes`).
 
-    Traffic of kind "sync" has a stream of its own: it never waits for the other kinds, nor they for it.
+    Traffic of kind "sync" has a stream of its own, and that of kind "gathers" another: they never wait for the other
+    kinds, nor these for them.
     """
 
     rank: int

@@ -1,12 +1,14 @@
 """ProcessComm: ranks that are processes, over torch.distributed (NCCL between GPUs, else gloo).
 
 Streams, each a process group of its own, so that none waits for another: messages and the collectives that somebody
-waits for at once; the sums of gradients (kind "sync"), which run beside them; texts and barriers, on the CPU.
+waits for at once; the sums of gradients (kind "sync") and the gathers of parameters (kind "gathers"), which run beside
+them; texts and barriers, on the CPU.
 
 gloo: all receives of an exchange are posted before its sends. Then both directions of a link are used at once, at 91 %
 of 1 Gb/s for 16 MB between 2 or 4 nodes, whole or in chunks; sends first give 44 to 56 %, and chunks of 64 KB to 1 MB
 cure that only in part (measured with torch 2.13 on the emulated cluster). So a message is one piece. The messages of a
-pair of ranks are numbered, in the order in which both start them: of several under way none is taken for another.
+pair of ranks are numbered in each stream, in the order in which both start them: of several under way none is taken
+for another.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ NUMBERS: Final = 2**30  # then messages are numbered from 0 again
 LONG: Final = 4  # time-outs: what gloo itself limits may take longer, a time-out for each of its parts
 
 Collective = Callable[..., "dist.Work | None"]
+Stream = dict[Group, dist.ProcessGroup]
 # Renamed in torch 2.13, which warns of the old names.
 _all_gather: Collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -57,13 +60,14 @@ class ProcessComm(MessageComm):
         self._watch = watch
         self._timeout_s = timeout_s
         self._everyone = tuple(range(self.size))
-        self._numbers: Counter[tuple[bool, int]] = Counter()  # of messages so far: whether sent, and the peer
+        self._numbers: Counter[tuple[int, bool, int]] = Counter()  # of messages so far: stream, whether sent, peer
         self.given_up: list[UnderWay] = []  # nobody will wait for these
         self._last: tuple[dist.Work, str, float] | None = None  # NCCL: the last that was started, what for, and when
         watch.overdue = self._overdue
         self._texts = self._new_group(self._everyone, "gloo")
         self._waited_for = {self._everyone: self._new_group(self._everyone)}
         self._beside = {self._everyone: self._new_group(self._everyone)}
+        self._gathering: dict[Group, dist.ProcessGroup] = {}  # where a plan has such (`prepare`)
 
     def at(self, step: int, layer: str) -> None:
         """Notes it for the signs of life."""
@@ -71,7 +75,9 @@ class ProcessComm(MessageComm):
 
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
         """Makes a process group of each, 2 to 11 ms long (2 to 8 ranks)."""
-        stream = self._stream(kind)
+        stream, groups = self._stream(kind), list(groups)
+        if groups and not self.collectives:  # messages go through that of all ranks
+            groups.append(self._everyone)
         for group in groups:
             if len(group) > 1 and group not in stream:
                 stream[group] = self._new_group(group)
@@ -102,7 +108,8 @@ class ProcessComm(MessageComm):
         assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), what
         self._end_given_up()
         self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
-        group = self._waited_for[self._everyone]
+        stream = self._stream(kind)
+        group = stream[self._everyone]
         if self.collectives:
             with self.during(what):
                 operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
@@ -116,17 +123,18 @@ class ProcessComm(MessageComm):
         with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
-                works.append((now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(peer, sent=False)))))
+                works.append((now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(stream, peer, sent=False)))))
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
-                works.append((now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(peer, sent=True)))))
+                works.append((now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(stream, peer, sent=True)))))
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
         return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
 
-    def _number(self, peer: int, *, sent: bool) -> int:
+    def _number(self, stream: Stream, peer: int, *, sent: bool) -> int:
         """Of the next message to or from a peer."""
-        self._numbers[sent, peer] += 1
-        return self._numbers[sent, peer] % NUMBERS
+        key = id(stream), sent, peer
+        self._numbers[key] += 1
+        return self._numbers[key] % NUMBERS
 
     def _end_given_up(self) -> None:
         """Waits for what an error has left under way. It ends: every rank has started it before what it starts now."""
@@ -217,8 +225,8 @@ class ProcessComm(MessageComm):
             self._watch.reported = True
             self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
 
-    def _stream(self, kind: Kind) -> dict[Group, dist.ProcessGroup]:
-        return self._beside if kind == "sync" else self._waited_for
+    def _stream(self, kind: Kind) -> Stream:
+        return self._beside if kind == "sync" else self._gathering if kind == "gathers" else self._waited_for
 
     def _new_group(self, group: Group, backend: str | None = None) -> dist.ProcessGroup:
         # NCCL's own watchdog would abort without a message: it shall find that this one has acted.

@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim, Maps, Parameter, Role
+from layerwise.ops.base import Dim, Maps, Parameter, Role, Space
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells, layout
 from layerwise.tensor import TensorSpec
@@ -50,11 +50,15 @@ def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = 
     unfed: whether no input of the network leads to it (`LayerGraph.unfed`). Where it is not cut either, every device
     computes it, as it does with DistributedDataParallel.
     """
-    rank, dims = len(layer.out.shape), layer.space.dims
     if layer.role is Role.CONSTANT or (layer.end and io == "free"):
         whole = Boxes.whole(layer.out.shape, devices)
         return Place(whole, whole, np.arange(devices), everywhere=True)
-    cells, everywhere = layout((config,), layer.space, devices), unfed and config.total == 1
+    return place_in(layer.space, config, devices, everywhere=unfed and config.total == 1)
+
+
+def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = False) -> Place:
+    """Of a layer with this iteration space, neither an input nor the sink."""
+    rank, dims, cells = len(space.out.shape), space.dims, layout((config,), space, devices)
     if everywhere:
         cells = cells.everywhere()
     computed, owned = _boxes(cells.computed, dims, not rank), _boxes(cells.owned, dims[:rank], not rank)

@@ -21,8 +21,10 @@ from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered
 from layerwise.run.execute.executor import Executor
+from layerwise.run.execute.gathers import Gather, Parameters
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
@@ -35,7 +37,7 @@ from layerwise.run.outputs import global_loss, returned
 from layerwise.run.parallel import LossFunction
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
-from layerwise.run.schedule.place import parameter_boxes, places
+from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.shapes import Shaped, Shapes
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.state import State
@@ -66,7 +68,13 @@ class LayeredModule(WithTree):
         self._trace: Trace | None = None
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
-        self._hold(State(network, boxes, plan.device_order, comm, options))
+        shared_out = shardings(self.graph, plan)
+        held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
+        self._parts = {
+            name: parts(boxes[name], one, comm.rank, gathered=states == "gathered")
+            for name, (one, states) in shared_out.items()
+        }
+        self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         every = self._state.tree.parameters()
@@ -78,7 +86,7 @@ class LayeredModule(WithTree):
         self._copies = {name for one in first.layers for name in one.copies}
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
-        groups = {name: self._state.sharing(name) for name, p in every.items() if p.requires_grad}
+        groups = {name: sharing(boxes[name], comm.rank) for name, p in every.items() if p.requires_grad}
         # With io sample a rank's loss is the mean over its own samples: the mean over the ranks is the global one.
         self._mean_over = comm.size if self.io == "sample" else 1
         self._reducer = GradientReducer(
@@ -87,7 +95,11 @@ class LayeredModule(WithTree):
             groups,
             scale=1 / self._mean_over,
             cut=self.cut,
+            parts=self._parts,
         )
+        self._gathers: list[Gather] = []  # of what is whole from one step to the next, in the order of the layers
+        cut_groups = {sharing(boxes[name], rank) for name in self._parts for rank in range(comm.size)}
+        self._prepare("gathers", cut_groups)
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
         self._prepare("io", {tuple(range(comm.size))})
         if not any(p.requires_grad for p in every.values()):  # an optimizer refuses an empty list
@@ -160,7 +172,11 @@ class LayeredModule(WithTree):
             self.steps += 1
             self._state.count()
         token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
-        run = Pass(self._held(), self.training, seed, self.steps, token)
+        held = self._held()
+        for gather in self._gathers:
+            gather.begin()
+        known = Parameters(held, self._gathers)
+        run = Pass(known, self.training, seed, self.steps, token)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
@@ -168,6 +184,7 @@ class LayeredModule(WithTree):
         came = partial(self._came, shaped.graph)
         try:
             outputs = executor.forward(run, fed)
+            known.finish()
             made = ends(run.token, outputs, scales, self.dtype, came)
         finally:
             run.token = token  # functions of the graph remember the pass, so it must not hold the graph
@@ -225,11 +242,15 @@ class LayeredModule(WithTree):
             self._known = self._state.tree.tensors()
             if self.comm.size > 1:
                 self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
+                held = self._reducer.parameters
+                rows = [bucket.rows for bucket in reversed(self._reducer.buckets) if bucket.rows is not None]
+                self._gathers = [Gather(one, held, self._known, self.comm) for one in rows]
         if self.comm.size > 1:
             known = dict(self._known)
             with unguarded():
                 for name, p in self._reducer.parameters.items():
-                    if known[name].data_ptr() != local_part(p).data_ptr():  # the loop gave it other memory: p.data = x
+                    moved = known[name].data_ptr() != local_part(p).data_ptr()  # the loop gave it other: p.data = x
+                    if moved and name not in self._parts:
                         known[name] = self._leaf(name, local_part(p))
                     known[name].requires_grad_(p.requires_grad)
             self._known = known
@@ -238,7 +259,10 @@ class LayeredModule(WithTree):
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._reducer.parameters:
             return plain(tensor)
-        leaf = plain(tensor).detach().requires_grad_()
+        leaf = plain(tensor).detach()
+        if name in self._parts:
+            leaf = leaf.new_empty(self._parts[name].shape)
+        leaf.requires_grad_()
         leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 

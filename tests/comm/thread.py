@@ -67,7 +67,7 @@ class ThreadComm(MessageComm):
         self._everyone = tuple(range(size))
         self._prepared: set[tuple[Kind, Group]] = set()
         self._started: Counter[tuple[Kind, Group]] = Counter()
-        self._numbers: Counter[tuple[bool, int]] = Counter()  # of messages so far: whether sent, and the peer
+        self._numbers: Counter[tuple[str, bool, int]] = Counter()  # of messages so far: stream, whether sent, peer
 
     def prepare(self, groups: Iterable[Group], kind: Kind) -> None:
         """Checks that all ranks name the same."""
@@ -88,18 +88,19 @@ class ThreadComm(MessageComm):
             assert tensor.is_contiguous(), what
             if tensor.numel():
                 self.sent[kind] += tensor.numel() * tensor.element_size()
-                self._put("exchange", (), peer, f"{kind} {what}", tensor.detach().clone(), self._number(peer, True))
+                number = self._number(kind, peer, True)
+                self._put(_use(kind), (), peer, f"{kind} {what}", tensor.detach().clone(), number)
                 sent.append((tensor, tensor._version))
         for peer, tensor in receives:
             assert tensor.is_contiguous(), what
             if tensor.numel():
                 tensor.detach().fill_(77)  # for who reads it too early
-                expected.append((peer, tensor, self._number(peer, False)))
+                expected.append((peer, tensor, self._number(kind, peer, False)))
         return _Exchange(self, sent, expected, kind, what)
 
-    def _number(self, peer: int, sent: bool) -> int:
-        self._numbers[sent, peer] += 1
-        return self._numbers[sent, peer]
+    def _number(self, kind: Kind, peer: int, sent: bool) -> int:
+        self._numbers[_use(kind), sent, peer] += 1
+        return self._numbers[_use(kind), sent, peer]
 
     def all_reduce(self, tensor: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """Every rank adds up what all have put in, in the order of the ranks, when it waits."""
@@ -147,6 +148,11 @@ class ThreadComm(MessageComm):
         tensor.detach().view(-1).copy_(content.view(-1))
 
 
+def _use(kind: Kind) -> str:
+    """The stream that messages of a kind go through: in each of them they come in the order of their start."""
+    return f"exchange of {kind}" if kind in ("sync", "gathers") else "exchange"
+
+
 class _Exchange:
     """Messages under way."""
 
@@ -166,9 +172,8 @@ class _Exchange:
         for tensor, version in self.sent:
             assert tensor._version == version, f"{self.what}: a tensor was written to on its way"
         for peer, tensor, number in self.expected:
-            self.comm._fill(
-                tensor, self.comm._take("exchange", (), peer, f"{self.kind} {self.what}", number), self.what
-            )
+            came = self.comm._take(_use(self.kind), (), peer, f"{self.kind} {self.what}", number)
+            self.comm._fill(tensor, came, self.what)
         self.sent, self.expected = [], []
         for call in self.calls:
             call()

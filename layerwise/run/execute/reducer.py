@@ -7,43 +7,33 @@ makes them; a full bucket is all-reduced while the pass goes on. What is summed 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group, Handle
+from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import fill
+from layerwise.run.execute.buckets import Bucket
+from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
 
+NONE: Mapping[str, Parts] = MappingProxyType({})
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Parameters whose gradients travel together."""
-
-    group: Group  # the ranks that sum them
-    names: list[str]
-    flat: Tensor | None = None  # their gradients, one after another; made at the first
-    tensors: int = 0  # that share its memory, as it was made
-    missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
-    left: bool = False  # whether this pass has begun to sum it, or will not
-    handle: Handle | None = None  # the sum under way
 
 
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
     scale: what every gradient is multiplied by. cut: some rank holds not all of some parameter. The gradients of those
-    that are no DTensors are then handed out as such of boxes.
+    that are no DTensors are then handed out as such of boxes. parts: of those that their group shares out.
     """
 
     def __init__(
@@ -54,6 +44,7 @@ class GradientReducer:
         *,
         scale: float = 1.0,
         cut: bool = False,
+        parts: Mapping[str, Parts] = NONE,
     ) -> None:
         self.parameters, self.scale, self.cut = parameters, scale, cut
         self.buckets: list[Bucket] = []
@@ -65,11 +56,15 @@ class GradientReducer:
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
         shared = [name for name in order if len(groups[name]) > 1]
-        tensors = [local_part(parameters[name]) for name in shared]
-        keys = [(groups[name], p.dtype) for name, p in zip(shared, tensors, strict=True)]
-        for places in fill((key, p.nbytes) for key, p in zip(keys, tensors, strict=True)):
+        gradients = list[tuple[Hashable, float]]()
+        for name in shared:
+            p, part = local_part(parameters[name]), parts.get(name)
+            size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
+            gradients.append(((groups[name], p.dtype, part is None or part.gathered, part is None), size))
+        for places in fill(gradients):
             names = [shared[i] for i in places]
-            self.buckets.append(Bucket(groups[names[0]], names))
+            rows = Rows(names, parts) if names[0] in parts else None
+            self.buckets.append(Bucket(groups[names[0]], names, rows))
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def zero(self, like: Tensor) -> Tensor:
@@ -82,6 +77,9 @@ class GradientReducer:
     def renew(self, bucket: Bucket) -> None:
         """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
         if bucket.flat is None:
+            return
+        if bucket.rows is not None:  # it lives for a pass only, and this one was ended by an error
+            bucket.flat = None
             return
         aliases, kept = 0, False
         for name in bucket.names:
@@ -143,9 +141,7 @@ class Gradients:
         reducer.check_kept()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
-            if bucket.handle is not None:  # of a pass that was ended by an error
-                bucket.handle.wait()
-                bucket.handle = None
+            bucket.end()  # of a pass that was ended by an error
             bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
@@ -164,27 +160,35 @@ class Gradients:
         if bucket is None:
             self.alone[name] = gradient if reducer.scale == 1 else gradient * reducer.scale
             return
-        if bucket.flat is None:
-            self._allocate(bucket)
-        self._place(name, p, gradient, reducer.views[name])
+        if bucket.rows is not None:
+            bucket.put(name, gradient, reducer.scale, reducer.zero(gradient))
+        else:
+            if bucket.flat is None:
+                self._allocate(bucket)
+            self._place(name, p, gradient, reducer.views[name])
         bucket.missing.discard(name)
-        if self.synchronise:
-            self._leave()
+        self._leave()
 
     def _leave(self) -> None:
-        """Begins the sums of the buckets that are full."""
-        for bucket in self.reducer.buckets:
+        """Begins the sums of the buckets that are full.
+
+        Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
+        """
+        going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.rows is not None]
+        for bucket in going:
             if bucket.missing:
                 return
             if bucket.left:
                 continue
-            assert bucket.flat is not None
-            bucket.left = True
+            if bucket.gathered:  # so that no more than two are there at a time
+                for earlier in going:
+                    if earlier.gathered:
+                        earlier.end()
             what, trace = f"gradients of {bucket.names[0]}", self.trace
             begun = None if trace is None else trace.begin(what, "sync")
-            bucket.handle = self.comm.all_reduce(bucket.flat, bucket.group, "sync", what)
+            handle = bucket.begin(self.comm, what)
             if trace is not None and begun is not None:
-                bucket.handle.when_done(partial(trace.end, begun))
+                handle.when_done(partial(trace.end, begun))
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
@@ -217,10 +221,11 @@ class Gradients:
         if running:
             with self.trace.span(WAITING, "sync") if self.trace is not None else nullcontext():
                 for bucket in running:
-                    assert bucket.handle is not None
-                    bucket.handle.wait()
-                    bucket.handle = None
+                    bucket.end()
         for bucket in reducer.buckets:
+            if bucket.rows is not None:
+                self._hand_out_parts(bucket)
+                continue
             for name in bucket.names:
                 p = reducer.parameters[name]
                 if not p.requires_grad:
@@ -251,6 +256,21 @@ class Gradients:
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
 
+    def _hand_out_parts(self, bucket: Bucket) -> None:
+        """Each parameter gets this rank's part of the sum, added to what it has."""
+        for name in bucket.names if bucket.mine is not None else ():
+            p = self.reducer.parameters[name]
+            if not p.requires_grad:
+                continue
+            part = bucket.summed(name, self.comm.rank)
+            if name in self.unused and _none(part):
+                self.made.discard(name)
+            elif p.grad is not None:
+                plain(p.grad).add_(part)
+            elif name not in self.leave_alone:
+                self.reducer.hand_out(p, part)
+        bucket.flat = bucket.mine = None
+
     def call_hooks(self) -> None:
         """The loop's, of the parameters that have their gradient now; in one order on all ranks."""
         reducer = self.reducer
@@ -266,16 +286,14 @@ class Gradients:
             self.made.add(name)
             self.copies.add(name)
             self._fill(self.reducer.of[name], name)
-            if self.synchronise:
-                self._leave()
+            self._leave()
 
     def _without_gradient(self) -> None:
         """Fills the buckets, for parameters that the loss does not depend on."""
         for bucket in self.reducer.buckets:
             for name in [name for name in bucket.names if name in bucket.missing]:
                 self._fill(bucket, name)
-        if self.synchronise:
-            self._leave()
+        self._leave()
 
     def _fill(self, bucket: Bucket, name: str) -> None:
         """Where no rank has a gradient the parameter is to be left as it is, as on one device.
@@ -283,6 +301,11 @@ class Gradients:
         So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
         """
         reducer, p = self.reducer, self.reducer.parameters[name]
+        if bucket.rows is not None:
+            bucket.put_none(name, reducer.zero(local_part(p)))
+            bucket.missing.discard(name)
+            self.unused.add(name)
+            return
         if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
             self.add(name, torch.zeros_like(local_part(p)))
             return

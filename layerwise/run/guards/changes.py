@@ -62,17 +62,17 @@ Version = tuple[int, int]
 
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
     """Of each parameter's values on this rank."""
-    return {name: _version(p) for name, p in parameters.items()}
+    return {name: version(p) for name, p in parameters.items()}
 
 
-def _version(p: nn.Parameter) -> Version:
+def version(p: nn.Parameter) -> Version:
     """Functions of a DTensor count in it alone, those of this rank's part in that."""
     return p._version, local_part(p)._version
 
 
 def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
     """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
-    others = (name for name, version in initial.items() if _version(parameters[name]) != version)
+    others = (name for name, before in initial.items() if version(parameters[name]) != before)
     changed = next((name for name in others if not _filled(parameters[name])), None)
     if changed is not None:
         raise LayerwiseError(

@@ -65,6 +65,8 @@ def replacements(
     module = network.module
     if module is None or options.recompute or not _has_values(network, module):
         return None
+    if size > 1 and any(config.states != "replicated" for config in plan.strategy.values()):
+        return None
     drawn = any(tensor.is_meta for tensor in module.state_dict(keep_vars=True).values())
     if (size > 1 or drawn) and not _constants_known(network):
         return None

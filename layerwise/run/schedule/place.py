@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from layerwise.config import States
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.graph.layer import LayerGraph
 from layerwise.partition.boxes import Each
 from layerwise.partition.place import Place, data_parallel, place
+from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 
 
@@ -35,8 +37,19 @@ def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     return tuple(shares[device] for device in np.argsort(plan.device_order).tolist())
 
 
+def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States]]:
+    """By the model's name, of which parameters ranks that compute with the same box of one share that out, and how."""
+    ranks, found = np.argsort(plan.device_order), dict[str, tuple[Sharding, States]]()
+    for layer in graph.inner:
+        config = plan.strategy[layer.name]
+        for name, p in layer.own_parameters():
+            if (one := sharded(layer, p, config, plan.gpus)) is not None:
+                found[name] = one.on(ranks), states_of(layer, config)
+    return found
+
+
 def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[str, Each]:
-    """By the model's name, the box of each parameter and buffer that every rank holds."""
+    """By the model's name, the box of each parameter and buffer that every rank computes with, or has a copy of."""
     boxes: dict[str, Each] = {}
     for layer in graph.layers:
         for name, p in layer.own_parameters():

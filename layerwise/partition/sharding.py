@@ -1,0 +1,123 @@
+"""Sharding: of a parameter that several devices hold alike, the part that each of them keeps and updates.
+
+The devices of a group that hold the same box of it (`groups.sharing`) cut that along one dimension, each part again a
+box, such that all boxes are those of one DTensor: every prime factor of the number of devices is an axis of its mesh,
+and an axis that cuts nothing of the parameter yet cuts this dimension. So the parts of a group are in the order of its
+devices. What cannot be cut so, as none of its dimensions is long enough, all of them keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from layerwise.config import Config, States, reduce_axis
+from layerwise.geometry import prime_factors
+from layerwise.geometry.arrays import Ints
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Dim, Parameter, Role, Space
+from layerwise.partition.boxes import Boxes
+from layerwise.partition.place import place_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """The parts of one parameter."""
+
+    dimension: int  # along which the group cuts its box
+    members: int  # of each group
+    boxes: Boxes  # what each of N devices keeps
+    rows: Ints  # (N,) elements that stand for each part where they travel: those of the largest of the device's group
+
+    @property
+    def largest(self) -> float:
+        """Elements of a whole box as it travels, of the group that has most."""
+        return float(self.rows.max() * self.members)
+
+    @property
+    def total(self) -> float:
+        """Those of all devices."""
+        return float(self.rows.sum() * self.members)
+
+    def on(self, devices: Ints) -> Sharding:
+        """On these devices, in this order."""
+        return Sharding(self.dimension, self.members, self.boxes.on(devices), self.rows[devices])
+
+
+def may_shard(layer: Layer, config: Config, devices: int) -> bool:
+    """Whether states other than replicated ones differ from these for a layer."""
+    return any(sharding(layer, p, config, devices) is not None for _, p in layer.own_parameters())
+
+
+def states_of(layer: Layer, config: Config) -> States:
+    """What becomes of a layer's choice: a parameter that several layers use is there as long as any of them may."""
+    return "sharded" if config.states == "gathered" and layer.role is Role.TIED else config.states
+
+
+def sharding(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
+    """How devices that hold a parameter of a layer alike would share it; None where they do not.
+
+    Of what is trained only: buffers and frozen parameters have no state.
+    """
+    if layer.end or not p.trainable or (layer.role is Role.TIED and not layer.trains):
+        return None
+    return _sharding(layer.space, p, config.cells, devices)
+
+
+def sharded(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
+    """The same under the configuration's own choice of states."""
+    return None if config.states == "replicated" else sharding(layer, p, config, devices)
+
+
+@lru_cache(maxsize=65536)
+def _sharding(space: Space, p: Parameter, config: Config, devices: int) -> Sharding | None:
+    computed = place_in(space, config, devices).holds(p)
+    axes = tuple(_axes(space.dims, p, config, devices))
+    members = int(np.prod([size for size, cut in axes if cut is None], dtype=np.int64))
+    if members == 1:
+        return None
+    found = list[tuple[float, int, Sharding]]()
+    for dimension in range(len(p.shape)):
+        boxes = _cut(p.shape, [(size, dimension if cut is None else cut) for size, cut in axes])
+        inside = (boxes.lo >= computed.lo).all() and (boxes.hi <= computed.hi).all()
+        if inside and (boxes.hi > boxes.lo).all():
+            volume = boxes.volume.astype(np.int64)
+            # Parts are disjoint and fill the parameter, so those of a group fill its box.
+            _, group = np.unique(np.concatenate([computed.lo, computed.hi], 1), axis=0, return_inverse=True)
+            largest = np.zeros(group.max() + 1, np.int64)
+            np.maximum.at(largest, group.reshape(-1), volume)
+            made = Sharding(dimension, members, boxes, largest[group.reshape(-1)])
+            found.append((made.total, dimension, made))
+    return min(found, key=lambda one: one[:2])[2] if found else None  # the least to fill up, the outermost
+
+
+def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config, devices: int) -> Iterator[tuple[int, int | None]]:
+    """Of the devices' mesh, in the order of `layout`: the size, and the dimension of the parameter that it cuts."""
+    of = {m.source: j for j, m in enumerate(p.maps) if m.source is not None}
+    order = sorted((i for i in range(len(dims)) if dims[i].label), key=lambda i: dims[i].label != "n")
+    cells = list[tuple[int, int | None]]()
+    for i in order:
+        driven = of.get(i)
+        if dims[i].label == "k" and p.epilogue and config["k"] > 1:  # what it cuts further is the output
+            driven = of.get(reduce_axis(config, dims))
+        cells += [(factor, driven) for factor in prime_factors(config[dims[i].label or ""])]
+    if devices % config.total:  # then the layer cuts no parameter (`holding`)
+        yield from ((factor, None) for factor in prime_factors(devices))
+        return
+    copies = [(factor, None) for factor in prime_factors(devices // config.total)]
+    yield from (*cells, *copies) if config.placement == "strided" else (*copies, *cells)
+
+
+def _cut(shape: tuple[int, ...], axes: list[tuple[int, int]]) -> Boxes:
+    """The boxes of a DTensor on a mesh of these axes, each of which cuts a dimension as torch.chunk does."""
+    where = np.indices([size for size, _ in axes]).reshape(len(axes), -1)
+    hi = np.tile(np.array(shape, np.int64), (where.shape[1], 1))
+    lo = np.zeros_like(hi)
+    for (size, k), part in zip(axes, where, strict=True):
+        chunk = -(-(hi[:, k] - lo[:, k]) // size)
+        first = lo[:, k] + part * chunk
+        lo[:, k], hi[:, k] = np.minimum(first, hi[:, k]), np.minimum(first + chunk, hi[:, k])
+    return Boxes(lo, hi, np.ones(len(lo), np.bool_))

@@ -1,0 +1,72 @@
+"""Buckets: gradients that travel together, as they lie in memory and go over the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm, Group, Handle
+from layerwise.run.execute.rows import Rows
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    group: Group  # the ranks that sum them
+    names: list[str]
+    rows: Rows | None = None  # where each rank keeps a part of them: it gets the sum of that only
+    flat: Tensor | None = None  # their gradients, one after another; made at the first
+    mine: Tensor | None = None  # this rank's row of the sum
+    tensors: int = 0  # that share the memory of `flat`, as it was made
+    missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
+    left: bool = False  # whether this pass has begun to sum it, or will not
+    handle: Handle | None = None  # the sum under way
+
+    @property
+    def gathered(self) -> bool:
+        """Whether this rank has room for a part of its parameters only, also while gradients are made."""
+        return self.rows is not None and self.rows.parts[self.names[0]].gathered
+
+    def begin(self, comm: Comm, what: str) -> Handle:
+        """Starts the sum."""
+        assert self.flat is not None
+        self.left = True
+        if self.rows is None:
+            self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
+        else:
+            self.mine = self.rows.new(self.flat, rows=1)
+            self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what)
+        return self.handle
+
+    def end(self) -> None:
+        """Waits for it, where it is under way. What other ranks keep is given up."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        if self.rows is not None and self.left:
+            self.flat = None
+
+    def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
+        """The gradient of a parameter of which each rank keeps a part, times `scale`."""
+        assert self.rows is not None
+        if self.flat is None:
+            self.flat = self.rows.new(zero)
+        for there, part in self.rows.pairs(self.flat, name, gradient):
+            torch.add(zero, part, alpha=scale, out=there)
+
+    def put_none(self, name: str, zero: Tensor) -> None:
+        """What stands for no gradient on any rank: zeros with a sign."""
+        assert self.rows is not None
+        if self.flat is None:
+            self.flat = self.rows.new(zero)
+        for member in range(self.rows.members):
+            self.rows.part(self.flat[member], name, member).fill_(-0.0)
+
+    def summed(self, name: str, rank: int) -> Tensor:
+        """This rank's part of the sum."""
+        assert self.rows is not None
+        assert self.mine is not None
+        return self.rows.part(self.mine, name, self.group.index(rank))

@@ -1,0 +1,88 @@
+"""Gathers: parameters of which each rank keeps a part, whole for the layers that compute with them.
+
+What layers compute with is a leaf of autograd's in the parameter's place, of the box that the plan says. It is filled
+in every forward pass: from the beginning, beside what is computed ("sharded"), or just before its layer ("gathered").
+Then its memory goes after the layer, and comes again before the layer's backward pass. All ranks gather in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm, Handle
+from layerwise.errors import LayerwiseError
+from layerwise.run.execute.rows import Rows
+from layerwise.run.guards.boxes import unguarded
+from layerwise.run.guards.changes import Version, version
+from layerwise.run.parts import local_part
+
+
+class Gather:
+    """Of some parameters of one group. leaves: what is filled, by name."""
+
+    def __init__(
+        self, rows: Rows, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor], comm: Comm
+    ) -> None:
+        self.names, self._rows, self._comm = tuple(rows.parts), rows, comm
+        self._parameters = {name: parameters[name] for name in self.names}
+        self.leaves = {name: leaves[name] for name in self.names}
+        self._member, self._what = rows.group.index(comm.rank), f"gather of {self.names[0]}"
+        self._known: Mapping[str, Version] = {}  # what the leaves were last filled with
+        self._flight: tuple[Handle, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Starts it."""
+        with torch.no_grad(), unguarded():
+            parts = {name: local_part(p).detach() for name, p in self._parameters.items()}
+            first = parts[self.names[0]]
+            mine, out = self._rows.new(first, rows=1), self._rows.new(first)
+            for name, part in parts.items():
+                self._rows.part(mine, name, self._member).copy_(part)
+            self._flight = self._comm.all_gather(out, mine, self._rows.group, "gathers", self._what), out
+
+    def finish(self) -> None:
+        """Waits for it, and fills the leaves. Autograd hears of that only where the values may be others."""
+        if self._flight is None:
+            return
+        (handle, out), self._flight = self._flight, None
+        handle.wait()
+        with torch.no_grad(), unguarded():
+            now = self.versions()
+            for name, leaf in self.leaves.items():
+                same = self._known.get(name) == now[name]
+                whole = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
+                for there, part in self._rows.pairs(out, name, whole):
+                    part.copy_(there)
+            self._known = now
+
+    def versions(self) -> dict[str, Version]:
+        """Of the parts that this rank keeps."""
+        return {name: version(p) for name, p in self._parameters.items()}
+
+
+class Parameters(Mapping[str, Tensor]):
+    """What layers compute with, by name. One that is being gathered is waited for."""
+
+    def __init__(self, known: Mapping[str, Tensor], gathers: Sequence[Gather]) -> None:
+        self._known = known
+        self._coming = {name: gather for gather in gathers for name in gather.names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        gather = self._coming.pop(name, None)
+        if gather is not None:
+            gather.finish()
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def finish(self) -> None:
+        """Waits for what nobody has asked for."""
+        for name in list(self._coming):
+            self[name]
