@@ -191,3 +191,15 @@ def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: s
 def sync_rate(group: GroupShape, graph: DeviceGraph, method: str) -> float:
     """Seconds a byte of gradient, as it adds up over a step: buckets share the latency of their all-reduce."""
     return bucket_s(BUCKET_BYTES, group, graph, method) / BUCKET_BYTES
+
+
+@lru_cache(maxsize=65536)
+def scatter_rate(group: GroupShape, graph: DeviceGraph) -> float:
+    """Seconds a byte of gradient that is reduce-scattered, in buckets, too."""
+    return reduce_scatter_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES
+
+
+@lru_cache(maxsize=65536)
+def gather_rate(group: GroupShape, graph: DeviceGraph) -> float:
+    """Seconds a byte of parameters that are gathered in buckets."""
+    return all_gather_s(BUCKET_BYTES, group, graph) / BUCKET_BYTES

@@ -13,7 +13,9 @@ from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
+from layerwise.ops.base import Parameter
 from layerwise.partition.layout import Cells, Layout
+from layerwise.partition.sharding import sharded, states_of
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
 from layerwise.tensor import ITEM_BYTES
 
@@ -30,16 +32,17 @@ class Collective:
 
 
 def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """What is synchronised after the backward pass, one entry for each kind of box."""
+    """What is all-reduced after the backward pass, one entry for each kind of box."""
     by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
     zero = np.zeros(len(layout.computed.degrees))
     for _, p, item_bytes in layer.held():
         if p.trainable:
             degrees = layout.at(p.epilogue).degrees
+            whole = _replicated(setting, layer, p, layout)
             keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
             size, total = by_keys.get((keys, p.epilogue), (zero, zero))
-            size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes
-            total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes
+            size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes * whole
+            total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes * whole
             by_keys[keys, p.epilogue] = size, total
     # Jia's devices without a cell have no parameters; ours hold copies.
     cells_of = layout.at if setting.options.sync == "parameter-server" else layout.holding
@@ -49,6 +52,49 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
         held = total * cells.active.sum(1) / cells.degrees.prod(1)  # in this order, whole numbers stay whole
         collectives.append(_collective(size, held, cells, keys, setting.devices))
     return collectives
+
+
+def _replicated(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> Floats:
+    """(C,) 1.0 where all devices of a group keep all of a parameter that they hold alike, else 0.0."""
+    found = (sharded(layer, p, config, setting.devices.count) for config in layout.configs)
+    return np.array([float(one is None) for one in found])
+
+
+def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
+    """What is reduce-scattered after the backward pass, and gathered: sizes are of whole boxes as they travel."""
+    if all(config.states == "replicated" for config in layout.configs):
+        return []
+    by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
+    zero = np.zeros(len(layout.configs))
+    for _, p, item_bytes in layer.held():
+        found = [sharded(layer, p, config, setting.devices.count) for config in layout.configs]
+        keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
+        size, total = by_keys.get((keys, p.epilogue), (zero, zero))
+        size = size + np.array([0.0 if one is None else one.largest * item_bytes for one in found])
+        total = total + np.array([0.0 if one is None else one.total * item_bytes for one in found])
+        by_keys[keys, p.epilogue] = size, total
+    return [
+        _collective(size, total, layout.holding(epilogue), keys, setting.devices)
+        for (keys, epilogue), (size, total) in by_keys.items()
+        if size.any()
+    ]
+
+
+def gathers_of(layer: Layer, layout: Layout) -> Floats:
+    """(C,) how often a step gathers what is shared out: for the forward pass, and once more for the backward pass."""
+    return np.array([2.0 if states_of(layer, config) == "gathered" else 1.0 for config in layout.configs])
+
+
+def kept_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """(C,) of the elements of parameters that a device computes with, the share that it keeps and updates."""
+    kept = whole = np.zeros(len(layout.configs))
+    for _, p in layer.own_parameters():
+        if p.trainable:
+            size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
+            found = [sharded(layer, p, config, setting.devices.count) for config in layout.configs]
+            part = [1.0 if one is None else 1 / one.members for one in found]
+            kept, whole = kept + size * part, whole + size
+    return kept / np.maximum(whole, 1.0)
 
 
 def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:

@@ -10,6 +10,7 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.cost.layer_collectives import kept_share
 from layerwise.cost.setting import Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
@@ -70,6 +71,8 @@ class CostModel(Setting):
         if key not in self._nodes:
             layout = self.layout(layer, configs)
             compute = self._compute_time(layer, layout, wanted)
+            if any(config.states != "replicated" for config in configs):
+                compute = compute.updating(kept_share(self, layer, layout))
             seconds = {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS}
             self._nodes[key] = NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
         return self._nodes[key]

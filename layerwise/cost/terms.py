@@ -6,15 +6,33 @@ its cache with, and on nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from layerwise.chrome import Category
-from layerwise.cost.collectives import GroupShape, all_reduce_s, reduce_scatter_s, sync_rate, wire_bytes
+from layerwise.cost.collectives import (
+    GroupShape,
+    all_gather_s,
+    all_reduce_s,
+    gather_rate,
+    reduce_scatter_s,
+    scatter_rate,
+    sync_rate,
+    wire_bytes,
+)
 from layerwise.cost.edges import transfer_bytes, transfer_s
-from layerwise.cost.layer_collectives import Collective, gradients_of, reduces_back, reductions_of, statistics_of
+from layerwise.cost.layer_collectives import (
+    Collective,
+    gathers_of,
+    gradients_of,
+    reduces_back,
+    reductions_of,
+    shares_of,
+    statistics_of,
+)
 from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -53,11 +71,39 @@ class EdgeTerm(Term):
 
 
 def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
-    """t_S: the all-reduces of the gradients, by the rate of a full bucket."""
+    """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is shared out."""
     seconds = np.zeros(len(layout.computed.degrees))
     for c in gradients_of(setting, layer, layout):
         seconds += c.size_bytes * [sync_rate(g, setting.devices, setting.options.sync) for g in c.group_shapes]
+    for c in shares_of(setting, layer, layout):
+        seconds += c.size_bytes * [scatter_rate(g, setting.devices) for g in c.group_shapes]
     return seconds
+
+
+def sync_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
+    """Of both."""
+    reduced = sum((_wire_bytes(c) for c in gradients_of(setting, layer, layout)), 0.0)
+    return reduced + sum((_wire_bytes(c) / 2 for c in shares_of(setting, layer, layout)), 0.0)
+
+
+def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """The all-gathers of parameters that are shared out: once a step, in buckets; or a layer at a time, twice."""
+    shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
+    seconds = np.zeros(len(times))
+    for c in shares:
+        seconds += c.size_bytes * [gather_rate(g, devices) for g in c.group_shapes]
+    for i in np.flatnonzero(times > 1) if shares else ():
+        groups = Counter[GroupShape]()  # what a group gathers of a layer travels together
+        for c in shares:
+            groups[c.group_shapes[i]] += c.size_bytes[i]
+        seconds[i] = times[i] * sum(all_gather_s(size, group, devices) for group, size in groups.items())
+    return seconds
+
+
+def gather_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
+    """Half an all-reduce's, as often as a step gathers."""
+    times = float(gathers_of(layer, layout)[0])
+    return sum((times * _wire_bytes(c) / 2 for c in shares_of(setting, layer, layout)), 0.0)
 
 
 def statistics_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
@@ -107,7 +153,17 @@ SYNC = LayerTerm(
     column="t_S",
     traffic="sync",
     seconds=sync_s,
-    sent_bytes=_all_wire_bytes(gradients_of),
+    sent_bytes=sync_bytes,
+    phases={"gradient_s": 1.0},
+    overlaps=True,
+)
+GATHER = LayerTerm(
+    name="gather",
+    equation=20,
+    column="t_S",
+    traffic="gather",
+    seconds=gather_s,
+    sent_bytes=gather_bytes,
     phases={"gradient_s": 1.0},
     overlaps=True,
 )
@@ -132,7 +188,7 @@ REDUCTION = LayerTerm(
     phases={"reduce_s": 0.5, "gather_s": 0.5},
 )
 
-TERMS: tuple[Term, ...] = (COMPUTE, TRANSFER, SYNC, STATISTICS, REDUCTION)  # in the order in which files have them
+TERMS: tuple[Term, ...] = (COMPUTE, TRANSFER, SYNC, GATHER, STATISTICS, REDUCTION)  # in the order in which files have them
 LAYER_TERMS = tuple(term for term in TERMS if isinstance(term, LayerTerm))
 EDGE_TERMS = tuple(term for term in TERMS if isinstance(term, EdgeTerm))
 COLUMNS = tuple(dict.fromkeys(term.column for term in TERMS))

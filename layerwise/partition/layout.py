@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -41,6 +41,7 @@ class Layout:
     computed: Cells  # of the iteration space
     owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
     mirrored: Ints  # (C, N) the device whose parameters each device holds: its own, or a copy where it has no cell
+    configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
 
     def at(self, epilogue: bool) -> Cells:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
@@ -55,16 +56,16 @@ class Layout:
         """All devices compute what is not cut."""
         uncut = (self.computed.degrees == 1).all(1)[:, None, None]
         computed, owned = (Cells(c.degrees, np.where(uncut, 0, c.index)) for c in (self.computed, self.owned))
-        return Layout(computed, owned, self.mirrored)
+        return Layout(computed, owned, self.mirrored, self.configs)
 
 
 def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
     """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
     dims = tuple(Dim(d.label, d.max_degree) for d in space.dims)
     rank = len(space.out.shape)
-    return _layout(
-        tuple(config.cells for config in configs), dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices
-    )
+    cells = tuple(config.cells for config in configs)
+    made = _layout(cells, dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
+    return replace(made, configs=tuple(configs))
 
 
 @lru_cache(maxsize=4096)

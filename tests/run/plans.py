@@ -10,7 +10,7 @@ from layerwise.models import find
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
-from layerwise.config import SearchSpace
+from layerwise.config import SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
@@ -28,6 +28,7 @@ from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
 KINDS = tuple(PREDICTED)
+STATES: tuple[States, ...] = ("replicated", "sharded")
 
 # Name, input shape, options, batch: reduced so that a step takes some 10 ms.
 SMALL = {
@@ -90,12 +91,17 @@ def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Calla
     space = SearchSpace(ranks, dims=("n", "c", "d", "h", "w", "l", "s", "k"), spread=True)
     pick = choose or rng.choice
     strategy = {layer.name: pick(held_configurations(layer, space)) for layer in graph.inner}
+    if choose is None:
+        draw = random.Random(f"states {seed}")  # none in some plans
+        states = draw.choice([STATES[:1], STATES])
+        strategy = {name: replace(config, states=draw.choice(states)) for name, config in strategy.items()}
     devices = load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks)
     predicted = price(CostModel(graph, devices, CostOptions(io=io)), strategy, memory_bytes=0.0)  # its bytes alone
     plan = Plan(
         "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(range(ranks)),
         predicted={
             "transfer_bytes": predicted.bytes["transfer"], "sync_bytes": predicted.bytes["sync"],
+            "gather_bytes": predicted.bytes["gather"],
             "statistics_bytes": predicted.bytes["statistics"],
         },
     )  # fmt: skip

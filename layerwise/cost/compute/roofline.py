@@ -38,6 +38,12 @@ class ComputeTime:
     def total(self) -> Floats:
         return self.forward + self.backward + self.update
 
+    def updating(self, share: Floats) -> ComputeTime:
+        """Where only a (C,) share of the parameters is updated; of measured times as of others."""
+        update = self.update * share
+        rest = (self.total - self.update + update) / np.where(self.total > 0, self.total, 1.0)
+        return ComputeTime(self.forward, self.backward, update, self.measured * rest, self.fitted * rest)
+
 
 class Roofline:
     """One direction of a layer under C configurations. seconds: of its kernels, each bound by the longest of launch,

@@ -25,6 +25,7 @@ from layerwise.tensor import ITEM_BYTES
 PREDICTED: Mapping[Kind, str] = {
     "transfers": "transfer_bytes",
     "sync": "sync_bytes",
+    "gathers": "gather_bytes",
     "statistics": "statistics_bytes",
 }
 SUMS_BYTES = 4  # an element, at least: sums of 16-bit values travel in float32 (layerwise.ops.statistics)
@@ -43,7 +44,7 @@ def predicted_bytes(
     for scheduled in schedule.layers:
         for kind, by_plan, real in _messages(scheduled, graph, schedule):
             more[kind] += real - by_plan
-    for kind, by_plan, real in _sums(graph, reducer, schedule.comm.rank):
+    for kind, by_plan, real in _of_parameters(graph, reducer, schedule.comm.rank):
         more[kind] += real - by_plan
     ranks = schedule.comm.all_gather_object(more)
     return {
@@ -101,13 +102,19 @@ def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -
         yield "statistics", all_reduce_share(by_plan, *member), all_reduce_share(real, *member)
 
 
-def _sums(graph: LayerGraph, reducer: GradientReducer, rank: int) -> Iterator[Message]:
-    """Of gradients over reducer."""
+def _of_parameters(graph: LayerGraph, reducer: GradientReducer, rank: int) -> Iterator[Message]:
+    """Sums of gradients, and gathers of what is shared out."""
     planned: dict[str, int] = {}
     for layer in graph.layers:
         planned |= {name: item_bytes for name, _, item_bytes in layer.held()}
     for name, bucket in reducer.of.items():
         p, member = local_part(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
+        if bucket.rows is not None:
+            elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
+            by_plan, real = elements * planned[name], elements * p.element_size()
+            yield "sync", by_plan, real
+            yield from [("gathers", by_plan, real)] * (1 + bucket.gathered)
+            continue
         real = all_reduce_share(p.numel() * p.element_size(), *member)
         yield "sync", all_reduce_share(p.numel() * planned[name], *member), real
 
