@@ -56,7 +56,7 @@ CASES = {
     "unet3d": Case(2, (1, 32, 32, 32), {"width": 0.25}),
     "unet3d, one sample": Case(1, (1, 32, 32, 64), {"width": 0.25}),  # io free
 }
-PLANS = ("data", "model", "searched")
+PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")  # and the states
 
 
 @cache
@@ -83,11 +83,13 @@ def planned(name: str, kind: str, optimizer: str, ranks: int, dtype: str = "floa
     graph = fuse(network(name).graph)
     options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer, dtype=dtype)
     model = CostModel(graph, cpus(ranks), options)
+    kind, _, states = kind.partition(", ")
     if ranks == 1:
         strategy = {layer.name: Config() for layer in graph.inner}
     else:
         configs = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
-        strategy = {layer.name: configs[layer.name] for layer in graph.inner}
+        chosen = {"states": states} if states else {}
+        strategy = {layer.name: replace(configs[layer.name], **chosen) for layer in graph.inner}
     plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
     return plan, price(model, strategy).memory_bytes
 

@@ -28,7 +28,7 @@ from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
 KINDS = tuple(PREDICTED)
-STATES: tuple[States, ...] = ("replicated", "sharded")
+STATES: tuple[States, ...] = ("replicated", "sharded", "gathered")
 
 # Name, input shape, options, batch: reduced so that a step takes some 10 ms.
 SMALL = {

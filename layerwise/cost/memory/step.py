@@ -16,6 +16,7 @@ import numpy as np
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
 from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of, update
+from layerwise.cost.memory.shares import Shares
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -32,6 +33,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
     step = _Step(model, strategy)
     layers = model.graph.layers
+    step.shares.begin()
     last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
     for i, layer in enumerate(layers):
         step.forward(layer)
@@ -40,7 +42,8 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
                 step.tracker.drop(step.values.pop(source))
     for layer in reversed(layers):
         step.backward(layer)
-    update(step.tracker, [size for rows in step.trained.values() for size, _ in rows], model)
+    step.shares.finish()
+    update(step.tracker, step.updated, model)
     return step.tracker.peak
 
 
@@ -65,6 +68,8 @@ class _Step:
         self.ahead = {end for begun in self.begun.values() for end in begun}
         self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
         self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
+        self.updated: list[Floats] = []  # of what a device updates of each
+        self.shares = Shares(self.model, self.tracker)
         for layer in self.model.graph.layers:
             target = self.places[layer.name] = place(
                 layer, self.strategy[layer.name], devices, options.io, unfed=layer.name in self.model.graph.unfed
@@ -73,11 +78,18 @@ class _Step:
             for _, p, item_bytes in layer.held():
                 boxes = target.holds(p)
                 size = boxes.volume * item_bytes
+                share = self.shares.add(layer, p, self.strategy[layer.name], boxes, item_bytes)
+                if share is not None:
+                    rows.append((size, 0 * size))
+                    self.updated.append(share.kept)
+                    continue
                 self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
                 if p.trainable:
                     shared = boxes.shared()
                     self.tracker.new(np.where(shared, size, 0.0))  # its place in a bucket, which outlives the step
                     rows.append((size, np.where(shared, 0.0, size)))
+                    self.updated.append(size)
+        self.next, self.next_back = self.shares.following(self.flows)
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
@@ -103,6 +115,7 @@ class _Step:
         """A layer's inputs arrive, its stages run, and what is read again is kept."""
         tracker = self.tracker
         if layer.role is Role.TIED:  # the parameter itself
+            self.shares.enter(layer, None)
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
@@ -113,10 +126,12 @@ class _Step:
             received = [came[slot] for slot in range(len(slots))]
             for user, slot in self.begun.get(layer.name, ()):
                 self._send_ahead(self.model.graph[user], slot)
+            self.shares.enter(layer, self.next.get(layer.name))
             if layer.role is Role.SINK:
                 self._loss(layer, received)
             else:
                 self._compute(layer, received)
+            self.shares.leave(layer)
 
     def _ahead_first(self, layer: Layer) -> list[int]:
         """A layer's inputs in the order in which the executor goes through them."""
@@ -226,10 +241,14 @@ class _Step:
         """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""
         name = layer.name
         if layer.role is Role.TIED:
+            self.shares.made(layer)
             self._drop([self.gradients.pop(name, NOBODY)])
             self._hand_out(layer)
         elif layer.role is not Role.SINK:
-            inward = self._differentiate(layer) if self.flows[name] else []
+            inward = list[Ref]()
+            if self.flows[name]:
+                self.shares.enter(layer, self.next_back.get(name))
+                inward = self._differentiate(layer)
             for user, slot in reversed(self.begun.get(name, ())):
                 self._land(self.model.graph[user], slot)
             slots = sorted(self._ahead_first(layer), key=lambda slot: slot > 0 or not self.late)
@@ -288,9 +307,12 @@ class _Step:
         """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
         for _, alone in self.trained[layer.name]:
             self.tracker.new(alone)
+        self.shares.leave(layer)
 
     def _gradients_of_parameters(self, layer: Layer) -> list[Ref]:
-        return [self.tracker.new(size) for size, _ in self.trained[layer.name]]
+        made = [self.tracker.new(size) for size, _ in self.trained[layer.name]]
+        self.shares.made(layer)
+        return made
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
         """That of an input: a view of the output's, or made."""

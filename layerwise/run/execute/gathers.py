@@ -50,7 +50,7 @@ class Gather:
         (handle, out), self._flight = self._flight, None
         handle.wait()
         with torch.no_grad(), unguarded():
-            now = self.versions()
+            now = {name: version(p) for name, p in self._parameters.items()}
             for name, leaf in self.leaves.items():
                 same = self._known.get(name) == now[name]
                 whole = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
@@ -58,9 +58,66 @@ class Gather:
                     part.copy_(there)
             self._known = now
 
-    def versions(self) -> dict[str, Version]:
-        """Of the parts that this rank keeps."""
-        return {name: version(p) for name, p in self._parameters.items()}
+    def changed(self) -> str | None:
+        """A parameter of which this rank's part was written to since the leaves were filled."""
+        return next((name for name, p in self._parameters.items() if version(p) != self._known.get(name)), None)
+
+
+class LayerGathers:
+    """Of one layer, whose parameters are whole while it computes only. gathers: by group of ranks."""
+
+    def __init__(self, gathers: Sequence[Gather]) -> None:
+        self._gathers = gathers
+        self._leaves = {name: leaf for gather in gathers for name, leaf in gather.leaves.items()}
+        self.names = tuple(self._leaves)
+        self._sizes = {name: leaf.untyped_storage().nbytes() for name, leaf in self._leaves.items()}
+        self._begun = self._kept = False
+        self.drop()
+
+    def begin(self) -> None:
+        """Starts it, once."""
+        if not self._begun:
+            for name, leaf in self._leaves.items():
+                leaf.untyped_storage().resize_(self._sizes[name])
+            for gather in self._gathers:
+                gather.begin()
+            self._begun = True
+
+    def finish(self) -> None:
+        """The layer may compute."""
+        self.begin()
+        for gather in self._gathers:
+            gather.finish()
+        self._begun = False
+
+    def finish_again(self) -> None:
+        """The layer's backward pass may begin. LayerwiseError where parameters are others than in the forward pass."""
+        for gather in self._gathers:
+            changed = gather.changed()
+            if changed is not None:
+                raise LayerwiseError(
+                    f"parameter {changed!r} was written to between its forward pass and its backward pass, which needs "
+                    "the values of before: step the optimizer after the backward pass"
+                )
+        self._kept = torch.is_grad_enabled()  # it is differentiated once more
+        self.finish()
+
+    def give_up(self) -> None:
+        """A forward pass begins. Of one that was ended by an error something may be under way."""
+        self._begun = self._kept = False
+        self.drop()
+
+    def drop(self, out: Tensor | None = None) -> None:
+        """The memory goes, unless `out`, the layer's output, lies in it."""
+        for name in self._leaves:
+            self.drop_one(name, out)
+
+    def drop_one(self, name: str, out: Tensor | None = None) -> None:
+        """That of one parameter."""
+        storage = self._leaves[name].untyped_storage()
+        within = out is not None and out.untyped_storage()._cdata == storage._cdata
+        if not (self._kept or self._begun or within):
+            storage.resize_(0)
 
 
 class Parameters(Mapping[str, Tensor]):

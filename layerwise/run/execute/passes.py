@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.execute.weights import LateWeights
 
 
@@ -21,6 +22,8 @@ class Pass:
     seed: int  # of this step's random numbers
     number: int  # the step's, for error messages
     token: Tensor  # the order token; it requires a gradient where there may be a backward pass
+    # Layers whose parameters are whole while they compute only, by name, in their order.
+    gathers: Mapping[str, LayerGathers] = field(default_factory=dict)
     late: dict[str, tuple[LateWeights, Tensor]] = field(default_factory=dict)  # with their weights, by the layer's name
 
     @property

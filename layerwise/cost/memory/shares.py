@@ -1,0 +1,150 @@
+"""Shares: the memory of parameters of which each device keeps a part, through a step.
+
+As `layerwise.run.execute` has it: gathers (`gathers`), what layers compute with, and gradients in rows (`buckets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref
+from layerwise.cost.model import CostModel
+from layerwise.geometry.arrays import Floats
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Parameter, Role
+from layerwise.partition.boxes import Boxes
+from layerwise.partition.buckets import fill
+from layerwise.partition.sharding import sharded, states_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One parameter; arrays are (N,), in bytes."""
+
+    key: tuple[bytes, bool]  # who shares it with whom, and whether it is gathered for a layer at a time
+    whole: Floats  # of the box that a device computes with
+    kept: Floats
+    row: Floats  # of its part as it travels
+    rows: Floats  # of those of all members
+
+    @property
+    def gathered(self) -> bool:
+        """Whether it is whole while its layer computes only."""
+        return self.key[1]
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients that travel together, and parameters that are gathered together."""
+
+    shares: list[Share]
+    missing: int = 0  # gradients that are yet to be made
+    coming: Ref = NOBODY  # what is gathered
+    flat: Ref = NOBODY
+    left: bool = False
+
+
+@dataclass(eq=False)
+class Shares:
+    """Of a strategy. All by the layer's name."""
+
+    model: CostModel
+    tracker: AllocationTracker
+    of: dict[str, list[Share]] = field(default_factory=dict)
+    _buckets: list[_Bucket] = field(default_factory=list)
+    _in: dict[int, _Bucket] = field(default_factory=dict)  # by the share's id
+    _whole: dict[str, Ref] = field(default_factory=dict)  # what a layer computes with
+    _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
+
+    def add(self, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
+        """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
+        found = sharded(layer, p, config, self.model.devices.count)
+        if found is None:
+            return None
+        ends = np.concatenate([boxes.lo, boxes.hi], axis=1)
+        _, first, group = np.unique(ends, axis=0, return_index=True, return_inverse=True)
+        gathered, whole = states_of(layer, config) == "gathered", boxes.volume * item_bytes
+        row = found.rows.astype(np.float64) * item_bytes
+        kept = found.boxes.volume * item_bytes
+        share = Share((first[group.reshape(-1)].tobytes(), gathered), whole, kept, row, row * found.members)
+        self.tracker.new(kept * (1 + OPTIMIZERS[self.model.options.optimizer]))
+        if not gathered:
+            self.tracker.new(whole)
+        self.of.setdefault(layer.name, []).append(share)
+        return share
+
+    def begin(self) -> None:
+        """The forward pass begins: what stays whole is gathered."""
+        layers = self.model.graph.layers
+        last = [layer.name for layer in layers if layer.role is Role.TIED]
+        order = [*(layer.name for layer in layers[::-1] if layer.name not in last), *last[::-1]]
+        shares = [share for name in order for share in reversed(self.of.get(name, []))]
+        for places in fill((share.key, float(share.rows.max())) for share in shares):
+            bucket = _Bucket([shares[i] for i in places], missing=len(places))
+            self._buckets.append(bucket)
+            self._in |= {id(share): bucket for share in bucket.shares}
+            if not bucket.shares[0].gathered:
+                bucket.coming = self.tracker.new(sum(share.rows + share.row for share in bucket.shares))
+
+    def enter(self, layer: Layer, following: str | None) -> None:
+        """A layer is about to compute, or its backward pass to begin; of the next one parameters are gathered."""
+        for share in self.of.get(layer.name, ()):
+            bucket = self._in[id(share)]
+            self.tracker.drop(bucket.coming)
+            bucket.coming = NOBODY
+        if any(share.gathered for share in self.of.get(layer.name, ())):
+            self._gather(layer.name)
+            self.tracker.drop(self._coming.pop(layer.name))
+            if following is not None:
+                self._gather(following)
+
+    def _gather(self, name: str) -> None:
+        if name not in self._whole:
+            shares = [share for share in self.of[name] if share.gathered]
+            self._whole[name] = self.tracker.new(sum(share.whole for share in shares))
+            self._coming[name] = self.tracker.new(sum(share.rows + share.row for share in shares))
+
+    def leave(self, layer: Layer) -> None:
+        """It has computed."""
+        self.tracker.drop(self._whole.pop(layer.name, NOBODY))
+
+    def made(self, layer: Layer) -> None:
+        """The gradients of its parameters: they go into the rows, which leave when they are full."""
+        for share in self.of.get(layer.name, ()):
+            bucket = self._in[id(share)]
+            if not bucket.flat:
+                bucket.flat = self.tracker.new(sum(one.rows for one in bucket.shares))
+            bucket.missing -= 1
+        for bucket in self._buckets:
+            if bucket.missing:
+                break
+            if not bucket.left:
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.left = True
+        if bucket.shares[0].gathered:
+            for earlier in self._buckets:
+                if earlier is not bucket and earlier.left and earlier.shares[0].gathered:
+                    self.tracker.drop(earlier.flat)
+                    earlier.flat = NOBODY
+        self.tracker.new(sum(share.row for share in bucket.shares))  # this device's part of the sum, which stays
+        if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
+            bucket.flat += self.tracker.new(sum(share.rows for share in bucket.shares))
+
+    def finish(self) -> None:
+        """The backward pass has ended."""
+        for bucket in self._buckets:
+            self.tracker.drop(bucket.flat)
+            bucket.flat = NOBODY
+
+    def following(self, flows: Mapping[str, bool]) -> tuple[dict[str, str], dict[str, str]]:
+        """Of each layer that gathers its parameters for itself the next one, forward and in the backward pass."""
+        names = [layer.name for layer in self.model.graph.layers if any(s.gathered for s in self.of.get(layer.name, ()))]
+        back = [name for name in reversed(names) if flows[name]]
+        return dict(zip(names, names[1:], strict=False)), dict(zip(back, back[1:], strict=False))
