@@ -36,11 +36,15 @@ class Kind:
     cpu_quota: float | None = None
     nodes: int | None = None  # only this number of them
     rate: str | None = None
+    network: str | None = None  # default: that of the part's name
 
 
 KINDS = {
     "alexnet": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
     "vgg": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
+    "states": Kind(
+        ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", None, 4, "1gbit", "alexnet"
+    ),
     "unet": Kind(("one rank", "together", "searched"), "one rank", 0.5, 4),
     "unet2": Kind(("one rank", "DDP", "searched"), "one rank", 0.5, 4, "1gbit"),
 }
@@ -50,6 +54,9 @@ MEANING = {
     "data": "data-parallel plan",
     "DDP fp16": "DDP, gradients sent in fp16",
     "FSDP2": "FSDP2 (fully_shard)",
+    "FSDP2 once": "FSDP2, gathered once a step",
+    "sharded": "data-parallel plan, states sharded",
+    "gathered": "data-parallel plan, parameters gathered",
     "searched": "searched plan",
     "one rank": "one rank, the others idle",
     "together": "every rank all of it, at once",
@@ -60,7 +67,14 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
     """One run on the emulated cluster."""
     asked = args.variants or KINDS[kind].variants
     budget = args.seconds or 40.0
-    job = Job(kind, [v for v in KINDS[kind].variants if v in asked], budget, args.rounds, args.cprofile)
+    job = Job(
+        KINDS[kind].network or kind,
+        [v for v in KINDS[kind].variants if v in asked],
+        budget,
+        args.rounds,
+        kind == "states",
+        args.cprofile,
+    )
     quota = args.cpu_quota or KINDS[kind].cpu_quota
     flags = ["--nodes", str(nodes), "--rate", rate, "--quiet"]
     flags += ["--cpu-quota", str(quota)] if quota else []
@@ -100,6 +114,7 @@ def table(cell: Cell) -> Table:
         f"{units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
     )
     head = ("step", "range", "steps", f"× {against}", "CPU a rank", "sent", "busiest link", "in use", "predicted")
+    head += ("memory",) * any(row["live_bytes"] for row in cell["variants"].values())
     result = Table("", *head, title=title, title_justify="left", box=None)
     for name, row in cell["variants"].items():
         times, faster = row["times_s"], speed(cell, name, against)
@@ -115,6 +130,7 @@ def table(cell: Cell) -> Table:
             units(row["busiest_link_bytes"], "B"),
             "" if use is None else f"{use:.0%}",
             units(row["predicted_s"], "s") if "predicted_s" in row else "",
+            *([units(row["live_bytes"], "B")] if "memory" in head else []),
         )
     return result
 

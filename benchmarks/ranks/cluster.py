@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.cluster_plan import Measured, in_short, plans
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
@@ -40,6 +41,7 @@ class Job:
     variants: list[str]
     budget_s: float  # about how long its timed rounds may take together
     rounds: int | None = None  # None: as many as the budget allows, at least 2
+    memory: bool = False  # measure it, too
     profile: str | None = None  # the variant whose time on rank 0 is listed by function
 
 
@@ -59,6 +61,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    live_bytes: int = 0  # the most that was alive in one more step
     payload: Counter[str] = field(default_factory=Counter)
 
 
@@ -83,6 +86,18 @@ def block(variant: Variant, steps: int, record: Record) -> float:
     if counted is not None:
         record.payload = Counter({kind: (counted[kind] - payload[kind]) // steps for kind in counted})
     return longest
+
+
+def live_bytes(variant: Variant) -> int:
+    """The most that is alive on this rank in one more step, with what the optimizer and the gradients hold."""
+    held = [*variant.module.parameters(), *variant.module.buffers(), variant.x, variant.y]
+    held += [p.grad for p in variant.module.parameters() if p.grad is not None]
+    held += [t for values in variant.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    live = Live(held)
+    del held
+    with live:
+        variant.step()
+    return live.peak
 
 
 def by_function(variant: Variant) -> None:
@@ -117,7 +132,7 @@ def take_turns(job: Job, variants: dict[str, Variant], first: str, records: dict
     """Every variant's blocks of steps, one after the other, again and again. `first` has had its warm-up."""
     seconds: dict[str, float] = {}
     for name, variant in variants.items():  # the first two steps: buffers, connections, DDP's second set of buckets
-        if name == first or (name == "FSDP2" and seconds.get("DDP", 0) > SLOW_S):
+        if name == first or (name.startswith("FSDP2") and seconds.get("DDP", 0) > SLOW_S):
             continue  # FSDP2 takes half a minute then: no warm-up, and one step
         seconds[name] = agreed(block(variant, 1, Record()))
         if seconds[name] < SLOW_S:
@@ -148,6 +163,10 @@ def measure(job: Job) -> dict[str, object]:
     del alone
     records = {name: record if name == first else Record() for name in variants}
     take_turns(job, variants, first, records)
+    for name, variant in variants.items():
+        if job.memory and dist.get_rank() in variant.ranks:
+            records[name].live_bytes = live_bytes(variant)
+        dist.barrier()
     if job.profile in variants:
         by_function(variants[job.profile])
     of_ranks: list[dict[str, Record]] = [{}] * world
@@ -175,6 +194,7 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
         "losses": records[0].losses,
         "sent_bytes": float(sum(payload.values()) or variant.sent),
         "busiest_link_bytes": busiest,
+        "live_bytes": max(r.live_bytes for r in records),
         "link_use": busiest * 8 / step_s / rate if rate else None,
     }
     if isinstance(variant, Ours):
@@ -182,6 +202,7 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
         result |= {
             "plan": in_short(variant.plan),
             "predicted_s": variant.plan.predicted["timeline_s"],
+            "predicted_memory_bytes": variant.plan.predicted["memory_bytes"],
             "as_predicted": all(payload[kind] == size for kind, size in predicted.items()),
             "payload_bytes": dict(payload),
             "predicted_bytes": predicted,

@@ -9,12 +9,13 @@ import torch
 
 from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
-from layerwise.config import Config, SearchSpace
+from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
+from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import candidate, search
@@ -50,8 +51,14 @@ def profile_of(name: str, measured: Measured) -> Profile:
     return calibrated(graph, measured.step_s, measured.latency_s, bandwidth, OPTIMIZER)
 
 
+SHARED: Mapping[str, States] = {"sharded": "sharded", "gathered": "gathered"}  # how the data-parallel plan has states
+
+
 def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
-    """`data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds."""
+    """`data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds.
+
+    `sharded`, `gathered`: as `data`, and each rank keeps its part of the optimizer's state, or of the parameters, too.
+    """
     devices = profile_of(name, measured).device_graph(ranks)
     batch = NETWORKS[name].global_batch(ranks)
     graph, space = fuse(graph_of(name, batch)), SearchSpace(ranks, NETWORKS[name].dims, spread=True)
@@ -62,8 +69,16 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
     if batch >= ranks:
         local = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER, local_batch_norm=True))
         data = candidate(local, "data", baseline(local, "data"))
-        result = replace(search(local, space), best=data)
-        made["data"] = make_plan(spec, "emulated", local, space, result, fused=True)
+        result = search(local, space)
+        made["data"] = make_plan(spec, "emulated", local, space, replace(result, best=data), fused=True)
+        for key, states in SHARED.items():
+            strategy = {
+                layer.name: replace(config, states=states)
+                for layer in graph.inner
+                if may_shard(layer, config := data.strategy[layer.name], ranks)
+            }
+            shared = candidate(local, key, {**data.strategy, **strategy})
+            made[key] = make_plan(spec, "emulated", local, space, replace(result, best=shared), fused=True)
     return made
 
 

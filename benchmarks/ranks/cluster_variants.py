@@ -24,6 +24,8 @@ class Variant(ABC):
     """A way to train the network: `step` does one, on every rank that takes part."""
 
     ranks: tuple[int, ...]
+    x: Tensor  # this rank's share
+    y: Tensor
     sent: float = 0.0  # bytes that all ranks together hand over in a step
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,13 +85,13 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def sharded(module: nn.Module) -> nn.Module:
-    """FSDP2: a unit each for the convolutions and every linear layer."""
+def sharded(module: nn.Module, *, again: bool) -> nn.Module:
+    """FSDP2: a unit each for the convolutions and every linear layer. again: gathered for the backward pass, too."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            fully_shard(part)
-    fully_shard(module[0])
-    return fully_shard(module)
+            fully_shard(part, reshard_after_forward=again)
+    fully_shard(module[0], reshard_after_forward=again)
+    return fully_shard(module, reshard_after_forward=again)
 
 
 def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Variant:
@@ -108,9 +110,10 @@ def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Vari
         return Torch(module, network, batch, (0,))
     few = everyone[: min(world, batch)]
     size = parameter_bytes(module)
-    if variant == "FSDP2":
-        result = Torch(sharded(module), network, batch, few)
-        result.sent = 3 * (len(few) - 1) * size  # two all-gathers, a reduce-scatter
+    if variant in ("FSDP2", "FSDP2 once"):
+        again = variant == "FSDP2"
+        result = Torch(sharded(module, again=again), network, batch, few)
+        result.sent = (2 + again) * (len(few) - 1) * size  # all-gathers, a reduce-scatter
         return result
     group = dist.new_group(few) if len(few) < world else None
     if dist.get_rank() in few:
