@@ -30,7 +30,7 @@ class Live(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.known: dict[int, StorageWeakRef] = {}
         self.peak = 0
         self.see(known)
 
@@ -39,14 +39,21 @@ class Live(TorchDispatchMode):
         for t in new:
             storage = local_part(t).untyped_storage()  # a DTensor has none of its own
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self.known[ref.cdata] = (ref, storage.nbytes())
-        self.known = {key: (ref, size) for key, (ref, size) in self.known.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.known.values()))
+            self.known[ref.cdata] = ref
+        sizes = {key: size for key, ref in self.known.items() if (size := _nbytes(ref)) is not None}
+        self.known = {key: self.known[key] for key in sizes}
+        self.peak = max(self.peak, sum(sizes.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.see(t for t in tree_leaves(out) if isinstance(t, Tensor))
         return out
+
+
+def _nbytes(ref: StorageWeakRef) -> int | None:
+    """What a storage has now, as its memory may come and go while it stays; None where it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def step_bytes(network: Network, plan: Plan, comm: Comm, optimizer: str, autocast: torch.dtype | None = None) -> float:

@@ -123,10 +123,14 @@ class ProcessComm(MessageComm):
         with self.during(what) as now:
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
-                works.append((now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(stream, peer, sent=False)))))
+                works.append(
+                    (now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(stream, peer, sent=False))))
+                )
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
-                works.append((now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(stream, peer, sent=True)))))
+                works.append(
+                    (now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(stream, peer, sent=True))))
+                )
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
         return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
 

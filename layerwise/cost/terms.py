@@ -188,7 +188,14 @@ REDUCTION = LayerTerm(
     phases={"reduce_s": 0.5, "gather_s": 0.5},
 )
 
-TERMS: tuple[Term, ...] = (COMPUTE, TRANSFER, SYNC, GATHER, STATISTICS, REDUCTION)  # in the order in which files have them
+TERMS: tuple[Term, ...] = (
+    COMPUTE,
+    TRANSFER,
+    SYNC,
+    GATHER,
+    STATISTICS,
+    REDUCTION,
+)  # in the order in which files have them
 LAYER_TERMS = tuple(term for term in TERMS if isinstance(term, LayerTerm))
 EDGE_TERMS = tuple(term for term in TERMS if isinstance(term, EdgeTerm))
 COLUMNS = tuple(dict.fromkeys(term.column for term in TERMS))

@@ -102,7 +102,9 @@ def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config, devices: int) -> 
     for i in order:
         driven = of.get(i)
         if dims[i].label == "k" and p.epilogue and config["k"] > 1:  # what it cuts further is the output
-            driven = of.get(reduce_axis(config, dims))
+            axis = reduce_axis(config, dims)
+            assert axis is not None
+            driven = of.get(axis)
         cells += [(factor, driven) for factor in prime_factors(config[dims[i].label or ""])]
     if devices % config.total:  # then the layer cuts no parameter (`holding`)
         yield from ((factor, None) for factor in prime_factors(devices))

@@ -5,8 +5,9 @@ As `layerwise.run.execute` has it: gathers (`gathers`), what layers compute with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class Shares:
             self._buckets.append(bucket)
             self._in |= {id(share): bucket for share in bucket.shares}
             if not bucket.shares[0].gathered:
-                bucket.coming = self.tracker.new(sum(share.rows + share.row for share in bucket.shares))
+                bucket.coming = self._travelling(bucket.shares)
 
     def enter(self, layer: Layer, following: str | None) -> None:
         """A layer is about to compute, or its backward pass to begin; of the next one parameters are gathered."""
@@ -106,8 +107,12 @@ class Shares:
     def _gather(self, name: str) -> None:
         if name not in self._whole:
             shares = [share for share in self.of[name] if share.gathered]
-            self._whole[name] = self.tracker.new(sum(share.whole for share in shares))
-            self._coming[name] = self.tracker.new(sum(share.rows + share.row for share in shares))
+            self._whole[name] = self.tracker.new(np.sum([share.whole for share in shares], axis=0))
+            self._coming[name] = self._travelling(shares)
+
+    def _travelling(self, shares: Sequence[Share]) -> Ref:
+        """What is gathered as it arrives, and as it leaves."""
+        return self.tracker.new(np.sum([share.rows + share.row for share in shares], axis=0))
 
     def leave(self, layer: Layer) -> None:
         """It has computed."""
@@ -118,7 +123,7 @@ class Shares:
         for share in self.of.get(layer.name, ()):
             bucket = self._in[id(share)]
             if not bucket.flat:
-                bucket.flat = self.tracker.new(sum(one.rows for one in bucket.shares))
+                bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0))
             bucket.missing -= 1
         for bucket in self._buckets:
             if bucket.missing:
@@ -133,9 +138,10 @@ class Shares:
                 if earlier is not bucket and earlier.left and earlier.shares[0].gathered:
                     self.tracker.drop(earlier.flat)
                     earlier.flat = NOBODY
-        self.tracker.new(sum(share.row for share in bucket.shares))  # this device's part of the sum, which stays
+        # This device's part of the sum stays.
+        self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0))
         if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
-            bucket.flat += self.tracker.new(sum(share.rows for share in bucket.shares))
+            bucket.flat += self.tracker.new(np.sum([share.rows for share in bucket.shares], axis=0))
 
     def finish(self) -> None:
         """The backward pass has ended."""
@@ -145,6 +151,7 @@ class Shares:
 
     def following(self, flows: Mapping[str, bool]) -> tuple[dict[str, str], dict[str, str]]:
         """Of each layer that gathers its parameters for itself the next one, forward and in the backward pass."""
-        names = [layer.name for layer in self.model.graph.layers if any(s.gathered for s in self.of.get(layer.name, ()))]
+        gathered = {name for name, shares in self.of.items() if any(share.gathered for share in shares)}
+        names = [layer.name for layer in self.model.graph.layers if layer.name in gathered]
         back = [name for name in reversed(names) if flows[name]]
-        return dict(zip(names, names[1:], strict=False)), dict(zip(back, back[1:], strict=False))
+        return dict(pairwise(names)), dict(pairwise(back))

@@ -121,12 +121,12 @@ class _Step:
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
+            self.shares.enter(layer, self.next.get(layer.name))
             slots = self._ahead_first(layer)
             came = {slot: self._received(layer, slot) for slot in slots}
             received = [came[slot] for slot in range(len(slots))]
             for user, slot in self.begun.get(layer.name, ()):
                 self._send_ahead(self.model.graph[user], slot)
-            self.shares.enter(layer, self.next.get(layer.name))
             if layer.role is Role.SINK:
                 self._loss(layer, received)
             else:

@@ -6,24 +6,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layerwise.config import Config, States
 from layerwise.cost.collectives import GroupShape
-from layerwise.cost.layer_collectives import gradients_of
+from layerwise.cost.layer_collectives import Collective, gradients_of, shares_of
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.buckets import fill
 from layerwise.partition.groups import replicas
+from layerwise.partition.sharding import states_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Gradients that are all-reduced at once."""
+    """Gradients that are all-reduced at once; reduce-scattered, where each device keeps a part of the parameters."""
 
     name: str  # of the layer whose gradients were first in it
-    row: Ints  # (N,) devices with the same number take part in one all-reduce; -1: in none
+    row: Ints  # (N,) devices with the same number take part in one collective; -1: in none
     group: GroupShape
     bytes: float
+    states: States
+    first: str  # the first layer of the forward pass that has parameters in it
 
 
 def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
@@ -34,23 +38,36 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     inner = [layer for layer in reversed(model.graph.layers) if layer.role is not Role.TIED]
     tied = [layer for layer in reversed(model.graph.layers) if layer.role is Role.TIED]
     gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
+    number = {layer.name: i for i, layer in enumerate(model.graph.layers)}
     leaving: dict[str, list[Bucket]] = {}
-    for places in fill((row.tobytes(), size) for _, row, _, size in gradients):
-        name, row, group, _ = gradients[places[0]]
+    for places in fill(((row.tobytes(), states), size) for _, row, _, size, states in gradients):
+        name, row, group, _, states = gradients[places[0]]
         size_bytes = sum(gradients[i][3] for i in places)
-        leaving.setdefault(gradients[places[-1]][0], []).append(Bucket(name, row, group, size_bytes))
+        first = min((gradients[i][0] for i in places), key=number.__getitem__)
+        leaving.setdefault(gradients[places[-1]][0], []).append(Bucket(name, row, group, size_bytes, states, first))
     return leaving
 
 
-def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float]]:
-    """Who shares a layer's gradients, and their bytes; what nobody shares does not travel."""
+def shared_out(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float]]:
+    """Who gathers a layer's parameters from the parts that each device keeps, and their bytes."""
     config = strategy[layer.name]
-    gradients = []
-    collectives = gradients_of(model, layer, model.layout(layer, (config,)))
+    return _rows(layer, config, shares_of(model, layer, model.layout(layer, (config,))))
+
+
+def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float, States]]:
+    """Who shares a layer's gradients, their bytes and states; what nobody shares does not travel."""
+    config = strategy[layer.name]
+    reduced = _rows(layer, config, gradients_of(model, layer, model.layout(layer, (config,))))
+    scattered, states = shared_out(model, layer, strategy), states_of(layer, config)
+    return [*((*row, states) for row in scattered), *((*row, "replicated") for row in reduced)]
+
+
+def _rows(layer: Layer, config: Config, collectives: list[Collective]) -> list[tuple[Ints, GroupShape, float]]:
+    rows = []
     for c in reversed(collectives):  # the last parameter first: a bias, then its weight
-        if c.group_shapes[0].size > 1:
+        if c.group_shapes[0].size > 1 and c.size_bytes[0]:
             row = replicas(c.cells, c.keys)[0]
             if layer.role is Role.TIED and config.total == 1:  # replicated
                 row = np.zeros_like(row)
-            gradients.append((row, c.group_shapes[0], float(c.size_bytes[0])))
-    return gradients
+            rows.append((row, c.group_shapes[0], float(c.size_bytes[0])))
+    return rows

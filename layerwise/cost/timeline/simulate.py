@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.collectives import bucket_s, group_shape, overlap
+from layerwise.cost.collectives import bucket_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
 from layerwise.cost.terms import LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
+from layerwise.cost.timeline.gathers import Gathers
 from layerwise.cost.timeline.stream import Stream, Traffic
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
@@ -195,11 +196,15 @@ class _Step:
         self._note(name, category, layer, start, devices)
 
     def send(self, bucket: Bucket) -> None:
-        """All-reduces a bucket as soon as all its members have come to it."""
+        """Sums a bucket as soon as all its members have come to it."""
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
-        seconds = bucket_s(bucket.bytes, group, model.devices, model.options.sync)
-        self.stream.add(Traffic(bucket.name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
+        if bucket.states == "replicated":
+            seconds = bucket_s(bucket.bytes, group, model.devices, model.options.sync)
+        else:
+            seconds = reduce_scatter_s(bucket.bytes, group, model.devices)
+        name = f"gradients of {bucket.name}"
+        self.stream.add(Traffic(name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
 
     def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
         if self.record is not None:
@@ -210,15 +215,19 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     """Simulates one training step of a strategy; `record` is called with every span of it."""
     strategy = complete(model, strategy)
     step = _Step(model, strategy, record)
-    layers = model.graph.layers
+    layers, leaving = model.graph.layers, buckets(model, strategy)
+    gathers = Gathers(model, strategy, leaving, step.stream)
+    gathers.begin(step.clock)
     for layer in layers:
+        step.clock = gathers.awaited(layer.name, step.clock, forward=True)
         step.receive(layer, forward=True)
         step.begin(layer)
         step.compute(layer, forward=True)
     forward_s = float(step.clock.max())
-    leaving = buckets(model, strategy)
     for layer in reversed(layers):
         late = layer.name in step.late
+        if model.has_gradient[layer.name]:
+            step.clock = gathers.awaited(layer.name, step.clock, forward=False)
         step.compute(layer, forward=False)
         if late:
             step.end(layer)
@@ -237,7 +246,7 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     exposed = float((end - computed).max())
     if record is not None:
         for s in step.stream.sums:
-            record(Span(f"gradients of {s.name}", "sync", s.name, s.started, s.ended, s.row >= 0))
+            record(Span(s.name, "sync", s.name.rpartition(" ")[2], s.started, s.ended, s.row >= 0))
     for layer in layers:
         update = float(model.node_cost(layer, (strategy[layer.name],)).compute.update[0])
         if update:

@@ -55,10 +55,13 @@ class Stream:
         one.begin(clock)
         self.transfers.append(one)
 
-    def through(self, clock: Floats, devices: Mask, last: Traffic | None = None) -> Floats:
-        """When these devices have all transfers behind them, up to the last, and do nothing else meanwhile."""
+    def through(self, clock: Floats, devices: Mask, last: Traffic | None = None, *, sums: bool = False) -> Floats:
+        """When these devices have all transfers behind them, up to the last, and do nothing else meanwhile.
+
+        sums: and then these, up to the last.
+        """
         clock = clock.copy()
-        for t in self.transfers:
+        for t in (*self.transfers, *self.sums) if sums else self.transfers:
             here = devices & (t.left > 0)
             clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
             t.ended = np.where(here, clock, t.ended)
@@ -67,10 +70,14 @@ class Stream:
                 break
         return clock
 
-    def awaited(self, one: Traffic, clock: Floats) -> Floats:
+    def awaited_sum(self, one: Traffic, clock: Floats) -> Floats:
+        """`awaited` of what was added."""
+        return self.awaited(one, clock, sums=True)
+
+    def awaited(self, one: Traffic, clock: Floats, *, sums: bool = False) -> Floats:
         """When the devices that take part in a transfer go on: it ends on all of them together."""
         members = one.row >= 0
-        waited = self.through(clock, members, one)
+        waited = self.through(clock, members, one, sums=sums)
         one.ended = np.where(members, one.ended[members].max(), one.ended)
         end = np.where(members, np.maximum(waited, one.ended), clock)
         self.until(waited, end)

@@ -74,7 +74,7 @@ class Executor:
             needed = run.training or scheduled.returned  # nothing is remembered in evaluation
             segment, gathered = segments.get(name), run.gathers.get(name) if needed else None
             if gathered is not None:
-                gathered.begin()
+                self._gather(run, name)
             waits = needed and (segment is None or segment.first is scheduled)
             received = self._received(run, scheduled, values, types, ahead) if waits else []
             for user, edge in self.schedule.begun_before.get(i, ()):
@@ -89,8 +89,6 @@ class Executor:
             if run.differentiate and scheduled.backward:
                 copies = [run.parameters[copy] for copy in scheduled.copies if copy != scheduled.late_weight]
                 run.token = held_only(run.token, copies)
-            if gathered is not None:
-                self._gather(run, name)
             if segment is None:
                 if role is not Role.COMPUTE:
                     values[name] = self._source(run, scheduled, fed)

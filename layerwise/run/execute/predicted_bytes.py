@@ -113,7 +113,8 @@ def _of_parameters(graph: LayerGraph, reducer: GradientReducer, rank: int) -> It
             elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield "sync", by_plan, real
-            yield from [("gathers", by_plan, real)] * (1 + bucket.gathered)
+            for _ in range(1 + bucket.gathered):  # for the forward pass; and for the backward pass
+                yield "gathers", by_plan, real
             continue
         real = all_reduce_share(p.numel() * p.element_size(), *member)
         yield "sync", all_reduce_share(p.numel() * planned[name], *member), real

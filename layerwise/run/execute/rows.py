@@ -77,7 +77,8 @@ class Rows:
             return [(self.part(rows[i], name, i), whole[box.slices()]) for i, box in enumerate(one.boxes)]
         start, shape = self._starts[name], one.boxes[0].shape
         there = rows[:, start : start + one.row].view(self.members, *shape)
-        return [(there, whole.unflatten(cut, (self.members, shape[cut])).movedim(cut, 0))]
+        split: Tensor = whole.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
+        return [(there, split.movedim(cut, 0))]
 
     def new(self, like: Tensor, *, rows: int | None = None) -> Tensor:
         """Memory for all rows, or for one of a member (rows=1)."""
