@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Group
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
@@ -21,10 +21,10 @@ from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.execute.autograd import ends, factors, ordered
 from layerwise.run.execute.executor import Executor
-from layerwise.run.execute.gathers import Gather, LayerGathers, Parameters
+from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.execute.rows import Rows, parts
+from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
@@ -74,6 +74,7 @@ class LayeredModule(WithTree):
             name: parts(boxes[name], one, comm.rank, gathered=states == "gathered")
             for name, (one, states) in shared_out.items()
         }
+        self._check_compiled()
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
@@ -97,9 +98,6 @@ class LayeredModule(WithTree):
             cut=self.cut,
             parts=self._parts,
         )
-        self._gathers: list[Gather] = []  # of what is whole from one step to the next, in the order of the layers
-        self._layer_gathers: dict[str, LayerGathers] = {}  # by layer, of what is whole while it computes
-        self._gathered: dict[str, LayerGathers] = {}  # the same by parameter
         cut_groups = {sharing(boxes[name], rank) for name in self._parts for rank in range(comm.size)}
         self._prepare("gathers", cut_groups)
         self._prepare("sync", {sharing(boxes[name], rank) for name in order for rank in range(comm.size)})
@@ -175,12 +173,8 @@ class LayeredModule(WithTree):
             self._state.count()
         token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         held = self._held()
-        for of_layer in self._layer_gathers.values():
-            of_layer.give_up()
-        for gather in self._gathers:
-            gather.begin()
-        known = Parameters(held, self._gathers)
-        run = Pass(known, self.training, seed, self.steps, token, self._layer_gathers)
+        known = self._gathers.begin(held)
+        run = Pass(known, self.training, seed, self.steps, token, self._gathers.of_layers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
@@ -209,8 +203,7 @@ class LayeredModule(WithTree):
         self._unused.came(graph, has_gradient)
 
     def _finish(self, gradients: Gradients) -> None:
-        for of_layer in self._layer_gathers.values():
-            of_layer.drop()
+        self._gathers.end()
         gradients.leave_alone = self._unused.parameters()
         super()._finish(gradients)
 
@@ -219,8 +212,7 @@ class LayeredModule(WithTree):
         self.begin()
         assert self._pass is not None
         gradient, leaf.grad = leaf.grad, None
-        if name in self._gathered:
-            self._gathered[name].drop_one(name)
+        self._gathers.made(name)
         if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
             return
         # A context takes longer than what is in it.
@@ -250,7 +242,7 @@ class LayeredModule(WithTree):
             self._known = self._state.tree.tensors()
             if self.comm.size > 1:
                 self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
-                self._make_gathers(self._known)
+            self._gathers = Gathers(self.graph, self._parts, self._reducer, self._known, self.comm)
         if self.comm.size > 1:
             known = dict(self._known)
             with unguarded():
@@ -261,22 +253,6 @@ class LayeredModule(WithTree):
                     known[name].requires_grad_(p.requires_grad)
             self._known = known
         return self._known
-
-    def _make_gathers(self, leaves: Mapping[str, Tensor]) -> None:
-        """What fills the leaves of parameters of which each rank keeps a part."""
-        held, comm = self._reducer.parameters, self.comm
-        buckets = [bucket for bucket in reversed(self._reducer.buckets) if not bucket.gathered]
-        self._gathers = [Gather(one.rows, held, leaves, comm) for one in buckets if one.rows is not None]
-        self._layer_gathers = {}
-        for layer in self.graph.layers:
-            groups = dict[Group, list[str]]()
-            for name, _ in layer.own_parameters():
-                if name in self._parts and self._parts[name].gathered:
-                    groups.setdefault(self._parts[name].group, []).append(name)
-            if groups:
-                made = [Gather(Rows(names, self._parts), held, leaves, comm) for names in groups.values()]
-                self._layer_gathers[layer.name] = LayerGathers(made)
-        self._gathered = {name: one for one in self._layer_gathers.values() for name in one.names}
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._reducer.parameters:
@@ -310,8 +286,17 @@ class LayeredModule(WithTree):
     def compile(self, **settings: Any) -> None:
         """What each rank computes by itself, from now on, with torch.compile's arguments. Every rank calls it."""
         self.options = replace(self.options, compile=settings)
+        self._check_compiled()
         for executor in self._executors.values():
             executor.compile(settings)
+
+    def _check_compiled(self) -> None:
+        """LayerwiseError where a compiled function would have several layers whose parameters come one by one."""
+        if self.options.compile is not None and any(one.gathered for one in self._parts.values()):
+            raise LayerwiseError(
+                "the plan has layers of gathered states, whose parameters are there for one layer at a time, and "
+                "compile=True computes several at once: leave compile out, or give these layers sharded states"
+            )
 
     def _initialised(self) -> None:
         self._initial = versions(self._reducer.parameters) if self._initial else {}

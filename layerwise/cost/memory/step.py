@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
-from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of, update
-from layerwise.cost.memory.shares import Shares
+from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of
+from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -33,7 +32,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
     step = _Step(model, strategy)
     layers = model.graph.layers
-    step.shares.begin()
+    step.parameters.begin()
     last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
     for i, layer in enumerate(layers):
         step.forward(layer)
@@ -42,8 +41,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
                 step.tracker.drop(step.values.pop(source))
     for layer in reversed(layers):
         step.backward(layer)
-    step.shares.finish()
-    update(step.tracker, step.updated, model)
+    step.parameters.finish()
     return step.tracker.peak
 
 
@@ -67,29 +65,12 @@ class _Step:
         self.begun = begun_before(self.model.graph, options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
         self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
-        self.trained: dict[str, list[tuple[Floats, Floats]]] = {}  # bytes of parameters, of those nobody shares
-        self.updated: list[Floats] = []  # of what a device updates of each
-        self.shares = Shares(self.model, self.tracker)
+        self.parameters = Parameters(self.model, self.tracker)
         for layer in self.model.graph.layers:
             target = self.places[layer.name] = place(
                 layer, self.strategy[layer.name], devices, options.io, unfed=layer.name in self.model.graph.unfed
             )
-            rows = self.trained[layer.name] = []
-            for _, p, item_bytes in layer.held():
-                boxes = target.holds(p)
-                size = boxes.volume * item_bytes
-                share = self.shares.add(layer, p, self.strategy[layer.name], boxes, item_bytes)
-                if share is not None:
-                    rows.append((size, 0 * size))
-                    self.updated.append(share.kept)
-                    continue
-                self.tracker.new(size * (1 + OPTIMIZERS[options.optimizer] if p.trainable else 1))
-                if p.trainable:
-                    shared = boxes.shared()
-                    self.tracker.new(np.where(shared, size, 0.0))  # its place in a bucket, which outlives the step
-                    rows.append((size, np.where(shared, 0.0, size)))
-                    self.updated.append(size)
-        self.next, self.next_back = self.shares.following(self.flows)
+            self.parameters.hold(layer, self.strategy[layer.name], target)
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
@@ -115,13 +96,13 @@ class _Step:
         """A layer's inputs arrive, its stages run, and what is read again is kept."""
         tracker = self.tracker
         if layer.role is Role.TIED:  # the parameter itself
-            self.shares.enter(layer, None)
+            self.parameters.enter(layer, forward=True)
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
-            self.shares.enter(layer, self.next.get(layer.name))
+            self.parameters.enter(layer, forward=True)
             slots = self._ahead_first(layer)
             came = {slot: self._received(layer, slot) for slot in slots}
             received = [came[slot] for slot in range(len(slots))]
@@ -131,7 +112,7 @@ class _Step:
                 self._loss(layer, received)
             else:
                 self._compute(layer, received)
-            self.shares.leave(layer)
+            self.parameters.leave(layer)
 
     def _ahead_first(self, layer: Layer) -> list[int]:
         """A layer's inputs in the order in which the executor goes through them."""
@@ -241,13 +222,13 @@ class _Step:
         """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""
         name = layer.name
         if layer.role is Role.TIED:
-            self.shares.made(layer)
+            self.parameters.fill_rows(layer)
             self._drop([self.gradients.pop(name, NOBODY)])
-            self._hand_out(layer)
+            self.parameters.hand_out(layer)
         elif layer.role is not Role.SINK:
             inward = list[Ref]()
             if self.flows[name]:
-                self.shares.enter(layer, self.next_back.get(name))
+                self.parameters.enter(layer, forward=False)
                 inward = self._differentiate(layer)
             for user, slot in reversed(self.begun.get(name, ())):
                 self._land(self.model.graph[user], slot)
@@ -270,7 +251,7 @@ class _Step:
                 slots = self._slots(layer, 0) if number == 0 else slots
             if number == tracked[0] and not late:
                 weights = tracker.new(stage.weights)  # the gradients of copies come first
-                parameters = [] if weights else self._gradients_of_parameters(layer)
+                parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between))  # what it was made of is gone when it is used
             read, two = running + saved[number], stage.between > 0
@@ -284,12 +265,12 @@ class _Step:
                 before = tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made)
             self._drop([between, part(read, ~two)])
             if weights:
-                parameters = self._gradients_of_parameters(layer)
+                parameters = self.parameters.gradients(layer)
             self._drop([*parameters, weights])
             running = before
         tracker.drop(running)
         if not self.late:
-            self._hand_out(layer)
+            self.parameters.hand_out(layer)
         return inward
 
     def _weights_late(self, layer: Layer) -> bool:
@@ -299,20 +280,9 @@ class _Step:
 
     def _make_weights(self, layer: Layer) -> None:
         copies = self.tracker.new(self.stages[layer.name][0].weights)
-        self._drop([*self._gradients_of_parameters(layer), copies, *self.late])
+        self._drop([*self.parameters.gradients(layer), copies, *self.late])
         self.late = []
-        self._hand_out(layer)
-
-    def _hand_out(self, layer: Layer) -> None:
-        """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
-        for _, alone in self.trained[layer.name]:
-            self.tracker.new(alone)
-        self.shares.leave(layer)
-
-    def _gradients_of_parameters(self, layer: Layer) -> list[Ref]:
-        made = [self.tracker.new(size) for size, _ in self.trained[layer.name]]
-        self.shares.made(layer)
-        return made
+        self.parameters.hand_out(layer)
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
         """That of an input: a view of the output's, or made."""

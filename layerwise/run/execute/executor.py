@@ -19,7 +19,7 @@ from layerwise.ops.base import Role
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
-from layerwise.run.execute.gathers import LayerGathers
+from layerwise.run.execute.gathered import Gathered
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.recompute import recomputed
 from layerwise.run.execute.spans import NOTHING, Move, Spans
@@ -40,6 +40,7 @@ class Executor:
         self._dropped = [tuple(schedule.dropped_after(number)) for number in range(len(schedule.layers))]
         self._by_name = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
         self._likes: dict[torch.dtype, Tensor] = {}
+        self._gathered = Gathered(schedule)
         self._compiled: CompiledSegments | None = None
         if self.options.compile is not None:
             self.compile(self.options.compile)
@@ -72,9 +73,9 @@ class Executor:
             name, role = scheduled.layer.name, scheduled.layer.role
             self.comm.at(run.number, name)
             needed = run.training or scheduled.returned  # nothing is remembered in evaluation
-            segment, gathered = segments.get(name), run.gathers.get(name) if needed else None
-            if gathered is not None:
-                self._gather(run, name)
+            segment = segments.get(name)
+            if needed:
+                self._gathered.begin(run, name)
             waits = needed and (segment is None or segment.first is scheduled)
             received = self._received(run, scheduled, values, types, ahead) if waits else []
             for user, edge in self.schedule.begun_before.get(i, ()):
@@ -100,41 +101,13 @@ class Executor:
                 values |= made
                 types |= {name: out.dtype for name, out in made.items()}
                 del made
-            if gathered is not None:
-                values[name] = self._drop_gathered(run, scheduled, gathered, values[name])
+            if name in run.gathers:
+                values[name] = self._gathered.end(run, scheduled, values[name])
             if scheduled.mirrors and run.training:
                 self._remember(run, scheduled)
             received = []
             self._drop(values, i)
         return outputs
-
-    def _gather(self, run: Pass, name: str, *, back: bool = False) -> None:
-        """Parameters of a layer are whole for it. Those of the next one are on their way while it computes."""
-        if back:
-            run.gathers[name].finish_again()
-        else:
-            run.gathers[name].finish()
-        order = [one for one in run.gathers if self._may_gather(run, one, back=back)]
-        later = order[: order.index(name)][-1:] if back else order[order.index(name) + 1 :][:1]
-        for following in later:
-            run.gathers[following].begin()
-
-    def _may_gather(self, run: Pass, name: str, *, back: bool) -> bool:
-        scheduled = self._by_name[name]
-        return scheduled.backward if back else run.training or scheduled.returned
-
-    def _drop_gathered(
-        self, run: Pass, scheduled: ScheduledLayer, gathered: LayerGathers, out: Tensor | None
-    ) -> Tensor | None:
-        """The layer has computed. Back, its parameters are gathered once more before it is differentiated."""
-        if run.differentiate and scheduled.backward:
-            again = partial(self._gather, run, scheduled.layer.name, back=True)
-            if out is None:
-                (run.token,) = ordered(run.token, at_backward=again)
-            else:
-                run.token, out = ordered(run.token, out, at_backward=again)
-        gathered.drop(out)
-        return out
 
     def _source(self, run: Pass, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
         """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.base import Comm, Handle
+from layerwise.comm.base import Comm, Group, Handle
 from layerwise.errors import LayerwiseError
-from layerwise.run.execute.rows import Rows
+from layerwise.graph.layer import LayerGraph
+from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import unguarded
 from layerwise.run.guards.changes import Version, version
 from layerwise.run.parts import local_part
@@ -143,3 +145,47 @@ class Parameters(Mapping[str, Tensor]):
         """Waits for what nobody has asked for."""
         for name in list(self._coming):
             self[name]
+
+
+class Gathers:
+    """All of a rank's. of_layers: by name, of what is whole only while a layer computes, in their order."""
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        parts: Mapping[str, Parts],
+        reducer: GradientReducer,
+        leaves: Mapping[str, Tensor],
+        comm: Comm,
+    ) -> None:
+        held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
+        self._lasting = [Gather(one.rows, held, leaves, comm) for one in buckets if one.rows is not None]
+        self.of_layers: dict[str, LayerGathers] = {}
+        self._of: dict[str, LayerGathers] = {}  # by parameter
+        for layer in graph.layers:
+            groups = dict[Group, list[str]]()
+            for name, _ in layer.own_parameters():
+                if name in parts and parts[name].gathered:
+                    groups.setdefault(parts[name].group, []).append(name)
+            if groups:
+                made = LayerGathers([Gather(Rows(names, parts), held, leaves, comm) for names in groups.values()])
+                self.of_layers[layer.name] = made
+                self._of |= dict.fromkeys(made.names, made)
+
+    def begin(self, known: Mapping[str, Tensor]) -> Parameters:
+        """A forward pass begins. known: what layers compute with, by name."""
+        for one in self.of_layers.values():
+            one.give_up()
+        for gather in self._lasting:
+            gather.begin()
+        return Parameters(known, self._lasting)
+
+    def made(self, name: str) -> None:
+        """The gradient of a parameter: nobody needs its values any more."""
+        if name in self._of:
+            self._of[name].drop_one(name)
+
+    def end(self) -> None:
+        """The backward pass has ended."""
+        for one in self.of_layers.values():
+            one.drop()

@@ -1,11 +1,12 @@
-"""Shares: the memory of parameters of which each device keeps a part, through a step.
+"""The memory of parameters and their gradients through a step.
 
-As `layerwise.run.execute` has it: gathers (`gathers`), what layers compute with, and gradients in rows (`buckets`).
+As `layerwise.run.execute` has it. Of what devices share out there are gathers (`gathers`), what layers compute with,
+and gradients in rows (`buckets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -14,12 +15,14 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref
+from layerwise.cost.memory.kernels import update
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Parameter, Role
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.buckets import fill
+from layerwise.partition.place import Place
 from layerwise.partition.sharding import sharded, states_of
 
 
@@ -51,18 +54,51 @@ class _Bucket:
 
 
 @dataclass(eq=False)
-class Shares:
+class Parameters:
     """Of a strategy. All by the layer's name."""
 
     model: CostModel
     tracker: AllocationTracker
-    of: dict[str, list[Share]] = field(default_factory=dict)
+    of: dict[str, list[Share]] = field(default_factory=dict)  # what is shared out
+    _trained: dict[str, list[tuple[Floats, Floats]]] = field(default_factory=dict)  # bytes: all, of those nobody shares
+    _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
+    _next: dict[bool, dict[str, str]] = field(default_factory=dict)  # whose are gathered after whose, forward and back
     _buckets: list[_Bucket] = field(default_factory=list)
     _in: dict[int, _Bucket] = field(default_factory=dict)  # by the share's id
     _whole: dict[str, Ref] = field(default_factory=dict)  # what a layer computes with
     _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
 
-    def add(self, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
+    def hold(self, layer: Layer, config: Config, place: Place) -> None:
+        """A layer's, with their optimizer's state; and their place in buckets, which outlives the step."""
+        states, rows = OPTIMIZERS[self.model.options.optimizer], self._trained.setdefault(layer.name, [])
+        for _, p, item_bytes in layer.held():
+            boxes = place.holds(p)
+            size = boxes.volume * item_bytes
+            share = self._share(layer, p, config, boxes, item_bytes)
+            if share is not None:
+                rows.append((size, 0 * size))
+                self._updated.append(share.kept)
+                continue
+            self.tracker.new(size * (1 + states if p.trainable else 1))
+            if p.trainable:
+                shared = boxes.shared()
+                self.tracker.new(np.where(shared, size, 0.0))
+                rows.append((size, np.where(shared, 0.0, size)))
+                self._updated.append(size)
+
+    def gradients(self, layer: Layer) -> list[Ref]:
+        """Of a layer's, as they are made."""
+        made = [self.tracker.new(size) for size, _ in self._trained[layer.name]]
+        self.fill_rows(layer)
+        return made
+
+    def hand_out(self, layer: Layer) -> None:
+        """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
+        for _, alone in self._trained[layer.name]:
+            self.tracker.new(alone)
+        self.leave(layer)
+
+    def _share(self, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
         """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
         found = sharded(layer, p, config, self.model.devices.count)
         if found is None:
@@ -81,6 +117,10 @@ class Shares:
 
     def begin(self) -> None:
         """The forward pass begins: what stays whole is gathered."""
+        gathered = {name for name, shares in self.of.items() if any(share.gathered for share in shares)}
+        names = [layer.name for layer in self.model.graph.layers if layer.name in gathered]
+        back = [name for name in reversed(names) if self.model.has_gradient[name]]
+        self._next = {True: dict(pairwise(names)), False: dict(pairwise(back))}
         layers = self.model.graph.layers
         last = [layer.name for layer in layers if layer.role is Role.TIED]
         order = [*(layer.name for layer in layers[::-1] if layer.name not in last), *last[::-1]]
@@ -92,8 +132,9 @@ class Shares:
             if not bucket.shares[0].gathered:
                 bucket.coming = self._travelling(bucket.shares)
 
-    def enter(self, layer: Layer, following: str | None) -> None:
+    def enter(self, layer: Layer, *, forward: bool) -> None:
         """A layer is about to compute, or its backward pass to begin; of the next one parameters are gathered."""
+        following = self._next[forward].get(layer.name)
         for share in self.of.get(layer.name, ()):
             bucket = self._in[id(share)]
             self.tracker.drop(bucket.coming)
@@ -118,8 +159,8 @@ class Shares:
         """It has computed."""
         self.tracker.drop(self._whole.pop(layer.name, NOBODY))
 
-    def made(self, layer: Layer) -> None:
-        """The gradients of its parameters: they go into the rows, which leave when they are full."""
+    def fill_rows(self, layer: Layer) -> None:
+        """The gradients of what is shared out go into the rows, which leave when they are full."""
         for share in self.of.get(layer.name, ()):
             bucket = self._in[id(share)]
             if not bucket.flat:
@@ -144,14 +185,8 @@ class Shares:
             bucket.flat += self.tracker.new(np.sum([share.rows for share in bucket.shares], axis=0))
 
     def finish(self) -> None:
-        """The backward pass has ended."""
+        """The backward pass has ended, and the optimizer steps."""
         for bucket in self._buckets:
             self.tracker.drop(bucket.flat)
             bucket.flat = NOBODY
-
-    def following(self, flows: Mapping[str, bool]) -> tuple[dict[str, str], dict[str, str]]:
-        """Of each layer that gathers its parameters for itself the next one, forward and in the backward pass."""
-        gathered = {name for name, shares in self.of.items() if any(share.gathered for share in shares)}
-        names = [layer.name for layer in self.model.graph.layers if layer.name in gathered]
-        back = [name for name in reversed(names) if flows[name]]
-        return dict(pairwise(names)), dict(pairwise(back))
+        update(self.tracker, self._updated, self.model)

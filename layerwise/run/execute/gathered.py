@@ -1,0 +1,52 @@
+"""Gathered: when the parameters of layers come and go that are whole only while their layer computes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.passes import Pass
+from layerwise.run.schedule.layers import Schedule, ScheduledLayer
+
+
+class Gathered:
+    """Of one schedule. All ranks gather in the order of the layers, and back in the reverse, also without a part."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._by_name = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+
+    def begin(self, run: Pass, name: str, *, back: bool = False) -> None:
+        """A layer is about to compute, or to be differentiated: its parameters are whole from here on.
+
+        Those of the next one are on their way meanwhile.
+        """
+        if name not in run.gathers:
+            return
+        if back:
+            run.gathers[name].finish_again()
+        else:
+            run.gathers[name].finish()
+        order = [one for one in run.gathers if self._takes_part(run, one, back=back)]
+        place = order.index(name)
+        for following in order[:place][-1:] if back else order[place + 1 :][:1]:
+            run.gathers[following].begin()
+
+    def _takes_part(self, run: Pass, name: str, *, back: bool) -> bool:
+        scheduled = self._by_name[name]
+        return scheduled.backward if back else run.training or scheduled.returned
+
+    def end(self, run: Pass, scheduled: ScheduledLayer, out: Tensor | None) -> Tensor | None:
+        """The layer has made `out`. Back, its parameters come once more before it is differentiated."""
+        name = scheduled.layer.name
+        if name not in run.gathers:
+            return out
+        if run.differentiate and scheduled.backward:
+            again = partial(self.begin, run, name, back=True)
+            if out is None:
+                (run.token,) = ordered(run.token, at_backward=again)
+            else:
+                run.token, out = ordered(run.token, out, at_backward=again)
+        run.gathers[name].drop(out)
+        return out
