@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from layerwise.comm.base import Comm
+from layerwise.config import NOT_DEGREES
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
@@ -24,12 +25,14 @@ Cuts = list[dict[str, Any]]
 Model = nn.Module
 X = torch.randn(4, 8, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
+SHARDED, GATHERED = {"states": "sharded"}, {"states": "gathered"}
 # By number of ranks: configurations of the four layers with parameters (two convolutions, two linear layers).
 PLANS: dict[str, tuple[int, Cuts]] = {
     "filters": (2, [{"c": 2}, {"n": 2}, {"c": 2}, {"k": 2}]),
     "channels": (2, [{"n": 2}, {"k": 2}, {"k": 2}, {"c": 2}]),
     "mixed": (4, [{"c": 4}, {"n": 2, "c": 2}, {"c": 2, "k": 2}, {"n": 4}]),
     "spatial": (4, [{"h": 2, "c": 2}, {"c": 2, "k": 2}, {"k": 4}, {"c": 4}]),
+    "states": (4, [{"n": 4} | SHARDED, {"n": 2, "c": 2} | GATHERED, {"c": 2} | SHARDED, {"n": 4} | GATHERED]),
 }
 FEWER = [{"c": 4}, {"n": 2}, {"c": 2, "placement": "strided"}, {}]  # layers on 2 of 4 ranks, and on one
 
@@ -68,7 +71,7 @@ def plan(ranks: int, cuts: Cuts) -> Plan:
     for layer in graph.inner:
         degrees = wanted.get(layer.name.split("/")[-1], wanted.get(layer.name, {"n": ranks}))
         rooms = {d.label for d in layer.space.dims}
-        strategy[layer.name] = {k: v for k, v in degrees.items() if k in rooms or k == "placement"}
+        strategy[layer.name] = {k: v for k, v in degrees.items() if k in rooms or k in NOT_DEGREES}
     return Plan("test", graph.digest, graph.batch, ranks, ranks, "sample", True, parse_strategy(strategy, graph, ranks))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.comm.pool import run_ranks
 from tests.run import dtensor_ranks
-from tests.run.dtensor_ranks import FEWER, OPTIMIZERS, PLANS, original, steps
+from tests.run.dtensor_ranks import FEWER, GATHERED, OPTIMIZERS, PLANS, SHARDED, original, steps
 from tests.run.plans import difference
 
 HERE, STATES = "tests.run.dtensor_ranks:", "tests.run.dtensor_states:"
@@ -51,14 +51,14 @@ def test_norms_and_clipping_are_one_devices(name: str, action: str) -> None:
     check(run_ranks(ranks, f"{HERE}trained", cuts, "sgd", action), single("sgd", action))
 
 
-SLOW = {("filters", optimizer) for optimizer in ("adam", "rmsprop", "adagrad")}  # as the others of torch's
+SLOW = {(name, one) for name in ("filters", "states") for one in ("adam", "rmsprop", "adagrad")}  # as torch's others
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
         pytest.param(name, optimizer, marks=pytest.mark.slow if (name, optimizer) in SLOW else ())
-        for name in ("filters", "mixed")
+        for name in ("filters", "mixed", "states")
         for optimizer in ("sgd_loop", "adamw", "adamw_fused", "adam", "rmsprop", "adagrad")
     ],
 )
@@ -102,7 +102,7 @@ def test_float16_with_gradscaler(name: str) -> None:
         close(state, wanted, 0.03)
 
 
-@pytest.mark.parametrize("name", ["filters", "mixed"])
+@pytest.mark.parametrize("name", ["filters", "mixed", "states"])
 def test_a_weight_penalty_is_right_or_raises(name: str) -> None:
     ranks, cuts = PLANS[name]
     wanted = dtensor_ranks.penalised(None, [], "")
@@ -126,16 +126,25 @@ def test_layers_on_fewer_devices() -> None:
 
 def test_parameters_that_are_not_cut_evenly_are_dtensors() -> None:
     """On 3 ranks 3, 3 and 2 of 8 channels, 6, 6 and 4 of 16."""
-    ranks, cuts = 3, [{"c": 3}, {"n": 3}, {"c": 3}, {"n": 3}]
-    check(run_ranks(ranks, f"{HERE}trained", cuts, "adamw", "clip"), single("adamw", "clip"))
+    cut: dtensor_ranks.Cuts = [{"c": 3}, {"n": 3}, {"c": 3}, {"n": 3}]
+    kept = [one | states for one in ({"n": 3}, {"h": 3}) for states in (SHARDED, GATHERED)]
+    for cuts in (cut, kept):
+        check(run_ranks(3, f"{HERE}trained", cuts, "adamw", "clip"), single("adamw", "clip"))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_dcp_saves_and_another_plan_and_another_number_of_ranks_go_on(tmp_path: Path, optimizer: str) -> None:
     folder, wanted = str(tmp_path / "dcp"), single(optimizer, "nothing")[1]
-    early, late = run_ranks(4, f"{STATES}saved", PLANS["mixed"][1], folder, optimizer)[0]
+    of = {"sgd": "states", "adamw": "mixed"}[optimizer]
+    early, late = run_ranks(4, f"{STATES}saved", PLANS[of][1], folder, optimizer)[0]
     close(late, wanted)
-    for ranks, cuts in [(4, PLANS["spatial"][1]), (2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
+    others = [
+        (4, PLANS["spatial"][1]),
+        (4, PLANS["states"][1]),
+        (2, PLANS["channels"][1]),
+        (2, [{"n": 2} | GATHERED] * 4),
+    ]
+    for ranks, cuts in [*others, (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{STATES}resumed", cuts, folder, optimizer):
             close(state, wanted)
     model = copy.deepcopy(original())
@@ -153,7 +162,7 @@ def test_layerwises_checkpoints_are_dcps(tmp_path: Path, optimizer: str) -> None
     folder, wanted = tmp_path / "ck", single(optimizer, "nothing")[1]
     early, late = run_ranks(4, f"{STATES}checkpointed", PLANS["mixed"][1], str(folder), optimizer)[0]
     close(late, wanted)
-    for ranks, cuts in [(2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
+    for ranks, cuts in [(4, PLANS["states"][1]), (2, PLANS["channels"][1]), (2, [{"n": 2}] * 4)]:
         for state in run_ranks(ranks, f"{STATES}taken_up", cuts, str(folder), optimizer):
             close(state, wanted)
     model = copy.deepcopy(original())
