@@ -1,8 +1,8 @@
 """python -m benchmarks.memory_prediction: the memory of a training step, predicted and measured.
 
-Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one;
-each rank's peak is measured (`common.live`) and the fullest counts. Bytes are counted, so the table is the same
-on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
+Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one,
+and with all layers recomputed; each rank's peak is measured (`common.live`) and the fullest counts. Bytes are counted,
+so the table is the same on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from layerwise.importers.load import Network, network_of
 from layerwise.machine import DeviceGraph
 from layerwise.machine import load as load_profile
 from layerwise.measure.conditions import TYPES, device_of
+from layerwise.partition.blocks import recomputable
 from layerwise.plan import Plan, parse_plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search
@@ -56,7 +57,10 @@ CASES = {
     "unet3d": Case(2, (1, 32, 32, 32), {"width": 0.25}),
     "unet3d, one sample": Case(1, (1, 32, 32, 64), {"width": 0.25}),  # io free
 }
-PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")  # and the states
+# And the states, and whether all layers that gain by it are recomputed.
+SERIAL = ("serial", "serial, recompute")
+PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")
+PLANS += ("data, recompute", "model, recompute", "model, gathered, recompute")
 
 
 @cache
@@ -83,13 +87,15 @@ def planned(name: str, kind: str, optimizer: str, ranks: int, dtype: str = "floa
     graph = fuse(network(name).graph)
     options = CostOptions(io="sample" if graph.batch >= ranks else "free", optimizer=optimizer, dtype=dtype)
     model = CostModel(graph, cpus(ranks), options)
-    kind, _, states = kind.partition(", ")
+    kind, *choices = kind.split(", ")
     if ranks == 1:
         strategy = {layer.name: Config() for layer in graph.inner}
     else:
         configs = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
-        chosen = {"states": states} if states else {}
-        strategy = {layer.name: replace(configs[layer.name], **chosen) for layer in graph.inner}
+        strategy = {layer.name: configs[layer.name] for layer in graph.inner}
+    again = recomputable(graph) if "recompute" in choices else frozenset()
+    states = next((states for states in ("sharded", "gathered") if states in choices), "replicated")
+    strategy = {name: replace(config, recompute=name in again, states=states) for name, config in strategy.items()}
     plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
     return plan, price(model, strategy).memory_bytes
 
@@ -125,7 +131,7 @@ def main() -> None:
     table = Table("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured", box=None)
     worst = 0.0
     for name in args.networks:
-        rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else ["serial"])]
+        rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else SERIAL)]
         for ranks, kind in rows:
             for optimizer in args.optimizers:
                 predicted, real = compared(name, kind, optimizer, ranks, device, args.dtype)

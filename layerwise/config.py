@@ -65,6 +65,13 @@ class Config:
         return "/".join(["{" + ", ".join(f"{d}={v}" for d, v in self.degrees) + "}", *self.marks])
 
 
+def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:
+    """Configurations without the choices that save memory, each once, and which of these each one is."""
+    numbers: dict[Config, int] = {}
+    of = [numbers.setdefault(config.cells, len(numbers)) for config in configs]
+    return tuple(numbers), of
+
+
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """What is searched."""
@@ -176,7 +183,10 @@ def check(config: Config, dims: Sequence[Dim], devices: int, layer: str) -> None
         raise LayerwiseError(f"layer {layer!r}: {reason}")
 
 
-def check_choices(config: Config, layer: str) -> None:
-    """LayerwiseError where a configuration saves memory in a way that is not priced and run yet."""
-    if config.recompute:
-        raise LayerwiseError(f"layer {layer!r}: recompute is not priced and run yet: leave it out")
+def check_choices(config: Config, layer: str, *, differentiated: bool) -> None:
+    """LayerwiseError where a layer cannot save memory as its configuration says.
+
+    differentiated: whether a gradient flows back through what it computes (`LayerGraph.differentiates`).
+    """
+    if config.recompute and not differentiated:
+        raise LayerwiseError(f"layer {layer!r}: nothing of it is kept for a backward pass: leave recompute out")

@@ -90,7 +90,7 @@ class Plan:
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
             holding.check(graph[name], config, self.gpus)
-            check_choices(config, name)
+            check_choices(config, name, differentiated=graph.differentiates(graph[name]))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -81,8 +81,12 @@ def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective
 
 
 def gathers_of(layer: Layer, layout: Layout) -> Floats:
-    """(C,) how often a step gathers what is shared out: for the forward pass, and once more for the backward pass."""
-    return np.array([2.0 if states_of(layer, config) == "gathered" else 1.0 for config in layout.configs])
+    """(C,) how often a step gathers what is shared out: for the forward pass, and once more for the backward pass.
+
+    And once more for a forward pass that is done again.
+    """
+    gathered = (states_of(layer, config) == "gathered" for config in layout.configs)
+    return np.array([2.0 + c.recompute if again else 1.0 for again, c in zip(gathered, layout.configs, strict=True)])
 
 
 def kept_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
@@ -101,8 +105,11 @@ def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], 
     return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys))
 
 
-def statistics_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted."""
+def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool = False) -> list[Collective]:
+    """All-reduces inside the layer: one forward, one back where the gradient of what is normalised is wanted.
+
+    again: of the layer's forward pass done once more, after which nothing new is remembered.
+    """
     collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
         out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
@@ -116,8 +123,9 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collec
         size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
         total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
-        collectives += [_collective(size, total, here, keys, setting.devices)] * (1 + gradients.inputs)
-    return [*collectives, *_remembered(setting, layer, layout)]
+        times = 1 if again else 1 + gradients.inputs
+        collectives += [_collective(size, total, here, keys, setting.devices)] * times
+    return collectives if again else [*collectives, *_remembered(setting, layer, layout)]
 
 
 def _remembered(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:

@@ -8,7 +8,7 @@ from functools import reduce
 
 import numpy as np
 
-from layerwise.config import Config
+from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.layer_collectives import kept_share
 from layerwise.cost.setting import Configs, CostOptions, EdgeName, Progress, Setting, Strategy
@@ -17,6 +17,7 @@ from layerwise.cost.transfer import busiest_device
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
+from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
@@ -26,8 +27,8 @@ __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "Nod
 class NodeCost:
     """A layer by itself under C configurations, in seconds."""
 
-    compute: ComputeTime
-    seconds: Mapping[str, Floats]  # (C,) by term: t_C, t_S, and the collectives inside the layer
+    compute: ComputeTime  # without what a recomputed layer does once more
+    seconds: Mapping[str, Floats]  # (C,) by term, with it: t_C, t_S, and the collectives inside the layer
 
     @property
     def total(self) -> Floats:
@@ -74,8 +75,20 @@ class CostModel(Setting):
             if any(config.states != "replicated" for config in configs):
                 compute = compute.updating(kept_share(self, layer, layout))
             seconds = {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS}
-            self._nodes[key] = NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
+            seconds = {COMPUTE.name: compute.total, **seconds}
+            again = np.array([config.recompute for config in configs])
+            if again.any():
+                for name, once in self.again(layer, configs).items():
+                    seconds[name] = seconds[name] + np.where(again, once, 0.0)
+            self._nodes[key] = NodeCost(compute, seconds)
         return self._nodes[key]
+
+    def again(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
+        """(C,) seconds by term of a layer's forward pass done once more, whether or not these recompute it."""
+        layout = self.layout(layer, configs)
+        compute = self.node_cost(layer, tuple(config.cells for config in configs)).compute
+        collectives = {term.name: term.again_s(self, layer, layout) for term in LAYER_TERMS if term.again_s}
+        return {COMPUTE.name: compute.forward, **collectives}
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""
@@ -99,21 +112,30 @@ class CostModel(Setting):
     ) -> dict[str, Floats]:
         """(C_source, C_target) seconds of an edge by term, all directions together.
 
-        With `watched` devices only (see `port_seconds`): lower bounds.
+        To targets that are recomputed once more forward. With `watched` devices only (see `port_seconds`): lower
+        bounds.
         """
         times = self.directions(name)
         if times == 0:
             return {term.name: np.zeros((len(sources), len(targets))) for term in EDGE_TERMS}
-        edge = self.edge(name, sources, targets)
-        key = (times, edge, watched)
-        if key not in self._edges:
-            self._edges[key] = {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
-        costs = {term: seconds.copy() for term, seconds in self._edges[key].items()}
+        (sources_cells, rows), (targets_cells, columns) = distinct_cells(sources), distinct_cells(targets)
+        edge = self.edge(name, sources_cells, targets_cells)
+        costs = {term: seconds[rows][:, columns] for term, seconds in self._seconds(edge, times, watched).items()}
+        again = np.array([config.recompute for config in targets])
+        if again.any():
+            for term, seconds in self._seconds(edge, 1, watched).items():
+                costs[term] += np.where(again, seconds[rows][:, columns], 0.0)
         if name[0] in self.graph.unfed:  # uncut, it is computed everywhere
             uncut = [config.total == 1 for config in sources]
             for seconds in costs.values():
                 seconds[uncut] = 0.0
         return costs
+
+    def _seconds(self, edge: Edge, times: int, watched: tuple[int, ...] | None) -> dict[str, Floats]:
+        key = (times, edge, watched)
+        if key not in self._edges:
+            self._edges[key] = {term.name: term.seconds(self, edge, times, watched) for term in EDGE_TERMS}
+        return self._edges[key]
 
     def edge_cost(
         self,

@@ -12,7 +12,7 @@ from layerwise.config import Config, check, check_choices
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, Strategy
-from layerwise.cost.terms import EDGE_TERMS, LAYER_TERMS, TERMS, TRAFFIC
+from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, TERMS, TRAFFIC
 from layerwise.cost.transfer import traffic
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
@@ -88,17 +88,18 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
         for edge_term in EDGE_TERMS:
             seconds[edge_term.name] += float(costs[edge_term.name][0, 0])
             if edge_term.traffic and times:
-                sent[edge_term.traffic] += edge_term.sent_bytes(model, edge, times)
+                sent[edge_term.traffic] += edge_term.sent_bytes(model, edge, times + config.recompute)
         if times and traffic(edge, model.devices).received_bytes[0, 0] > 0:
             gathered_bytes += float(edge.largest_bytes[0])
     seconds |= {name: float(array[0]) for name, array in cost.seconds.items()}
     for term in LAYER_TERMS:
         if term.traffic:
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
+            sent[term.traffic] += term.again_bytes(model, layer, layout) if config.recompute else 0.0
     memory_bytes = gathered_bytes + _held_bytes(model, layer, layout)
-    return LayerPrice(
-        config, seconds, sent, memory_bytes, float(cost.compute.measured[0]), float(cost.compute.fitted[0])
-    )
+    known = cost.compute.measured[0], cost.compute.fitted[0]  # the forward pass once more rests on them alike
+    again = seconds[COMPUTE.name] / float(cost.compute.total[0]) if config.recompute else 1.0
+    return LayerPrice(config, seconds, sent, memory_bytes, *(float(part) * again for part in known))
 
 
 def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
@@ -111,7 +112,7 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
         raise LayerwiseError(f"the strategy has {what}; the model's layers are those of `layerwise search --json`")
     for name, layer in inner.items():
         check(strategy[name], layer.space.dims, model.devices.count, name)
-        check_choices(strategy[name], name)
+        check_choices(strategy[name], name, differentiated=model.graph.differentiates(layer))
     return {
         layer.name: strategy[layer.name] if layer.name in inner else model.end_config(layer)
         for layer in model.graph.layers

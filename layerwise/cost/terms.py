@@ -40,6 +40,8 @@ from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
 
+LayerBytes = Callable[[Setting, Layer, Layout], float]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
@@ -57,7 +59,10 @@ class LayerTerm(Term):
 
     seconds: Callable[[Setting, Layer, Layout], Floats]  # (C,) of C configurations
     phases: Mapping[str, float]  # of the oracle's table: the share that each phase has; their sum is 1
-    sent_bytes: Callable[[Setting, Layer, Layout], float] = lambda *_: 0.0  # by all devices, of the first configuration
+    sent_bytes: LayerBytes = lambda *_: 0.0  # by all devices, of the first configuration
+    # Of the forward pass done once more, as recomputed layers do; None where it has no part in it.
+    again_s: Callable[[Setting, Layer, Layout], Floats] | None = None
+    again_bytes: LayerBytes = lambda *_: 0.0
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
     overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
 
@@ -122,6 +127,32 @@ def reduction_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     return seconds
 
 
+def statistics_again_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """The all-reduces of the sums of a forward pass."""
+    seconds = np.zeros(len(layout.computed.degrees))
+    for c in statistics_of(setting, layer, layout, again=True):
+        seconds += _each(all_reduce_s, c, setting.devices)
+    return seconds
+
+
+def statistics_again_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
+    """Of these."""
+    return sum(map(_wire_bytes, statistics_of(setting, layer, layout, again=True)), 0.0)
+
+
+def reduction_again_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
+    """The reduce-scatter over k."""
+    seconds = np.zeros(len(layout.computed.degrees))
+    for c in reductions_of(setting, layer, layout):
+        seconds += _each(reduce_scatter_s, c, setting.devices)
+    return seconds
+
+
+def reduction_again_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
+    """Of this: half an all-reduce's."""
+    return sum((0.5 * _wire_bytes(c) for c in reductions_of(setting, layer, layout)), 0.0)
+
+
 def reduction_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
     """A reduce-scatter and, for the gradient, an all-gather: together one all-reduce's worth."""
     share = 1 if reduces_back(setting, layer) else 0.5
@@ -142,7 +173,6 @@ def _all_wire_bytes(collectives: Callable[[Setting, Layer, Layout], list[Collect
     return lambda setting, layer, layout: sum(map(_wire_bytes, collectives(setting, layer, layout)), 0.0)
 
 
-LayerBytes = Callable[[Setting, Layer, Layout], float]
 COMPUTE = Term(name="compute", equation=8, column="t_C")  # its seconds are `NodeCost.compute`, which has three parts
 TRANSFER = EdgeTerm(
     name="transfer", equation=24, column="t_X in", traffic="transfer", seconds=transfer_s, sent_bytes=transfer_bytes
@@ -174,6 +204,8 @@ STATISTICS = LayerTerm(
     traffic="statistics",
     seconds=statistics_s,
     sent_bytes=_all_wire_bytes(statistics_of),
+    again_s=statistics_again_s,
+    again_bytes=statistics_again_bytes,
     span="statistics",
     phases={"reduce_s": 1.0},
 )
@@ -184,6 +216,8 @@ REDUCTION = LayerTerm(
     traffic="transfer",
     seconds=reduction_s,
     sent_bytes=reduction_bytes,
+    again_s=reduction_again_s,
+    again_bytes=reduction_again_bytes,
     span="transfers",
     phases={"reduce_s": 0.5, "gather_s": 0.5},
 )

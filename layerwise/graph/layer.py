@@ -223,6 +223,10 @@ class LayerGraph:
             result[layer.name] = layer.out.differentiable and reached and layer.name in self.returned
         return result
 
+    def differentiates(self, layer: Layer) -> bool:
+        """Whether a layer computes something that a gradient flows back through."""
+        return layer.role is Role.COMPUTE and self.has_gradient[layer.name]
+
     def flows_back(self, layer: Layer) -> tuple[bool, ...]:
         """For each of a layer's inputs, whether this layer sends a gradient back to it."""
         goes_on = self.has_gradient[layer.name] or layer.role is Role.SINK

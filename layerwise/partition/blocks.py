@@ -8,6 +8,8 @@ tensors in elements, so that cost, search and run have the same blocks whatever 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
@@ -34,12 +36,23 @@ def recomputable(graph: LayerGraph) -> frozenset[str]:
     of, consumers = blocks(graph), graph.consumers()
     found = set[str]()
     for layer in reversed(graph.layers):
-        if layer.role is Role.COMPUTE and graph.has_gradient[layer.name]:
+        if graph.differentiates(layer):
             inside, sources = _read(graph, layer)
             made_again = any(user in found and of[user] == of[layer.name] for user in consumers[layer.name])
             if inside or sources or made_again:
                 found.add(layer.name)
     return frozenset(found)
+
+
+def made_again(graph: LayerGraph, recomputed: Collection[str]) -> dict[str, tuple[Layer, ...]]:
+    """Of each block with recomputed layers these, by the name of the block's last layer."""
+    if not recomputed:
+        return {}
+    members: dict[int, list[str]] = {}
+    for name, number in blocks(graph).items():
+        members.setdefault(number, []).append(name)
+    found = {names[-1]: tuple(graph[name] for name in names if name in recomputed) for names in members.values()}
+    return {last: layers for last, layers in found.items() if layers}
 
 
 def _starts(across: Floats, inside: Floats, last: Ints) -> list[int]:

@@ -97,7 +97,7 @@ def build_module(
     weights: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:
     """`load` of a network that has been imported."""
-    arguments = f"{options.dtype}, seed {options.seed}"
+    arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
     broadcast_values(network.built, comm)
     graph = network.graph.rebatch(plan.batch)
@@ -144,7 +144,11 @@ def _module(
 def serial(plan: Plan) -> Plan:
     """The same network on one device."""
     return replace(
-        plan, gpus=1, gpus_per_node=1, device_order=(0,), strategy={name: Config() for name in plan.strategy}
+        plan,
+        gpus=1,
+        gpus_per_node=1,
+        device_order=(0,),
+        strategy={name: Config(recompute=config.recompute) for name, config in plan.strategy.items()},
     )
 
 

@@ -131,7 +131,8 @@ class ParallelModule(nn.Module):
         planned = dict(self.plan.predicted)
         if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
-        return predicted_bytes(planned, planned_types(self.plan, self.graph), self.schedule, self._reducer)
+        types = planned_types(self.plan, self.graph)
+        return predicted_bytes(planned, self.plan.strategy, types, self.schedule, self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

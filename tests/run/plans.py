@@ -13,6 +13,7 @@ from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
+from layerwise.cost.terms import TRAFFIC
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, network_of
@@ -95,19 +96,27 @@ def random_plan(graph: LayerGraph, ranks: int, seed: int, io: str, choose: Calla
         draw = random.Random(f"states {seed}")  # none in some plans
         states = draw.choice([STATES[:1], STATES])
         strategy = {name: replace(config, states=draw.choice(states)) for name, config in strategy.items()}
-    devices = load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks)
-    predicted = price(CostModel(graph, devices, CostOptions(io=io)), strategy, memory_bytes=0.0)  # its bytes alone
-    plan = Plan(
-        "test", graph.digest, graph.batch, ranks, ranks, io, True, strategy, tuple(range(ranks)),
-        predicted={
-            "transfer_bytes": predicted.bytes["transfer"], "sync_bytes": predicted.bytes["sync"],
-            "gather_bytes": predicted.bytes["gather"],
-            "statistics_bytes": predicted.bytes["statistics"],
-        },
-    )  # fmt: skip
+    plan = priced(Plan("test", graph.digest, graph.batch, ranks, ranks, io, True, strategy), graph)
     orders = (rng.sample(range(ranks), ranks) for _ in range(6))
     shuffled = (replace(plan, device_order=tuple(order)) for order in orders)
     return next((one for one in shuffled if shared_out(graph, one)), plan)
+
+
+def priced(plan: Plan, graph: LayerGraph) -> Plan:
+    """With the bytes that it sends."""
+    devices = load_profile("cpu").device_graph(gpus=plan.gpus, gpus_per_node=plan.gpus)
+    found = price(CostModel(graph, devices, CostOptions(io=plan.io)), plan.strategy, memory_bytes=0.0)
+    return replace(plan, predicted={f"{kind}_bytes": found.bytes[kind] for kind in TRAFFIC})
+
+
+def recomputed(plan: Plan, graph: LayerGraph, seed: int, share: float = 0.6) -> Plan:
+    """The same with some of its layers recomputed, at random."""
+    rng = random.Random(seed)
+    strategy = {
+        name: replace(config, recompute=graph.differentiates(graph[name]) and rng.random() < share)
+        for name, config in plan.strategy.items()
+    }
+    return priced(replace(plan, strategy=strategy), graph)
 
 
 def shared_out(graph: LayerGraph, plan: Plan) -> bool:

@@ -22,6 +22,12 @@ CASES = [
     pytest.param("inception-like", "data", "sgd", 2, marks=pytest.mark.slow),
     ("inception-like", "model", "sgd", 2),
     ("unet3d, one sample", "searched", "sgd", 2),
+    ("resnet18", "serial, recompute", "sgd", 1),
+    ("unet3d", "serial, recompute", "sgd", 1),
+    pytest.param("inception-like", "serial, recompute", "sgd", 1, marks=pytest.mark.slow),
+    ("lenet5", "model, recompute", "momentum", 2),
+    pytest.param("inception-like", "model, recompute", "sgd", 2, marks=pytest.mark.slow),
+    pytest.param("unet3d, one sample", "model, recompute", "sgd", 2, marks=pytest.mark.slow),
 ]
 
 
@@ -36,8 +42,22 @@ def test_memory_is_as_predicted(name: str, plan: str, optimizer: str, ranks: int
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(("name", "least"), [("unet3d", 0.4), ("resnet18", 0.1)])
+def test_recompute_takes_less(name: str, least: float) -> None:
+    predicted, measured = of_case(name, "serial, recompute", "sgd", 1)
+    without, real = of_case(name, "serial", "sgd", 1)
+    assert predicted < (1 - least) * without
+    assert measured < (1 - least) * real
+
+
 @pytest.mark.parametrize(
-    ("name", "plan", "ranks"), [("unet3d", "serial", 1), ("resnet18", "serial", 1), ("inception-like", "model", 2)]
+    ("name", "plan", "ranks"),
+    [
+        ("unet3d", "serial", 1),
+        ("unet3d", "serial, recompute", 1),
+        ("resnet18", "serial", 1),
+        ("inception-like", "model", 2),
+    ],
 )
 def test_memory_in_mixed_precision(name: str, plan: str, ranks: int) -> None:
     predicted, measured = compared(name, plan, "sgd", ranks, CPU, "bf16")

@@ -139,11 +139,15 @@ class Parameters:
             bucket = self._in[id(share)]
             self.tracker.drop(bucket.coming)
             bucket.coming = NOBODY
+        self.enter_again(layer)
+        if following is not None:
+            self._gather(following)
+
+    def enter_again(self, layer: Layer) -> None:
+        """A layer is about to compute, perhaps once more for the backward pass: its own are gathered."""
         if any(share.gathered for share in self.of.get(layer.name, ())):
             self._gather(layer.name)
             self.tracker.drop(self._coming.pop(layer.name))
-            if following is not None:
-                self._gather(following)
 
     def _gather(self, name: str) -> None:
         if name not in self._whole:

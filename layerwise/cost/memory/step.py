@@ -8,6 +8,7 @@ counted, nor what an allocator loses.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,17 +16,17 @@ import numpy as np
 
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
 from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of
+from layerwise.cost.memory.outputs import leave
 from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.ops.loss import Loss
 from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
+from layerwise.partition.blocks import made_again
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
-
-TARGET_BYTES = 8  # a class is an int64
+from layerwise.tensor import ITEM_BYTES
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
@@ -40,6 +41,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
             if last[source] == i:
                 step.tracker.drop(step.values.pop(source))
     for layer in reversed(layers):
+        step.make_again(layer)
         step.backward(layer)
     step.parameters.finish()
     return step.tracker.peak
@@ -57,6 +59,7 @@ class _Step:
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
     gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
     flights: dict[EdgeEnd, Flight] = field(default_factory=dict)  # what runs ahead to each of its inputs, or back
+    kept: dict[str, dict[str, Ref]] = field(default_factory=dict)  # by block, what it is made again of
     late: list[Ref] = field(default_factory=list)  # what the gradient of weights is made of, while it is yet to be made
 
     def __post_init__(self) -> None:
@@ -64,7 +67,9 @@ class _Step:
         self.tracker, self.flows = AllocationTracker(devices), self.model.has_gradient
         self.begun = begun_before(self.model.graph, options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
-        self.uneven = options.io == "sample" and bool(self.model.graph.batch % min(devices, self.model.graph.batch))
+        recomputed = {name for name, config in self.strategy.items() if config.recompute}
+        self.blocks = made_again(self.model.graph, recomputed)
+        self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
         self.parameters = Parameters(self.model, self.tracker)
         for layer in self.model.graph.layers:
             target = self.places[layer.name] = place(
@@ -109,7 +114,12 @@ class _Step:
             for user, slot in self.begun.get(layer.name, ()):
                 self._send_ahead(self.model.graph[user], slot)
             if layer.role is Role.SINK:
-                self._loss(layer, received)
+                sizes = [self._edge(layer, slot).need * spec.item_bytes for slot, spec in enumerate(layer.specs)]
+                for slot, gradient in leave(tracker, self.model, layer, sizes, received):
+                    self._return(layer, slot, gradient)
+            elif layer.name in self.block_of:
+                self._keep(layer)
+                self._compute(layer, received, saves=False)
             else:
                 self._compute(layer, received)
             self.parameters.leave(layer)
@@ -128,12 +138,12 @@ class _Step:
             arrived = self.tracker.new(edge.received * item_bytes)
             self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes))
 
-    def _received(self, layer: Layer, slot: int) -> Ref:
+    def _received(self, layer: Layer, slot: int, *, again: bool = False) -> Ref:
         source = layer.inputs[slot]
         edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
         if edge.local:
             return self.tracker.hold(self.values[source], edge.need > 0)
-        if self._runs_ahead(layer, slot):
+        if self._runs_ahead(layer, slot) and not again:
             flight = self.flights.pop((layer.name, slot))
             arrived = flight.arrived
             self.tracker.drop(flight.copies)
@@ -144,22 +154,23 @@ class _Step:
         self.tracker.drop(arrived)
         return leaf
 
-    def _compute(self, layer: Layer, given: list[Ref]) -> None:
+    def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
+        """saves: whether what its backward pass reads is kept."""
         tracker = self.tracker
         saved: list[Ref] = []
         out = NOBODY
         for number, stage in enumerate(self.stages[layer.name]):
-            before, mine, weights = out, NOBODY, NOBODY
+            before, mine, weights, keeps = out, NOBODY, NOBODY, saves and stage.tracked
             copies = dict[int, Ref]()
             if stage.view:
                 out = tracker.hold(before if number else given[0])
             else:
-                mine = tracker.new(stage.extra) if stage.tracked else NOBODY
+                mine = tracker.new(stage.extra) if keeps else NOBODY
                 copies = {slot: tracker.new(size) for slot, size in stage.copies.items()}
                 weights = tracker.new(stage.weights)
                 out = tracker.new(stage.made)
-            tracker.spike(stage.forward if stage.tracked else stage.forward + stage.extra)
-            if stage.tracked:
+            tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
+            if keeps:
                 where = np.broadcast_to(stage.kept.inputs, tracker.now.shape)
                 read = {BEFORE: before} | {slot: given[slot] for slot in self._slots(layer, number)} | copies
                 for ref in read.values():
@@ -169,7 +180,7 @@ class _Step:
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
         self.values[layer.name] = out
-        if self.flows[layer.name]:
+        if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
         else:
             self._drop(saved)
@@ -180,43 +191,35 @@ class _Step:
         slots = self.stages[layer.name][number].slots
         return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))
 
-    def _loss(self, sink: Layer, received: list[Ref]) -> None:
-        """Outputs leave as copies. Of those that are no losses the cross entropy is taken, as `layerwise train` does.
-
-        It has targets and keeps logarithms, whose gradient comes before that of the output.
-        """
-        tracker, free = self.tracker, self.model.options.io == "free"
-        sizes = [self._edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
-        copies = [tracker.new(size) for size in sizes]
-        self._drop(received)
-        scored: list[Floats] = []
-        for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
-            ends = not spec.differentiable or len(spec.shape) < 2 or isinstance(self.model.graph[name].main, Loss)
-            scored.append(0 * size if ends else size)
-            if not ends:
-                elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
-                tracker.new(elements / spec.shape[1] * TARGET_BYTES)
-        # Of 16 bits it is taken in float32.
-        wide = [spec.item_bytes == 2 for spec in sink.specs]
-        scored = [score * (1 + twice) for score, twice in zip(scored, wide, strict=True)]
-        widened = [tracker.new(score * twice) for score, twice in zip(scored, wide, strict=True)]
-        logs = [tracker.new(size) for size in scored]
-        self._drop([*copies, *widened])
-        rows = zip(sink.inputs, sizes, scored, logs, wide, strict=True)
-        for slot, (name, size, score, log, twice) in enumerate(rows):
-            first, gradient = tracker.new(score), tracker.new(np.where(twice, score, size) * self.flows[name])
-            self._drop([first, log])
-            if twice:
-                narrow = tracker.new(size * self.flows[name])
-                tracker.drop(gradient)
-                gradient = narrow
-            if self.uneven:  # scaled to the mean over all samples
-                scaled = tracker.new(size * self.flows[name])
-                tracker.drop(gradient)
-                gradient = scaled
-            self._return(sink, slot, gradient)
+    def _keep(self, layer: Layer) -> None:
+        """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
+        block = self.block_of[layer.name]
+        kept, place = self.kept.setdefault(block, {}), self.places[layer.name]
+        for source in layer.inputs:
+            if self.block_of.get(source) != block and source not in kept:
+                kept[source] = self.tracker.hold(self.values[source])
+        for name, p, dtype in layer.remembered:
+            size = place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype]
+            kept[name] = self.tracker.new(np.where(place.computed.active, size, 0.0))
 
     # ---- backward ----
+
+    def make_again(self, last: Layer) -> None:
+        """The recomputed layers of a block, before its last layer is differentiated."""
+        layers, kept = self.blocks.get(last.name, ()), self.kept.pop(last.name, {})
+        uses = Counter(source for layer in layers for source in layer.inputs if source not in kept)
+        self.values |= kept
+        for layer in layers:
+            received = [self._received(layer, slot, again=True) for slot in range(len(layer.inputs))]
+            self.parameters.enter_again(layer)
+            self._compute(layer, received)
+            self.parameters.leave(layer)
+            uses.subtract(source for source in layer.inputs if source not in kept)
+            for name in {layer.name, *layer.inputs} - kept.keys():
+                if not uses[name]:
+                    self.tracker.drop(self.values.pop(name))
+        for name in kept:
+            self.tracker.drop(self.values.pop(name))
 
     def backward(self, layer: Layer) -> None:
         """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""

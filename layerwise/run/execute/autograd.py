@@ -40,12 +40,18 @@ class Link:
         return self.there.finish(flight)
 
 
-def ordered(token: Tensor, *tensors: Tensor, at_backward: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+def ordered(
+    token: Tensor,
+    *tensors: Tensor,
+    at_backward: Callable[..., None] | None = None,
+    kept: Sequence[Tensor | None] = (),
+) -> tuple[Tensor, ...]:
     """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
 
-    at_backward: called when the backward pass comes by.
+    at_backward: called when the backward pass comes by, with what is `kept` until then, as what autograd saves is: a
+    backward pass frees it, and PyTorch refuses one after it was written to.
     """
-    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, token, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, kept, token, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -94,20 +100,23 @@ def ends(
 
 class _Ordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, at_backward: Callable[[], None] | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, at_backward: Callable[..., None] | None, kept: Sequence[Tensor | None], *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept)
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.at_backward is not None:
-            ctx.at_backward()
+            ctx.at_backward(*ctx.saved_tensors)
         if token is None:
             token = torch.zeros(())
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
-            return None, *_Ordered.apply(None, token, *gradients)  # type: ignore[no-untyped-call]
-        return None, token, *gradients
+            return None, None, *_Ordered.apply(None, (), token, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, token, *gradients
 
 
 class _Moved(torch.autograd.Function):

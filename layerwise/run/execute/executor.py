@@ -21,7 +21,7 @@ from layerwise.run.execute.autograd import Link, awaited, held_only, moved, orde
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
 from layerwise.run.execute.gathered import Gathered
 from layerwise.run.execute.passes import Pass
-from layerwise.run.execute.recompute import recomputed
+from layerwise.run.execute.recompute import Block
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.execute.weights import LateWeights, weights_late
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
@@ -47,9 +47,10 @@ class Executor:
 
     def compile(self, settings: Settings) -> None:
         """What lies between communications, from now on."""
-        if self.options.recompute:
+        if self.schedule.blocks:
             raise LayerwiseError(
-                "compile=True and checkpoint_activations=True both say what the backward pass keeps: leave one out"
+                "compile=True and recomputed layers both say what the backward pass keeps: leave compile, or "
+                "checkpoint_activations=True and the plan's recompute, out"
             )
         self._compiled = CompiledSegments(self.schedule, settings)
 
@@ -68,6 +69,7 @@ class Executor:
         types = dict[str, torch.dtype]()  # of what each layer makes
         outputs: list[Tensor | None] = []
         ahead = dict[int, tuple[Link, Tensor | None]]()  # with their tickets, by the edge's id
+        blocks = self._blocks(run)
         segments = {} if self._compiled is None else self._compiled.by_layer(training=run.training)
         for i, scheduled in enumerate(self.schedule.layers):
             name, role = scheduled.layer.name, scheduled.layer.role
@@ -82,7 +84,7 @@ class Executor:
                 if run.training or user.returned:
                     ahead[id(edge)] = self._sent_ahead(run, edge, values, types)
             if not needed:
-                self._drop(values, i)
+                self._done(run, values, types, i, blocks)
                 continue
             if role is Role.SINK:
                 outputs = received
@@ -94,7 +96,7 @@ class Executor:
                 if role is not Role.COMPUTE:
                     values[name] = self._source(run, scheduled, fed)
                 else:
-                    values[name] = None if scheduled.work is None else self._layer(run, scheduled, received)
+                    values[name] = self._layer(run, scheduled, received, values)
                 types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
             elif segment.first is scheduled:
                 made = self._segment(run, segment, received, values, fed)
@@ -106,8 +108,21 @@ class Executor:
             if scheduled.mirrors and run.training:
                 self._remember(run, scheduled)
             received = []
-            self._drop(values, i)
+            self._done(run, values, types, i, blocks)
         return outputs
+
+    def _blocks(self, run: Pass) -> dict[int, Block]:
+        """Those with recomputed layers, by the number of their last layer."""
+        if not run.differentiate:
+            return {}
+        blocks = {end: Block(layers, self.comm, self.spans, self._like) for end, layers in self.schedule.blocks.items()}
+        run.blocks = {
+            one.layer.name: blocks[end]
+            for end, layers in self.schedule.blocks.items()
+            for one in layers
+            if one.recompute
+        }
+        return blocks
 
     def _source(self, run: Pass, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
         """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""
@@ -147,10 +162,14 @@ class Executor:
             made |= dict(zip(names, marked, strict=True))
         return made
 
-    def _drop(self, values: Made, number: int) -> None:
-        """Lets go of what no later layer uses."""
+    def _done(
+        self, run: Pass, values: Made, types: Mapping[str, torch.dtype], number: int, blocks: dict[int, Block]
+    ) -> None:
+        """Lets go of what no layer after this one uses, and ends its block, where it is the last of one."""
         for name in self._dropped[number]:
             values.pop(name, None)
+        if number in blocks:
+            blocks.pop(number).end(run, values, types)
 
     def _received(
         self,
@@ -249,9 +268,15 @@ class Executor:
                 ):
                     buffer.copy_(part.view_as(buffer))
 
-    def _layer(self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None]) -> Tensor:
-        """The rank's box of a layer's output."""
-        assert scheduled.work is not None
+    def _layer(
+        self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None], values: Made
+    ) -> Tensor | None:
+        """The rank's box of a layer's output; None where it has no part of it."""
+        block = run.blocks.pop(scheduled.layer.name, None)
+        if block is not None:
+            block.keep(scheduled, values)
+        if scheduled.work is None:
+            return None
         layer, count = scheduled.layer, len(scheduled.layer.specs)
         tied = iter(received[count:])
         given = [next(tied) if name is None else run.parameters[name] for name in scheduled.parameters]
@@ -268,9 +293,9 @@ class Executor:
             self._end_span_behind(run, inputs, given, begun)
         elif communicates:
             run.wait_for_one(inputs, given)
-        compute = partial(self._compute, run, scheduled, inputs, convolve=convolve)
+        compute = partial(self._compute, run, scheduled, convolve=convolve)
         with self.spans.span(layer.name, "compute"):
-            out = recomputed(compute, given) if self.options.recompute else compute(given)
+            out = compute(inputs, given) if block is None else block.compute(run, scheduled, compute, inputs, given)
         if self.spans.trace is not None:
             run.token, out = ordered(run.token, out, at_backward=partial(self._begin_span, layer.name, run, begun))
         elif communicates:

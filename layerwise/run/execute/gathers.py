@@ -92,8 +92,11 @@ class LayerGathers:
             gather.finish()
         self._begun = False
 
-    def finish_again(self) -> None:
-        """The layer's backward pass may begin. LayerwiseError where parameters are others than in the forward pass."""
+    def finish_again(self, *, differentiated: bool = True) -> None:
+        """The layer's backward pass may begin, or its forward pass once more, which is not `differentiated`.
+
+        LayerwiseError where parameters are others than in the forward pass.
+        """
         for gather in self._gathers:
             changed = gather.changed()
             if changed is not None:
@@ -101,7 +104,8 @@ class LayerGathers:
                     f"parameter {changed!r} was written to between its forward pass and its backward pass, which needs "
                     "the values of before: step the optimizer after the backward pass"
                 )
-        self._kept = torch.is_grad_enabled()  # it is differentiated once more
+        if differentiated:
+            self._kept = torch.is_grad_enabled()  # it is differentiated once more
         self.finish()
 
     def give_up(self) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.execute.weights import LateWeights
+
+if TYPE_CHECKING:
+    from layerwise.run.execute.recompute import Block
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class Pass:
     # Layers whose parameters are whole while they compute only, by name, in their order.
     gathers: Mapping[str, LayerGathers] = field(default_factory=dict)
     late: dict[str, tuple[LateWeights, Tensor]] = field(default_factory=dict)  # with their weights, by the layer's name
+    blocks: dict[str, Block] = field(default_factory=dict)  # by the names of their recomputed layers, until these come
 
     @property
     def differentiate(self) -> bool:

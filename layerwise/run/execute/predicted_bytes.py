@@ -1,8 +1,9 @@
 """What a plan predicts to be sent, at the element types of a run.
 
 A plan counts the bytes of a step by the types that the network's tensors have. A run may compute in others (`--dtype`),
-and may compute layers twice (activation checkpointing). What that changes follows from the schedule: the elements of
-every message, and its two item sizes. The plan's own number is kept, what may be wrong in it as well.
+and may compute layers twice that the plan computes once (activation checkpointing). What that changes follows from the
+schedule: the elements of every message, and its two item sizes. The plan's own number is kept, what may be wrong
+in it as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import prod
 import torch
 
 from layerwise.comm.base import Kind, all_reduce_share
+from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
@@ -34,17 +36,22 @@ Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's typ
 
 
 def predicted_bytes(
-    planned: Mapping[str, float], graph: LayerGraph, schedule: Schedule, reducer: GradientReducer
+    planned: Mapping[str, float],
+    strategy: Mapping[str, Config],
+    graph: LayerGraph,
+    schedule: Schedule,
+    reducer: GradientReducer,
 ) -> dict[Kind, float | None]:
     """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
 
-    planned: the plan's predictions; graph: the network with the element types that these are of.
+    planned: the plan's predictions, of its strategy; graph: the network with the element types that these are of.
     """
     more: Counter[Kind] = Counter()
     for scheduled in schedule.layers:
-        for kind, by_plan, real in _messages(scheduled, graph, schedule):
+        again = scheduled.layer.name in strategy and strategy[scheduled.layer.name].recompute
+        for kind, by_plan, real in _messages(scheduled, graph, schedule, again):
             more[kind] += real - by_plan
-    for kind, by_plan, real in _of_parameters(graph, reducer, schedule.comm.rank):
+    for kind, by_plan, real in _of_parameters(graph, strategy, schedule, reducer):
         more[kind] += real - by_plan
     ranks = schedule.comm.all_gather_object(more)
     return {
@@ -53,30 +60,32 @@ def predicted_bytes(
     }
 
 
-def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule) -> Iterator[Message]:
-    """Of one layer, forward and back."""
+def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule, recompute: bool) -> Iterator[Message]:
+    """Of one layer, forward and back. recompute: whether the plan has it twice forward."""
+    times = 1 + recompute, 1 + scheduled.recompute  # how often forward, by the plan and really
     graph, layer, work = schedule.graph, scheduled.layer, scheduled.work
     if not (layer.role is Role.SINK and schedule.free):  # which the plan does not predict
         for edge in scheduled.edges:
             forward = sum(box.volume for _, box in edge.redistribution.transfer.sends)
             back = sum(box.volume for _, box in edge.redistribution.transfer.receives) if edge.backward else 0
             by_plan, real = planned[edge.source].out.item_bytes, _sent(schedule, graph[edge.source])
-            yield "transfers", (forward + back) * by_plan, (forward + back) * real
+            yield "transfers", (forward * times[0] + back) * by_plan, (forward * times[1] + back) * real
     yield from _remembered(scheduled, planned[layer.name], schedule)
     if work is None:
         return
-    again = 1 + (schedule.options.recompute and scheduled.backward)  # how often the layer is computed
     if work.reduction is not None:
         owned, rank = dict(work.reduction.owned), schedule.comm.rank
         forward = sum(box.volume for r, box in owned.items() if r != rank)
         back = owned[rank].volume * (len(owned) - 1) * graph.gradients(layer)[0].result
         by_plan = planned[layer.name].stages[0].space.out.item_bytes
         real = schedule.options.element_type(layer.stages[0].space.out.dtype, graph).itemsize
-        yield "transfers", (forward + back) * by_plan, (forward * again + back) * real
-    yield from _statistics(work, layer, planned[layer.name], schedule, again)
+        yield "transfers", (forward * times[0] + back) * by_plan, (forward * times[1] + back) * real
+    yield from _statistics(work, layer, planned[layer.name], schedule, times)
 
 
-def _statistics(work: Work, layer: Layer, planned: Layer, schedule: Schedule, again: int) -> Iterator[Message]:
+def _statistics(
+    work: Work, layer: Layer, planned: Layer, schedule: Schedule, times: tuple[int, int]
+) -> Iterator[Message]:
     rows = zip(layer.stages, planned.stages, work.stages, work.statistics, schedule.graph.gradients(layer), strict=True)
     for stage, same, cell, group, (back, _) in rows:
         out, box = stage.space.out, cell.training.out
@@ -87,7 +96,7 @@ def _statistics(work: Work, layer: Layer, planned: Layer, schedule: Schedule, ag
             by_plan = all_reduce_share(elements * max(same.space.out.item_bytes, SUMS_BYTES), *member)
             item_bytes = schedule.options.element_type(out.dtype, schedule.graph).itemsize
             real = all_reduce_share(elements * max(item_bytes, SUMS_BYTES), *member)
-            yield "statistics", by_plan * (1 + back), real * (again + back)
+            yield "statistics", by_plan * (times[0] + back), real * (times[1] + back)
 
 
 def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -> Iterator[Message]:
@@ -102,19 +111,25 @@ def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -
         yield "statistics", all_reduce_share(by_plan, *member), all_reduce_share(real, *member)
 
 
-def _of_parameters(graph: LayerGraph, reducer: GradientReducer, rank: int) -> Iterator[Message]:
+def _of_parameters(
+    graph: LayerGraph, strategy: Mapping[str, Config], schedule: Schedule, reducer: GradientReducer
+) -> Iterator[Message]:
     """Sums of gradients, and gathers of what is shared out."""
     planned: dict[str, int] = {}
-    for layer in graph.layers:
-        planned |= {name: item_bytes for name, _, item_bytes in layer.held()}
+    again: dict[str, tuple[int, int]] = {}  # whether a layer gathers it once more for itself, by the plan and really
+    for scheduled in schedule.layers:
+        held, config = graph[scheduled.layer.name].held(), strategy.get(scheduled.layer.name, Config())
+        planned |= {name: item_bytes for name, _, item_bytes in held}
+        again |= {name: (config.recompute, scheduled.recompute) for name, *_ in held}
+    rank = schedule.comm.rank
     for name, bucket in reducer.of.items():
         p, member = local_part(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
         if bucket.rows is not None:
             elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield "sync", by_plan, real
-            for _ in range(1 + bucket.gathered):  # for the forward pass; and for the backward pass
-                yield "gathers", by_plan, real
+            times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]
+            yield "gathers", by_plan * times[0], real * times[1]
             continue
         real = all_reduce_share(p.numel() * p.element_size(), *member)
         yield "sync", all_reduce_share(p.numel() * planned[name], *member), real

@@ -1,28 +1,227 @@
-"""Layers whose values are computed once more in the backward pass, instead of kept."""
+"""Recompute: what the backward pass of some layers reads is not kept, but made again, block by block.
+
+A kernel of a recomputed layer saves places instead of tensors. What is kept is what the layers of the block are made
+of: the boxes that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its
+recomputed layers are made again, in the plan's order, and what their kernels save is put into those places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor
-from torch.utils import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.passes import Pass
+from layerwise.run.execute.spans import Move, Spans
+from layerwise.run.schedule.layers import ScheduledEdge, ScheduledLayer
+
+AGAIN = " (again)"  # how the names of spans end
+Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
-def recomputed(compute: Callable[[Sequence[Tensor | None]], Tensor], given: Sequence[Tensor | None]) -> Tensor:
-    """What a layer computes with its parameters and buffers `given`, here and once more in the backward pass."""
-    times = 0
+class Place:
+    """Of a tensor that a kernel's backward pass reads, once."""
 
-    def run() -> Tensor:
-        nonlocal times
-        times += 1
-        held = given
-        if times > 1:  # running statistics have moved already
-            held = [p if p is None or p.requires_grad else p.clone() for p in given]
-        return compute(held)
+    __slots__ = ("__weakref__", "layer", "tensor")
 
-    # All of it again: ranks communicate in it, and count what they send.
-    with checkpoint.set_checkpoint_early_stop(False):
-        out: Tensor = checkpoint.checkpoint(
-            run, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.tensor: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """It is there from when its block is made again."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is None:
+            raise LayerwiseError(
+                f"layer {self.layer!r} is recomputed, and what its backward pass reads was not made again: "
+                "differentiate the module's outputs"
+            )
+        return tensor
+
+
+class Block:
+    """The recomputed layers of a block, in one forward pass and the backward passes of it."""
+
+    def __init__(
+        self, block: Sequence[ScheduledLayer], comm: Comm, spans: Spans, like: Callable[[torch.dtype], Tensor]
+    ) -> None:
+        self._comm, self._spans, self._like = comm, spans, like
+        self._made = [scheduled.layer.name for scheduled in block]
+        layers = self._layers = [scheduled for scheduled in block if scheduled.recompute]
+        self._names = {scheduled.layer.name for scheduled in layers}
+        self._kernels: dict[str, _Kernel] = {}
+        self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
+
+    def keep(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
+        """What one of the layers is made of."""
+        for edge in scheduled.edges:
+            if edge.source not in self._names:
+                x = values[edge.source]
+                self._boxes[edge.source] = None if x is None else x.detach()
+
+    def compute(
+        self, run: Pass, scheduled: ScheduledLayer, compute: Compute, inputs: list[Tensor | None], given: list[Any]
+    ) -> Tensor:
+        """A layer's output on this rank, of its inputs and parameters."""
+        kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, given)
+        return kernel.first(inputs, given)
+
+    def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
+        """The forward pass is through with the block. Back, it is made again before any of it is differentiated."""
+        leaving = {name: x for name in self._made if (x := values.get(name)) is not None and x.requires_grad}
+        kernels = [kernel for s in self._layers if (kernel := self._kernels.get(s.layer.name)) is not None]
+        counts = [len(kernel.given) for kernel in kernels]
+        sources, kept = list(self._boxes), [*self._boxes.values(), *(p for kernel in kernels for p in kernel.given)]
+        self._boxes = {}
+        for kernel in kernels:
+            kernel.given = []
+
+        def make(*kept: Tensor | None) -> None:
+            rest = iter(kept)
+            boxes = {source: next(rest) for source in sources}
+            given = {
+                kernel.name: [next(rest) for _ in range(count)] for kernel, count in zip(kernels, counts, strict=True)
+            }
+            with torch.no_grad():
+                self._make(run, boxes, given, types)
+
+        run.token, *marked = ordered(run.token, *leaving.values(), at_backward=make, kept=kept)
+        values |= dict(zip(leaving, marked, strict=True))
+
+    def _make(
+        self,
+        run: Pass,
+        values: dict[str, Tensor | None],
+        given: Mapping[str, Sequence[Tensor | None]],
+        types: Mapping[str, torch.dtype],
+    ) -> None:
+        """All layers once more, what they are given as ever."""
+        uses = Counter(edge.source for scheduled in self._layers for edge in scheduled.edges)
+        for scheduled in self._layers:
+            name = scheduled.layer.name
+            self._comm.at(run.number, name + AGAIN)
+            inputs = [self._received(edge, values[edge.source], types[edge.source]) for edge in scheduled.edges]
+            kernel, gathered, out = self._kernels.get(name), run.gathers.get(name), None
+            if gathered is not None:
+                gathered.finish_again(differentiated=False)
+            if kernel is not None:
+                with self._spans.span(name + AGAIN, "compute"):
+                    out = kernel.again(run, inputs, given[name])
+            if gathered is not None:
+                gathered.drop(out)
+            values[name] = out
+            del inputs, out
+            for done in (name, *(edge.source for edge in scheduled.edges)):
+                uses[done] -= done != name
+                if not uses[done]:
+                    values.pop(done, None)
+
+    def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        way, like = edge.redistribution, self._like(dtype)
+        if edge.stays:
+            return x
+        if not edge.travels:
+            return way.kept(x, like)
+        return Move(edge.what + AGAIN, partial(way.begin, like=like), self._spans)(x)
+
+
+class _Kernel:
+    """What this rank computes of a layer in one forward pass, and in its backward passes once more.
+
+    given: its parameters and buffers; those that training writes to as they were before. None: a tied one, which is an
+    edge, or one that is whole only while the layer computes.
+    """
+
+    def __init__(
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        compute: Compute,
+        inputs: Sequence[Tensor | None],
+        given: Sequence[Any],
+    ) -> None:
+        self.name, self._compute, self._inputs = scheduled.layer.name, compute, len(scheduled.layer.specs)
+        self._wanted = [x is not None and x.requires_grad for x in (*inputs, *given)]
+        self._places: list[ref[Place]] = []
+        moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
+        gathered = run.gathers[self.name].names if self.name in run.gathers else ()
+        self._names = scheduled.parameters
+        self.given: list[Tensor | None] = [
+            None if name is None or name in gathered else p.detach().clone() if name in moving else p.detach()
+            for name, p in zip(self._names, given, strict=True)
+        ]
+
+    def first(self, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
+        """In the forward pass."""
+        held = self._held(given)
+
+        def pack(x: Tensor) -> Tensor | Place:
+            if _storage(x) in held:
+                return x.detach()
+            place = Place(self.name)
+            self._places.append(ref(place))
+            return place
+
+        def unpack(packed: Tensor | Place) -> Tensor:
+            return packed.take() if isinstance(packed, Place) else packed
+
+        with saved_tensors_hooks(pack, unpack):
+            return self._compute(inputs, given)
+
+    def again(self, run: Pass, received: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> Tensor:
+        """In a backward pass. received: its inputs and tied parameters."""
+        tied = iter(received[self._inputs :])
+        given = [
+            next(tied) if name is None else run.parameters[name] if p is None else p
+            for p, name in zip(kept, self._names, strict=True)
+        ]
+        fresh = [
+            x.detach().requires_grad_() if x is not None and wanted else x
+            for x, wanted in zip((*received[: self._inputs], *given), self._wanted, strict=True)
+        ]
+        inputs, given = fresh[: self._inputs], fresh[self._inputs :]
+        held, places = self._held(given), iter(self._places)
+
+        def pack(x: Tensor) -> None:
+            if _storage(x) not in held:
+                self._fill(places, x)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            out = self._compute(inputs, given).detach()
+        if next(places, None) is not None:
+            raise self._otherwise()
+        return out
+
+    def _fill(self, places: Iterator[ref[Place]], x: Tensor) -> None:
+        found = next(places, None)
+        if found is None:
+            raise self._otherwise()
+        place = found()
+        if place is not None:  # else nobody is to read it
+            place.tensor = x.detach()
+
+    def _otherwise(self) -> LayerwiseError:
+        return LayerwiseError(
+            f"layer {self.name!r} is recomputed, and does not compute the same the second time: leave recompute out"
         )
-    return out
+
+    def _held(self, given: Sequence[Tensor | None]) -> set[int]:
+        """Memory that lives anyway: that of parameters and buffers."""
+        return {_storage(p) for p, name in zip(given, self._names, strict=True) if name is not None and p is not None}
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("what is made again is not differentiated")

@@ -63,7 +63,8 @@ def replacements(
     to be called once.
     """
     module = network.module
-    if module is None or options.recompute or not _has_values(network, module):
+    recompute = options.recompute or any(config.recompute for config in plan.strategy.values())
+    if module is None or recompute or not _has_values(network, module):
         return None
     if size > 1 and any(config.states != "replicated" for config in plan.strategy.values()):
         return None

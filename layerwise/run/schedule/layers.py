@@ -11,6 +11,7 @@ from layerwise.comm.base import Comm, Group, Kind
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import mirrors, statistics
 from layerwise.partition.place import input_maps, of_all_classes
@@ -58,6 +59,7 @@ class ScheduledLayer:
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
+    recompute: bool  # whether what its backward pass reads is made again
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
     @property
@@ -70,6 +72,7 @@ class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
 
     begun_before: the edges that run ahead, with their users, by the number of the layer before which they begin.
+    blocks: the layers of the blocks in which some are recomputed, by the number of the last one.
     groups: of ranks whose transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that
     the ranks get of each output.
     """
@@ -83,6 +86,7 @@ class Schedule:
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
+        self._recomputed = self._to_recompute(plan)
         self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
@@ -92,6 +96,7 @@ class Schedule:
             for number, layer in enumerate(self.graph.layers)
             if (begun := [end for end in self._begun.get(layer.name, ()) if users[end[0]].edges[end[1]].ahead])
         }
+        self.blocks = self._blocks() if self._recomputed else {}
         self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
     def dropped_after(self, number: int) -> Iterator[str]:
@@ -100,6 +105,19 @@ class Schedule:
         for name in dict.fromkeys((scheduled.layer.name, *(edge.source for edge in scheduled.edges))):
             if self.last_use.get(name, number) == number:
                 yield name
+
+    def _to_recompute(self, plan: Plan) -> frozenset[str]:
+        """As the plan says, or all that gain by it, where activations are checkpointed."""
+        names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
+        return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
+
+    def _blocks(self) -> dict[int, tuple[ScheduledLayer, ...]]:
+        of, members = blocks(self.graph), dict[int, list[int]]()
+        for number, scheduled in enumerate(self.layers):
+            if scheduled.layer.name in of:
+                members.setdefault(of[scheduled.layer.name], []).append(number)
+        made = {numbers[-1]: tuple(self.layers[number] for number in numbers) for numbers in members.values()}
+        return {end: layers for end, layers in made.items() if any(one.recompute for one in layers)}
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
@@ -123,6 +141,7 @@ class Schedule:
             self.type_of(layer),
             self.graph.has_gradient[layer.name],
             self.options.autocast_within(layer.autocast),
+            layer.name in self._recomputed,
             layer.name in self.graph.returned,
         )
 
