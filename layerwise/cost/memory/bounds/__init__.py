@@ -1,0 +1,5 @@
+"""Lower bounds of the memory of a step as sums over layers and edges, so that a search can bound it."""
+
+from layerwise.cost.memory.bounds.tables import MemoryBounds, MemoryTables
+
+__all__ = ["MemoryBounds", "MemoryTables"]

@@ -1,0 +1,144 @@
+"""Claims: who holds a storage from when to when, such that what is counted of it never exceeds it.
+
+A storage may be held by several: by the layer that made it, by consumers that read it as it lies, by views. Who does
+depends on the configurations of several layers. A sum over layers and edges must count it once at most, so at every
+instant its bytes are divided among those who may hold it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from layerwise.cost.memory.bounds.travels import Part
+from layerwise.cost.setting import EdgeName
+from layerwise.geometry.arrays import Floats
+
+Owner = str | EdgeName  # whose configurations bytes follow from: a layer's, or those of both ends of an edge
+# sure: whatever the configurations; own: where `source` is not 0, and nobody else counts it there; shared: perhaps.
+Kind = Literal["sure", "own", "shared"]
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Somebody holds a storage from instant `first` to before instant `last`.
+
+    Bytes of a layer: source (C, N). Of an edge: source[u] * target[v] where the edge is local, or where it is not.
+    """
+
+    storage: Storage
+    owner: Owner
+    kind: Kind
+    first: int
+    source: Floats  # (C, N), by configurations of the layer, or of the edge's producer; of an edge perhaps (1, 1)
+    target: Floats | None = None  # (C_v, N), by configurations of the edge's consumer
+    local: bool = True  # of an edge: under which pairs of configurations
+    last: int = -1  # it has not ended
+    part: Part | None = None  # of an edge where it is not local: bytes are those of `Travel`, and source a factor
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory that tensors share, with all who may ever hold it."""
+
+    claims: list[Claim] = field(default_factory=list)
+
+    def entries(self, end: int) -> Iterator[Claim]:
+        """What may be added up: claims weighted in such a way that at no instant they exceed the storage."""
+        claims = [claim for claim in self.claims if (end if claim.last < 0 else claim.last) > claim.first]
+        for claim in claims:
+            claim.last = end if claim.last < 0 else claim.last
+        times = sorted({time for claim in claims for time in (claim.first, claim.last)})
+        runs: dict[Claim, list[tuple[int, int, float]]] = {claim: [] for claim in claims}
+        for first, last in pairwise(times):
+            alive = [claim for claim in claims if claim.first <= first and last <= claim.last]
+            for claim, weight in _weights(alive):
+                before = runs[claim]
+                if before and before[-1][1:] == (first, weight):
+                    before[-1] = (before[-1][0], last, weight)
+                else:
+                    before.append((first, last, weight))
+        for claim, rows in runs.items():
+            for first, last, weight in rows:
+                yield replace(claim, first=first, last=last, source=claim.source * weight)
+
+
+def _weights(alive: list[Claim]) -> list[tuple[Claim, float]]:
+    """The largest of the sure claims; where there are none, own claims, and shared ones in equal parts.
+
+    Of an edge one where it is local, and one where it is not.
+    """
+    sure = sorted((claim for claim in alive if claim.kind == "sure"), key=_size, reverse=True)
+    if sure:
+        best = sure[0]
+        other = [claim for claim in sure if claim.target is not None and claim.owner == best.owner]
+        return [(claim, 1.0) for claim in (best, *[c for c in other if c.local != best.local][:1])]
+    sharers = len({claim.owner for claim in alive if claim.kind == "shared"})
+    return [(claim, 1.0 if claim.kind == "own" else 1.0 / sharers) for claim in alive]
+
+
+def _size(claim: Claim) -> tuple[bool, float]:
+    """Whatever the edge is first, then by bytes under the configurations on average."""
+    return claim.target is None, float(claim.source.mean()) * (
+        1.0 if claim.target is None else float(claim.target.mean())
+    )
+
+
+class Ledger:
+    """Instants of a step in their order, and all storages."""
+
+    def __init__(self) -> None:
+        self.instants: list[str] = []
+        self.storages: list[Storage] = []
+
+    @property
+    def now(self) -> int:
+        """The instant to come."""
+        return len(self.instants)
+
+    def instant(self, name: str) -> None:
+        """All that is held now is alive at this instant."""
+        self.instants.append(name)
+
+    def storage(self) -> Storage:
+        """A new one."""
+        self.storages.append(Storage())
+        return self.storages[-1]
+
+    def hold(
+        self,
+        storage: Storage,
+        owner: Owner,
+        kind: Kind,
+        source: Floats,
+        target: Floats | None = None,
+        local: bool = True,
+    ) -> list[Claim]:
+        """A new claim from now on; none where there is nothing to hold."""
+        if not source.any() or (target is not None and not target.any()):
+            return []
+        storage.claims.append(Claim(storage, owner, kind, self.now, source, target, local))
+        return storage.claims[-1:]
+
+    def hold_part(self, edge: EdgeName, part: Part) -> list[Claim]:
+        """A storage of what travels on an edge."""
+        storage = self.storage()
+        storage.claims.append(
+            Claim(storage, edge, "sure", self.now, np.ones((1, 1)), np.ones((1, 1)), False, part=part)
+        )
+        return storage.claims[-1:]
+
+    def drop(self, claims: list[Claim]) -> None:
+        """These end now."""
+        for claim in claims:
+            if claim.last < 0:
+                claim.last = self.now
+
+    def entries(self) -> Iterator[Claim]:
+        """Of all storages."""
+        for storage in self.storages:
+            yield from storage.entries(self.now)

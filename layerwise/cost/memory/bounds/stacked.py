@@ -1,0 +1,99 @@
+"""Stacked: what all devices have of a layer under all its configurations at once, as one place of C*N devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.model import CostModel
+from layerwise.geometry import boundaries
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Dim, Role
+from layerwise.partition.boxes import Boxes
+from layerwise.partition.layout import Cells
+from layerwise.partition.place import Place
+
+ROWS = 2**19  # of boxes that are compared at once: bounds the memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stacked:
+    """The places of a layer under C configurations on N devices (tests/cost/test_bounds.py: those of `place`)."""
+
+    place: Place  # of C*N devices: those of the first configuration first; its boxes have no `cuts`
+    everywhere: Mask  # (C,) whether every device holds the whole
+    shape: tuple[int, int]  # (C, N)
+    dims: tuple[Dim, ...]  # of the iteration space
+    computed: Ints  # (C, D) how often each is cut
+    owned: Ints  # (C, R) and each of the output
+
+    def degrees(self, epilogue: bool) -> Ints:
+        """How often dimensions are cut, as `Place.at`."""
+        return self.owned if epilogue else self.computed
+
+    def table(self, sizes: Floats | float) -> Floats:
+        """(C*N,) numbers, or one for all, as (C, N)."""
+        return np.broadcast_to(np.asarray(sizes, np.float64), self.shape[0] * self.shape[1]).reshape(self.shape)
+
+    def shared(self, boxes: Boxes) -> Mask:
+        """(C, N) `Boxes.shared` under each configuration."""
+        number = np.repeat(np.arange(self.shape[0]), self.shape[1])[:, None]
+        rows = np.concatenate([number, boxes.lo, boxes.hi, boxes.active[:, None]], axis=1)
+        _, which, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+        alike: Mask = boxes.active & (counts[which.reshape(-1)] > 1)
+        return alike.reshape(self.shape)
+
+
+def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stacked:
+    """Of a layer under these configurations."""
+    shape, dims, rank = (len(configs), model.devices.count), layer.space.dims, len(layer.out.shape)
+    if layer.role is Role.CONSTANT or (layer.end and model.options.io == "free"):
+        whole = Boxes.whole(layer.out.shape, shape[0] * shape[1])
+        mirrored = np.arange(shape[0] * shape[1])
+        ones = np.ones((shape[0], len(dims)), np.int64)
+        place = Place(whole, whole, mirrored, everywhere=True)
+        return Stacked(place, np.ones(shape[0], np.bool_), shape, dims, ones, ones[:, :rank])
+    layout = model.layout(layer, configs)
+    boxes = (_boxes(layout.computed, dims, not rank), _boxes(layout.owned, dims[:rank], not rank))
+    mirrored = (layout.mirrored + np.arange(shape[0])[:, None] * shape[1]).reshape(-1)
+    uncut = [layer.name in model.graph.unfed and config.total == 1 for config in configs]
+    degrees = (cells.degrees[:, int(not rank) :] for cells in (layout.computed, layout.owned))
+    return Stacked(Place(*boxes, mirrored), np.array(uncut, np.bool_), shape, dims, *degrees)
+
+
+def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
+    """skip: 1 for a scalar, which layouts count as one dimension."""
+    lo, hi = (np.zeros((*cells.index.shape[:2], len(dims)), np.int64) for _ in range(2))
+    for i, dim in enumerate(dims):
+        column = cells.degrees[:, skip + i]
+        for degree in np.unique(column).tolist():
+            cuts, rows = boundaries(dim.extent, degree, dim.unit), column == degree
+            index = np.maximum(cells.index[rows, :, skip + i], 0)
+            lo[rows, :, i], hi[rows, :, i] = cuts[index], cuts[index + 1]
+    active = cells.active.reshape(-1)
+    lo, hi = (np.where(active[:, None], side.reshape(len(active), len(dims)), 0) for side in (lo, hi))
+    return Boxes(lo, hi, active)
+
+
+def inside(owned: Boxes, need: Boxes, pairs: tuple[int, int]) -> Mask:
+    """(C_u, C_v): whether every device owns all that it needs, under each pair of configurations."""
+    own_lo, own_hi, active = (_by_configuration(a, pairs[0])[:, None] for a in (owned.lo, owned.hi, owned.active))
+    lo, hi = (_by_configuration(a, pairs[1])[None] for a in (need.lo, need.hi))
+    nothing = _by_configuration(need.volume == 0, pairs[1])[None]
+    step = max(1, ROWS // lo[0, ..., 0].size) if lo.shape[-1] else pairs[0]
+    result: Mask = np.ones(pairs, np.bool_)
+    for first in range(0, pairs[0], step):
+        some = slice(first, first + step)
+        held = active[some] & True
+        for j in range(lo.shape[-1]):
+            held = held & (own_lo[some, ..., j] <= lo[..., j]) & (hi[..., j] <= own_hi[some, ..., j])
+        result[some] = (held | nothing).all(-1)
+    return result
+
+
+def _by_configuration(array: Ints | Mask, count: int) -> Ints | Mask:
+    return array.reshape(count, len(array) // count, *array.shape[1:])

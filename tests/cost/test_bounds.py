@@ -1,0 +1,114 @@
+"""Lower bounds of memory: never above the simulated step, for any strategy; and near it for those that matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle
+from typing import get_args
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.config import Config, States
+from layerwise.cost.compute.roofline import OPTIMIZERS
+from layerwise.cost.memory.bounds import MemoryBounds
+from layerwise.cost.memory.bounds.lifetimes import Lifetimes
+from layerwise.cost.memory.bounds.stacked import stacked
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load
+from layerwise.partition.moved import moved
+from layerwise.partition.place import input_maps, place
+from tests.cost import brute
+from tests.cost.test_price import NETWORKS
+from tests.examples import examples
+
+
+def all_configs(model: CostModel) -> dict[str, tuple[Config, ...]]:
+    """Of every layer, each with one of the ways to save memory, or none; the ends have one."""
+    return {
+        layer.name: (model.end_config(layer),)
+        if layer.end
+        else tuple(
+            replace(config, states=states)
+            for config, states in zip(brute.held(layer, model.devices.count), cycle(get_args(States)), strict=False)
+        )
+        for layer in model.graph.layers
+    }
+
+
+@given(NETWORKS, st.sampled_from(["sample", "free"]), st.data())
+@examples(20)
+def test_stacked_places_are_those_of_every_configuration(network: LayerGraph, io: str, data: st.DataObject) -> None:
+    model = CostModel(network, brute.machine((2, 6)), CostOptions(io="free" if io == "free" else "sample"))
+    for name, configs in all_configs(model).items():
+        layer = network[name]
+        found = stacked(model, layer, configs)
+        for i, config in enumerate(configs):
+            one, rows = place(layer, config, 6, io, unfed=name in network.unfed), slice(6 * i, 6 * i + 6)
+            for mine, boxes in ((found.place.computed, one.computed), (found.place.owned, one.owned)):
+                assert np.array_equal(mine.active[rows], boxes.active)
+                assert np.array_equal(mine.lo[rows][boxes.active], boxes.lo[boxes.active])
+                assert np.array_equal(mine.hi[rows][boxes.active], boxes.hi[boxes.active])
+            assert (found.place.mirrored[rows] - 6 * i == one.mirrored).all()
+            assert found.everywhere[i] == one.everywhere
+            for _, p, _ in layer.held():
+                assert np.array_equal(found.shared(found.place.holds(p))[i], one.holds(p).shared())
+
+
+@given(NETWORKS, st.data())
+@examples(20)
+def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.DataObject) -> None:
+    model = CostModel(network, brute.machine((2, 6)))
+    configs = all_configs(model)
+    lifetimes = Lifetimes(model, configs)
+    for (source, target, slot), local in lifetimes.local.items():
+        u, v = (data.draw(st.integers(0, count - 1)) for count in local.shape)
+        maps, epilogue = input_maps(network[target], slot)
+        ends = [
+            place(network[n], configs[n][i], 6, "sample", unfed=n in network.unfed)
+            for n, i in ((source, u), (target, v))
+        ]
+        one = moved(ends[0], maps, ends[1].at(epilogue))
+        assert local[u, v] == one.local
+        if not one.local:
+            where = np.array(u), np.array(v), np.arange(6)
+            travel, own = lifetimes.travels[source, target, slot], ends[0].owned.volume
+            assert np.array_equal(travel.bytes("sent", *where), one.sent * travel.item_bytes)
+            assert np.array_equal(travel.bytes("back", *where), one.back * travel.item_bytes)
+            made = np.where((one.kept == own) & (one.sent == 0), 0.0, own)
+            assert np.array_equal(travel.bytes("returned", *where), made * travel.item_bytes)
+
+
+@given(
+    NETWORKS,
+    st.sampled_from(["p100", "cpu"]),
+    st.sampled_from(["sample", "free"]),
+    st.sampled_from(list(OPTIMIZERS)),
+    st.sampled_from(["float32", "autocast-bfloat16"]),
+    st.data(),
+)
+@examples(30)
+def test_no_strategy_needs_less(
+    network: LayerGraph, profile: str, io: str, optimizer: str, dtype: str, data: st.DataObject
+) -> None:
+    """At every instant and on every device; and `at` is the sum of the tables."""
+    devices = data.draw(st.sampled_from([1, 4, 6]))
+    options = CostOptions(io="free" if io == "free" else "sample", optimizer=optimizer, dtype=dtype)
+    model = CostModel(network, load(profile).device_graph(devices, min(devices, 2)), options)
+    configs = all_configs(model)
+    bounds = MemoryBounds(model, configs)
+    for _ in range(3):
+        choice = {name: data.draw(st.integers(0, len(rows) - 1)) for name, rows in configs.items()}
+        peak = peak_bytes(model, {name: configs[name][i] for name, i in choice.items()})
+        found = bounds.at(choice)
+        over = found - peak
+        where = np.unravel_index(over.argmax(), over.shape)
+        assert over.max() <= 1e-6, f"{bounds.instants[where[0]]} on device {where[1]}: {over.max()} more than {peak}"
+    instant, device = data.draw(st.sampled_from(bounds.instants)), data.draw(st.integers(0, devices - 1))
+    tables = bounds.tables(instant, device)
+    total = sum(float(table[choice[name]]) for name, table in tables.node.items())
+    total += sum(float(table[choice[u], choice[v]]) for (u, v, _), table in tables.edge.items())
+    assert abs(total - found[bounds.instants.index(instant), device]) <= 1e-6 * max(1.0, total)
