@@ -24,6 +24,11 @@ class Factor:
     scope: tuple[str, ...]  # the variable of each of its dimensions
     cost: Floats
 
+    def over(self, scope: Sequence[str]) -> Floats:
+        """The table with a dimension for each of `scope`, which has all of its own: 1 long where it has none."""
+        axes = sorted(range(len(self.scope)), key=lambda i: scope.index(self.scope[i]))
+        return self.cost.transpose(axes)[tuple(slice(None) if name in self.scope else None for name in scope)]
+
 
 def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) -> list[str]:
     """Variables in the order in which eliminating them joins the fewest others; ties by the smaller table."""
@@ -82,9 +87,7 @@ def join(factors: Sequence[Factor], sizes: Mapping[str, int], last: str) -> Fact
     scope = (*names, last)
     total = np.zeros(tuple(sizes[name] for name in scope))
     for f in factors:
-        order = sorted(range(len(f.scope)), key=lambda i: scope.index(f.scope[i]))
-        index = tuple(slice(None) if name in f.scope else None for name in scope)
-        total += f.cost.transpose(order)[index]
+        total += f.over(scope)
     return Factor(scope, total)
 
 

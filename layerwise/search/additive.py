@@ -1,0 +1,95 @@
+"""Additive costs over the choices of layers, and problems of them: the fastest choice of which the memory fits.
+
+A layer has V variants. Of these, some differ in what the layer costs by itself alone (as the states of its parameters
+do); tables of edges are over its B *bases*, what its neighbours can see of a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.cost.model import CostTables, EdgeName
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.search.eliminate import eliminate, total
+
+Choice = dict[str, int]  # of each layer, the index of its variant
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a choice costs: the sum of its entries. Seconds, or bytes at one instant on one device."""
+
+    node: Mapping[str, Floats]  # (V_l,)
+    edge: Mapping[EdgeName, Floats]  # (B_u, B_v); what is missing is 0
+
+    def of(self, choice: Mapping[str, int], base: Mapping[str, Ints]) -> float:
+        """The cost of one choice."""
+        own = sum(float(cost[choice[name]]) for name, cost in self.node.items())
+        return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
+
+    def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> Costs:
+        """Over the variants that are kept (V_l,), and the bases that they have."""
+        bases = {name: np.unique(base[name][mask]) for name, mask in keep.items()}
+        node = {name: cost[keep[name]] for name, cost in self.node.items()}
+        return Costs(node, {e: cost[np.ix_(bases[e[0]], bases[e[1]])] for e, cost in self.edge.items()})
+
+
+def weighted_sum(weights: Sequence[float], costs: Sequence[Costs]) -> Costs:
+    """The sum of costs over the same layers, each times its weight."""
+    node: dict[str, Floats] = {name: np.zeros(len(cost)) for name, cost in costs[0].node.items()}
+    edge: dict[EdgeName, Floats] = {}
+    for weight, cost in zip(weights, costs, strict=True):
+        if weight:
+            for name, own in cost.node.items():
+                node[name] = node[name] + weight * own
+            for pair, table in cost.edge.items():
+                edge[pair] = edge[pair] + weight * table if pair in edge else weight * table
+    return Costs(node, edge)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Which choice takes the least time of those whose memory fits?
+
+    A *row* is what is alive at one instant on one device, as an additive lower bound: no choice's peak is below it.
+    """
+
+    time: Costs
+    base: Mapping[str, Ints]  # (V_l,) of each variant, the index of its base
+    row: Callable[[int], Costs]  # bytes
+    rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
+    peak: Callable[[Choice], float]  # bytes: what must fit
+
+    def restrict(self, keep: Mapping[str, Mask]) -> Problem:
+        """The problem over the variants that are kept (V_l,), which are counted anew: see `outside`."""
+        return Problem(
+            self.time.restrict(keep, self.base),
+            {name: np.unique(self.base[name][mask], return_inverse=True)[1] for name, mask in keep.items()},
+            lambda row: self.row(row).restrict(keep, self.base),
+            lambda choice: self.rows(outside(choice, keep)),
+            lambda choice: self.peak(outside(choice, keep)),
+        )
+
+
+def outside(choice: Choice, keep: Mapping[str, Mask]) -> Choice:
+    """A choice over the variants that are kept, as one over all of them."""
+    return {name: int(np.flatnonzero(keep[name])[i]) for name, i in choice.items()}
+
+
+def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
+    """(B,) the cheapest variant of every base: its cost and its index."""
+    order = np.lexsort((node, base))
+    first = order[np.r_[True, np.diff(base[order]) > 0]]
+    return node[first], first
+
+
+def minimise(costs: Costs, base: Mapping[str, Ints], memory_bytes: float) -> tuple[Choice, float]:
+    """The cheapest choice, and a lower bound of all: its cost, where tables of `memory_bytes` were enough."""
+    least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+    tables = CostTables({}, {name: cost for name, (cost, _) in least.items()}, dict(costs.edge))
+    found = eliminate(tables, memory_bytes)
+    choice = {name: int(least[name][1][i]) for name, i in found.choice.items()}
+    return choice, min(found.lower_bound_s, total(tables.node, tables.transfer, found.choice))

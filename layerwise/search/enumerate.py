@@ -1,0 +1,123 @@
+"""All choices whose bounds stay within given limits, found together: layer by layer, with exact costs to go.
+
+A *criterion* is an additive cost and what it may be at most. A partial choice whose best completion is beyond any
+criterion goes. What is left after all layers are all choices within all criteria, unless more than `width` partial
+choices had to be followed at once: then those of the worst bounds go, and the least of theirs is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.search.additive import Choice
+from layerwise.search.completion import Completion, Order
+
+CHUNK = 1 << 20  # numbers that are formed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """An additive cost, and what it may be at most."""
+
+    completion: Completion
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Enumerated:
+    """What is left."""
+
+    choices: list[Choice]
+    costs: Floats  # (choices, criteria)
+    dropped: float  # the least bound by the first criterion of what did not find room: inf where all did
+
+
+def within(
+    criteria: Sequence[Criterion],
+    order: Order,
+    base: Mapping[str, Ints],
+    width: int,
+    dominance: Sequence[int] = (),
+) -> Enumerated:
+    """Choices within all criteria; the first one decides who goes where there is no room.
+
+    dominance: criteria by which, of partial choices that end alike, one that is no better in any may be left out.
+    """
+    bounds = np.array([[c.completion.least for c in criteria]])
+    most = np.array([c.most for c in criteria])
+    chosen: dict[str, Ints] = {}  # base of the variables that are still needed
+    steps: list[tuple[Ints, Ints]] = []  # for each variable: from which partial choice, and which variant
+    dropped = np.inf
+    for i, name in enumerate(order.names):
+        where = tuple(chosen[n] for n in order.scopes[name])
+        parent, variant, bounds = _extend(criteria, name, where, base[name], bounds, most)
+        frontier = {n: of[parent] for n, of in chosen.items()} | {name: base[name][variant]}
+        chosen = {n: frontier[n] for n in order.needed[i]}
+        left = np.ones(len(parent), bool)
+        if dominance:
+            left = ~_dominated(list(chosen.values()), bounds[:, list(dominance)])
+        if left.sum() > width:
+            at = np.flatnonzero(left)
+            worst = at[np.argpartition(bounds[at, 0], width)[width:]]
+            dropped = min(dropped, float(bounds[worst, 0].min()))
+            left[worst] = False
+        parent, variant, bounds = parent[left], variant[left], bounds[left]
+        chosen = {n: of[left] for n, of in chosen.items()}
+        steps.append((parent, variant))
+    at = np.arange(len(bounds))
+    picked: dict[str, Ints] = {}
+    for name, (parent, variant) in zip(reversed(order.names), reversed(steps), strict=True):
+        picked[name], at = variant[at], parent[at]
+    choices = [{name: int(picked[name][i]) for name in order.names} for i in range(len(bounds))]
+    return Enumerated(choices, bounds, dropped)
+
+
+def _extend(
+    criteria: Sequence[Criterion], name: str, where: tuple[Ints, ...], base: Ints, bounds: Floats, most: Floats
+) -> tuple[Ints, Ints, Floats]:
+    """Every partial choice with every variant of one more variable: from which, which, and their bounds."""
+    parents, variants, kept = [], [], []
+    step = max(1, CHUNK // (len(base) * len(criteria)))
+    for start in range(0, max(len(bounds), 1), step):
+        rows = slice(start, start + step)
+        more = [
+            c.completion.regret[name][tuple(of[rows] for of in where)][..., base] + c.completion.beyond[name]
+            for c in criteria
+        ]
+        new = bounds[rows, None, :] + np.stack(np.broadcast_arrays(*(np.atleast_2d(m) for m in more)), -1)
+        parent, variant = np.nonzero((new <= most).all(-1))
+        parents.append(parent + start)
+        variants.append(variant)
+        kept.append(new[parent, variant])
+    return np.concatenate(parents), np.concatenate(variants), np.concatenate(kept)
+
+
+def _dominated(alike: list[Ints], costs: Floats) -> Mask:
+    """(P,) which of P partial choices is no better than another one that ends alike.
+
+    Exact for two costs. With more, each is compared with one only: the one before it whose largest share is the least.
+    """
+    count = len(costs)
+    if count < 2:
+        return np.zeros(count, bool)
+    group = np.zeros(count, np.int64)
+    if alike:
+        group = np.unique(np.stack(alike, 1), axis=0, return_inverse=True)[1].ravel()
+    rest = costs[:, 1:].max(1) if costs.shape[1] > 1 else np.zeros(count)
+    order = np.lexsort((rest, costs[:, 0], group))
+    group, costs, rest = group[order], costs[order], rest[order]
+    span = float(np.ptp(rest)) + 1.0
+    # The least of the rest so far, in its group: groups are moved apart, each below the one before.
+    moved = rest - rest.min() - group * 2 * span
+    least = np.minimum.accumulate(moved)
+    is_new = np.r_[True, moved[1:] < least[:-1]]
+    champion = np.maximum.accumulate(np.where(is_new, np.arange(count), 0))
+    before = np.r_[0, champion[:-1]]
+    beaten = (group[before] == group) & (before < np.arange(count)) & (costs[before] <= costs).all(1)
+    result = np.zeros(count, bool)
+    result[order] = beaten
+    return result

@@ -1,0 +1,241 @@
+"""The fastest choice whose memory fits, with a proof or a gap; and the least memory of all.
+
+1. The best multipliers bound the least time from below, and meet choices that fit.
+2. Variants that the bound excludes go.
+3. What is left is enumerated with exact costs to go, layer by layer. First only what no other partial choice dominates
+   in time and in all priced rows: it solves the problem of the rows. Where rows are below the true peak of what that
+   finds, everything within the bounds is enumerated, and the fastest whose true peak fits is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.search.additive import Choice, Costs, Problem, least_by_base, outside, weighted_sum
+from layerwise.search.bound import Messages
+from layerwise.search.completion import Completion, Order
+from layerwise.search.enumerate import Criterion, Enumerated, within
+from layerwise.search.multipliers import Multipliers, best_multipliers, least_rows
+
+SLACK = 1 + 1e-9  # rounding
+GAP = 0.005  # nearer to its bound, no more is looked for
+NUMBERS = 5e7  # that an enumeration may form: about a second
+CHECKS = 200  # true peaks that an enumeration may ask for
+LOOKS = 10  # of what the multipliers have met, those whose true peaks are asked for
+SWEEPS = 1  # of message passing: more tighten the bounds little
+TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """The answer under a limit."""
+
+    limit_bytes: float
+    choice: Choice | None  # the fastest that was found to fit
+    cost_s: float  # its cost; inf without
+    lower_bound_s: float  # of all choices that fit; inf where it is proven that none does
+    price: dict[int, float]  # by row, the seconds that a byte less costs
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing that fits is faster, or nothing fits."""
+        return self.cost_s <= self.lower_bound_s * SLACK
+
+    @property
+    def gap(self) -> float:
+        """How much faster, at most, something that fits can be."""
+        return 0.0 if self.proven else self.cost_s / self.lower_bound_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least memory of all choices."""
+
+    choice: Choice
+    bytes: float  # its true peak
+    lower_bound_bytes: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing needs less."""
+        return self.bytes <= self.lower_bound_bytes * SLACK
+
+
+@dataclass
+class _Known:
+    """Choices whose true peaks were looked at."""
+
+    problem: Problem
+    limit: float
+    peaks: dict[tuple[int, ...], float] = field(default_factory=dict)
+    best: Choice | None = None  # the fastest that fits
+    cost: float = np.inf
+    least: Choice | None = None
+    least_bytes: float = np.inf
+
+    def see(self, choice: Choice) -> float:
+        """Its true peak in bytes."""
+        key = tuple(choice[name] for name in self.problem.base)
+        if key not in self.peaks:
+            self.peaks[key] = peak = self.problem.peak(choice)
+            if peak < self.least_bytes:
+                self.least, self.least_bytes = choice, peak
+            if peak <= self.limit and (cost := self.problem.time.of(choice, self.problem.base)) < self.cost:
+                self.best, self.cost = choice, cost
+        return self.peaks[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """The variants that bounds leave, to be enumerated. The first cost decides what goes where there is no room."""
+
+    problem: Problem  # over what is left
+    keep: Mapping[str, Mask]
+    order: Order
+    completions: list[Completion]  # of the costs
+
+    @staticmethod
+    def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> _Rest | None:
+        """Without the variants of which no choice has every cost at most `most`. None where tables are too large."""
+        keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
+        for cost, bound in zip(costs, most, strict=True):
+            if np.isfinite(bound):
+                for name, lower in _bounds(cost, problem.base).items():
+                    keep[name] &= lower <= bound * SLACK
+        if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
+            keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
+        small = problem.restrict(keep)
+        sizes = {name: int(base.max()) + 1 for name, base in small.base.items()}
+        order = Order.of(sizes, list(small.time.edge))
+        if 16.0 * order.entries(sizes) > memory_bytes:
+            return None
+        left = [cost.restrict(keep, problem.base) for cost in costs]
+        return _Rest(small, keep, order, [Completion.of(cost, small.base, order) for cost in left])
+
+    def enumerate(self, most: Sequence[float], dominance: Sequence[int] = ()) -> Enumerated:
+        """All choices with every cost at most `most`, as far as NUMBERS allow."""
+        criteria = [Criterion(c, bound * SLACK) for c, bound in zip(self.completions, most, strict=True)]
+        variants = sum(map(len, self.problem.base.values()))
+        width = max(1, int(NUMBERS / (variants * len(criteria))))
+        return within(criteria, self.order, self.problem.base, width, dominance)
+
+    def fastest(self, seen: _Known, limit: float, charged: float, *, dominance: bool) -> float:
+        """Looks for the fastest choice within `limit`: a lower bound of all that are.
+
+        The costs are the Lagrangian, of which the limit's share is `charged`, the time, and the priced rows.
+        dominance: without partial choices that others beat in time and rows, though of these they alone may truly fit.
+        """
+        rows = len(self.completions) - 2
+        most = [seen.cost + charged, seen.cost / SLACK, *(limit for _ in range(rows))]
+        found = self.enumerate(most, range(1, rows + 2) if dominance else ())
+        lower, checks = found.dropped - charged, CHECKS
+        for i in np.argsort(found.costs[:, 1], kind="stable"):
+            cost = float(found.costs[i, 1])
+            if cost >= seen.cost:
+                break
+            if checks == 0:
+                return min(lower, cost)
+            checks -= 1
+            choice = found.choices[i]
+            fits = self.problem.rows(choice).max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
+            if not fits and dominance:  # what it beats may fit
+                lower = min(lower, cost)
+        return min(lower, seen.cost)
+
+    def smallest(self, seen: _Known) -> float:
+        """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
+        found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
+        fullest = np.array([self.problem.rows(choice).max() for choice in found.choices[:CHECKS]])
+        unseen = found.costs[CHECKS:].max(1, initial=0.0)
+        lower = min(found.dropped, float(unseen.min(initial=np.inf)))
+        for i in np.argsort(fullest, kind="stable"):
+            if fullest[i] >= seen.least_bytes:
+                break
+            seen.see(outside(found.choices[i], self.keep))
+        return min(lower, seen.least_bytes)
+
+
+def _bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
+    """(V_l,) what every choice that contains a variant costs at least."""
+    own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
+    lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
+    return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
+
+
+def fastest_within(
+    problem: Problem, limit: float, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()
+) -> Limited:
+    """The choice that takes the least time of those whose peak is at most `limit` bytes.
+
+    memory_bytes: bounds each table. known: choices that may fit.
+    """
+    seen = _Known(problem, limit)
+    for choice in known:
+        seen.see(choice)
+    prices = best_multipliers(problem, limit, memory_bytes)
+    if not any(met.rows.max() <= limit for met in prices.met):
+        least = least_rows(problem, memory_bytes, prices, enough=limit)
+        if least.bound > limit * SLACK:
+            return Limited(limit, None, np.inf, np.inf, prices.price)
+        prices = replace(prices, met=least.met, solved=least.solved)
+    target = _tighten(seen, prices, memory_bytes)
+    lower = prices.bound
+    priced = [prices.solved[row] for row in prices.price]
+    lagrangian = weighted_sum([1.0, *prices.price.values()], [problem.time, *priced])
+    charged = sum(prices.price.values()) * limit
+    most = [seen.cost + charged, seen.cost, *(limit for _ in priced)]
+    rest = _Rest.of(problem, [lagrangian, problem.time, *priced], most, memory_bytes)
+    if rest is not None and seen.cost > lower * SLACK:
+        lower = max(lower, rest.fastest(seen, limit, charged, dominance=True))
+        if seen.cost > lower * (1 + GAP) and target < limit:
+            rest.fastest(seen, target, charged, dominance=True)
+        if seen.cost > lower * SLACK:
+            lower = max(lower, rest.fastest(seen, limit, charged, dominance=False))
+    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+
+
+def _tighten(seen: _Known, prices: Multipliers, memory_bytes: float) -> float:
+    """Looks for what truly fits, with limits that are lower by what rows miss: the last of them."""
+    target = seen.limit
+    for _ in range(TIGHTER):
+        missed = _look(seen, prices, target)
+        if missed <= 0 or missed >= target:
+            break
+        target -= missed
+        prices = best_multipliers(seen.problem, target, memory_bytes, prices)
+    return target
+
+
+def _look(seen: _Known, prices: Multipliers, target: float) -> float:
+    """Asks for true peaks of the fastest choices whose rows are within `target`, until one fits.
+
+    How many bytes the first is beyond the limit.
+    """
+    fitting = sorted((met for met in prices.met if met.rows.max() <= target), key=lambda met: met.cost)
+    missed = 0.0
+    for met in fitting[:LOOKS]:
+        if met.cost >= seen.cost:
+            break
+        over = seen.see(met.choice) - seen.limit
+        if over <= 0:
+            break
+        missed = missed or over
+    return missed
+
+
+def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()) -> Least:
+    """The choice of which the peak is the least. known: choices that may be it."""
+    game = least_rows(problem, memory_bytes)
+    seen = _Known(problem, np.inf)
+    for choice in [*known, *(m.choice for m in sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS])]:
+        seen.see(choice)
+    rows = [game.solved[row] for row in game.price]
+    mix = weighted_sum(list(game.price.values()), rows)
+    rest = _Rest.of(problem, [mix, *rows], [seen.least_bytes for _ in (mix, *rows)], memory_bytes)
+    lower = game.bound if rest is None else max(game.bound, rest.smallest(seen))
+    assert seen.least is not None
+    return Least(seen.least, seen.least_bytes, min(lower, seen.least_bytes))

@@ -1,0 +1,141 @@
+"""The best multipliers: what a byte costs at the instants that can be the fullest.
+
+With a price on memory the problem is additive again, and elimination solves it: Lagrangian relaxation. The best prices
+are found as Dantzig and Wolfe (Oper. Res. 8(1), 1960) do: the choices met so far are mixed so that they fit on average
+in the least time, a linear program whose dual prices are the next multipliers. It starts without any row, and takes in
+what the mixture exceeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layerwise.geometry.arrays import Floats
+from layerwise.search.additive import Choice, Costs, Problem, minimise, weighted_sum
+from layerwise.search.simplex import simplex
+
+ROUNDS = 60  # of elimination
+CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
+DEAREST = 1e3  # a device's whole memory costs at most that many times the unconstrained step
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A choice that an elimination found."""
+
+    choice: Choice
+    cost: float
+    rows: Floats  # (R,) bytes
+
+
+@dataclass
+class Multipliers:
+    """Prices of rows, and what they prove."""
+
+    price: dict[int, float] = field(default_factory=dict)  # by row, a second a byte (of `least_rows`: a share)
+    bound: float = -np.inf  # no choice that fits takes less
+    met: list[Met] = field(default_factory=list)
+    solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
+
+
+def best_multipliers(
+    problem: Problem, limit: float, memory_bytes: float, start: Multipliers | None = None
+) -> Multipliers:
+    """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
+
+    A bound beyond DEAREST times the unconstrained step: no mixture of choices was found that fits (see `least_rows`).
+    """
+    best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
+    active = sorted(best.solved)
+    price: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        costs = weighted_sum([1.0, *price.values()], [problem.time, *(best.solved[row] for row in price)])
+        choice, least = minimise(costs, problem.base, memory_bytes)
+        bound = least - sum(price.values()) * limit
+        if bound > best.bound:
+            best.bound, best.price = bound, price
+        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
+        scale = max(best.met[0].cost, 1e-30)
+        while True:
+            share, prices, value = _fit_on_average(best.met, active, limit, scale)
+            if value > best.bound + CLOSE * abs(best.bound):
+                break
+            over = share @ np.stack([met.rows for met in best.met]) - limit
+            worst = int(over.argmax())
+            if over[worst] <= CLOSE * limit or worst in active:
+                return best
+            active.append(worst)
+            best.solved[worst] = problem.row(worst)
+        price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
+    return best
+
+
+def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: float) -> tuple[Floats, Floats, float]:
+    """The mixture of choices that fits on average and takes the least: shares, prices of rows, and the time.
+
+    What does not fit is paid for at the dearest price.
+    """
+    cost = np.array([m.cost for m in met]) / scale
+    over = np.array([[m.rows[row] / limit - 1 for row in active] for m in met]).reshape(len(met), len(active)).T
+    count, rows = len(met), len(active)
+    matrix = np.zeros((rows + 1, count + 2 * rows))
+    matrix[:rows, :count], matrix[rows, :count] = over, 1.0
+    matrix[:rows, count : count + rows], matrix[:rows, count + rows :] = np.eye(rows), -np.eye(rows)
+    costs = np.concatenate([cost, np.zeros(rows), np.full(rows, DEAREST)])
+    basis = [count + row + rows * bool(over[row, 0] > 0) for row in range(rows)]
+    solution, prices = simplex(costs, matrix, np.r_[np.zeros(rows), 1.0], [*basis, 0])
+    return solution[:count], np.maximum(-prices[:rows], 0.0) * scale / limit, float(costs @ solution) * scale
+
+
+def least_rows(
+    problem: Problem, memory_bytes: float, start: Multipliers | None = None, enough: float = 0.0
+) -> Multipliers:
+    """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
+
+    A matrix game: one mixes choices, the other rows. It ends early where a mixture needs at most `enough`.
+    """
+    best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
+    if not best.met:
+        choice, _ = minimise(problem.time, problem.base, memory_bytes)
+        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
+    active = sorted({*best.solved, int(best.met[0].rows.argmax())})
+    for _ in range(ROUNDS):
+        while True:
+            best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
+            share, prices, value = _fullest_on_average(best.met, active)
+            if value > best.bound * (1 + CLOSE):
+                break
+            mixed = share @ np.stack([met.rows for met in best.met])
+            worst = int(mixed.argmax())
+            if worst in active or mixed[worst] <= value * (1 + CLOSE):
+                return best
+            active.append(worst)
+        price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
+        costs = weighted_sum(list(price.values()), [best.solved[row] for row in price])
+        choice, least = minimise(costs, problem.base, memory_bytes)
+        if least > best.bound:
+            best.bound, best.price = least, price
+        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
+        if best.met[-1].rows.max() <= enough:
+            break
+    return best
+
+
+def _fullest_on_average(met: list[Met], active: list[int]) -> tuple[Floats, Floats, float]:
+    """The mixture of choices whose fullest row is the least: shares of choices, shares of rows, and the bytes."""
+    taken = np.array([[m.rows[row] for row in active] for m in met]).T
+    scale = max(float(taken.max()), 1.0)
+    taken = taken / scale
+    count, rows = len(met), len(active)
+    matrix = np.zeros((rows + 1, count + 1 + rows))  # choices, the fullest, room in each row
+    matrix[:rows, :count], matrix[rows, :count] = taken, 1.0
+    matrix[:rows, count], matrix[:rows, count + 1 :] = -1.0, np.eye(rows)
+    costs = np.zeros(count + 1 + rows)
+    costs[count] = 1.0
+    fullest = int(taken[:, 0].argmax())
+    basis = [count if row == fullest else count + 1 + row for row in range(rows)]
+    solution, prices = simplex(costs, matrix, np.r_[np.zeros(rows), 1.0], [*basis, 0])
+    shares = np.maximum(-prices[:rows], 0.0)
+    return solution[:count], shares / max(shares.sum(), 1e-30), float(solution[count]) * scale

@@ -1,0 +1,65 @@
+"""Law: under any limit the answer is that of exhaustive search, and what is said to be proven is true."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.search import limited
+from layerwise.search.limited import fastest_within, least_memory
+from tests.examples import examples
+from tests.search.problems import Random, random_problems
+
+SHARES = st.floats(-0.1, 1.1)  # of the way from the least memory to that of the fastest choice
+
+
+def limit_at(r: Random, share: float) -> float:
+    least, fastest = float(r.peaks.min()), float(r.peaks[r.costs.argmin()])
+    return least + share * max(fastest - least, 1e8)
+
+
+@examples(300)
+@given(random_problems(), SHARES)
+def test_it_equals_exhaustive_search(r: Random, share: float) -> None:
+    limit = limit_at(r, share)
+    found, best = fastest_within(r.problem, limit), r.best(limit)
+    assert found.proven
+    assert found.cost_s == pytest.approx(best)
+    assert found.lower_bound_s == pytest.approx(best)
+    if found.choice is not None:
+        assert r.problem.peak(found.choice) <= limit
+        assert r.problem.time.of(found.choice, r.problem.base) == pytest.approx(best)
+
+
+@examples(100)
+@given(random_problems(), SHARES, st.sampled_from([1, 50, 500]), st.sampled_from([0, 1, 3]))
+def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: float, room: int, checks: int) -> None:
+    limit = limit_at(r, share)
+    best = r.best(limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limited, "NUMBERS", room)
+        patch.setattr(limited, "CHECKS", checks)
+        found, least = fastest_within(r.problem, limit), least_memory(r.problem)
+    assert found.lower_bound_s <= best * (1 + 1e-8)
+    assert found.cost_s >= best * (1 - 1e-8)
+    assert least.lower_bound_bytes <= r.peaks.min() * (1 + 1e-8)
+    assert least.bytes >= r.peaks.min()
+
+
+@examples(100)
+@given(random_problems())
+def test_the_least_memory_is_that_of_exhaustive_search(r: Random) -> None:
+    least = least_memory(r.problem)
+    assert least.proven
+    assert least.bytes == pytest.approx(r.peaks.min())
+    assert r.problem.peak(least.choice) == least.bytes
+
+
+@examples(100)
+@given(random_problems())
+def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
+    found = fastest_within(r.problem, float(r.peaks.max()))
+    assert found.price == {}
+    assert found.proven
+    assert found.cost_s == pytest.approx(r.costs.min())
