@@ -13,9 +13,13 @@ import numpy as np
 
 from layerwise.cost.model import CostTables, EdgeName
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.search.eliminate import eliminate, total
+from layerwise.search.bound import Messages
+from layerwise.search.eliminate import eliminate
+
+SWEEPS = 1  # of message passing: more tighten the bounds little
 
 Choice = dict[str, int]  # of each layer, the index of its variant
+Minimise = Callable[["Costs", Mapping[str, Ints]], tuple[Choice, float]]  # a good choice, and a lower bound of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class Problem:
     row: Callable[[int], Costs]  # bytes
     rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
     peak: Callable[[Choice], float]  # bytes: what must fit
+    exact: Callable[[Choice], float] | None = None  # seconds of one choice, where `time` is a lower bound
+
+    def cost(self, choice: Choice) -> float:
+        """Seconds of one choice."""
+        return self.time.of(choice, self.base) if self.exact is None else self.exact(choice)
 
     def restrict(self, keep: Mapping[str, Mask]) -> Problem:
         """The problem over the variants that are kept (V_l,), which are counted anew: see `outside`."""
@@ -71,6 +80,7 @@ class Problem:
             lambda row: self.row(row).restrict(keep, self.base),
             lambda choice: self.rows(outside(choice, keep)),
             lambda choice: self.peak(outside(choice, keep)),
+            None if (exact := self.exact) is None else lambda choice: exact(outside(choice, keep)),
         )
 
 
@@ -86,10 +96,29 @@ def least_by_base(node: Floats, base: Ints) -> tuple[Floats, Ints]:
     return node[first], first
 
 
-def minimise(costs: Costs, base: Mapping[str, Ints], memory_bytes: float) -> tuple[Choice, float]:
-    """The cheapest choice, and a lower bound of all: its cost, where tables of `memory_bytes` were enough."""
+def by_elimination(memory_bytes: float) -> Minimise:
+    """The cheapest choice, and its cost as the bound, where tables of `memory_bytes` are enough."""
+
+    def minimise(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+        least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
+        found = eliminate(
+            CostTables({}, {name: cost for name, (cost, _) in least.items()}, dict(costs.edge)), memory_bytes
+        )
+        return {name: int(least[name][1][i]) for name, i in found.choice.items()}, found.lower_bound_s
+
+    return minimise
+
+
+def by_messages(costs: Costs, base: Mapping[str, Ints]) -> tuple[Choice, float]:
+    """What one sweep of message passing comes to: on large tables far sooner than elimination."""
     least = {name: least_by_base(node, base[name]) for name, node in costs.node.items()}
-    tables = CostTables({}, {name: cost for name, (cost, _) in least.items()}, dict(costs.edge))
-    found = eliminate(tables, memory_bytes)
-    choice = {name: int(least[name][1][i]) for name, i in found.choice.items()}
-    return choice, min(found.lower_bound_s, total(tables.node, tables.transfer, found.choice))
+    bounds = Messages(costs.edge, list(least)).bounds({name: cost for name, (cost, _) in least.items()}, SWEEPS)
+    choice = {name: int(least[name][1][i]) for name, i in bounds.choice.items()}
+    return choice, max(float(lower.min()) for lower in bounds.lower_s.values())
+
+
+def lower_bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
+    """(V_l,) what every choice that contains a variant costs at least, by message passing."""
+    own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
+    lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
+    return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}

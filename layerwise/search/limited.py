@@ -14,9 +14,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.search.additive import Choice, Costs, Problem, least_by_base, outside, weighted_sum
-from layerwise.search.bound import Messages
+from layerwise.geometry.arrays import Mask
+from layerwise.search.additive import (
+    Choice,
+    Costs,
+    Minimise,
+    Problem,
+    by_elimination,
+    lower_bounds,
+    outside,
+    weighted_sum,
+)
 from layerwise.search.completion import Completion, Order
 from layerwise.search.enumerate import Criterion, Enumerated, within
 from layerwise.search.multipliers import Multipliers, best_multipliers, least_rows
@@ -26,7 +34,6 @@ GAP = 0.005  # nearer to its bound, no more is looked for
 NUMBERS = 5e7  # that an enumeration may form: about a second
 CHECKS = 200  # true peaks that an enumeration may ask for
 LOOKS = 10  # of what the multipliers have met, those whose true peaks are asked for
-SWEEPS = 1  # of message passing: more tighten the bounds little
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
 
 
@@ -66,7 +73,7 @@ class Least:
 
 
 @dataclass
-class _Known:
+class Known:
     """Choices whose true peaks were looked at."""
 
     problem: Problem
@@ -84,7 +91,7 @@ class _Known:
             self.peaks[key] = peak = self.problem.peak(choice)
             if peak < self.least_bytes:
                 self.least, self.least_bytes = choice, peak
-            if peak <= self.limit and (cost := self.problem.time.of(choice, self.problem.base)) < self.cost:
+            if peak <= self.limit and (cost := self.problem.cost(choice)) < self.cost:
                 self.best, self.cost = choice, cost
         return self.peaks[key]
 
@@ -104,7 +111,7 @@ class _Rest:
         keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
         for cost, bound in zip(costs, most, strict=True):
             if np.isfinite(bound):
-                for name, lower in _bounds(cost, problem.base).items():
+                for name, lower in lower_bounds(cost, problem.base).items():
                     keep[name] &= lower <= bound * SLACK
         if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
             keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
@@ -123,7 +130,7 @@ class _Rest:
         width = max(1, int(NUMBERS / (variants * len(criteria))))
         return within(criteria, self.order, self.problem.base, width, dominance)
 
-    def fastest(self, seen: _Known, limit: float, charged: float, *, dominance: bool) -> float:
+    def fastest(self, seen: Known, limit: float, charged: float, *, dominance: bool) -> float:
         """Looks for the fastest choice within `limit`: a lower bound of all that are.
 
         The costs are the Lagrangian, of which the limit's share is `charged`, the time, and the priced rows.
@@ -146,7 +153,7 @@ class _Rest:
                 lower = min(lower, cost)
         return min(lower, seen.cost)
 
-    def smallest(self, seen: _Known) -> float:
+    def smallest(self, seen: Known) -> float:
         """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
         found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
         fullest = np.array([self.problem.rows(choice).max() for choice in found.choices[:CHECKS]])
@@ -159,13 +166,6 @@ class _Rest:
         return min(lower, seen.least_bytes)
 
 
-def _bounds(costs: Costs, base: Mapping[str, Ints]) -> dict[str, Floats]:
-    """(V_l,) what every choice that contains a variant costs at least."""
-    own = {name: least_by_base(node, base[name])[0] for name, node in costs.node.items()}
-    lower = Messages(costs.edge, list(own)).bounds(own, SWEEPS).lower_s
-    return {name: (lower[name] - own[name])[base[name]] + node for name, node in costs.node.items()}
-
-
 def fastest_within(
     problem: Problem, limit: float, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()
 ) -> Limited:
@@ -173,16 +173,16 @@ def fastest_within(
 
     memory_bytes: bounds each table. known: choices that may fit.
     """
-    seen = _Known(problem, limit)
+    seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
-    prices = best_multipliers(problem, limit, memory_bytes)
+    prices = best_multipliers(problem, limit, minimise)
     if not any(met.rows.max() <= limit for met in prices.met):
-        least = least_rows(problem, memory_bytes, prices, enough=limit)
+        least = least_rows(problem, minimise, prices, enough=limit)
         if least.bound > limit * SLACK:
             return Limited(limit, None, np.inf, np.inf, prices.price)
         prices = replace(prices, met=least.met, solved=least.solved)
-    target = _tighten(seen, prices, memory_bytes)
+    target = tighten(seen, prices, minimise)
     lower = prices.bound
     priced = [prices.solved[row] for row in prices.price]
     lagrangian = weighted_sum([1.0, *prices.price.values()], [problem.time, *priced])
@@ -198,7 +198,7 @@ def fastest_within(
     return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
 
 
-def _tighten(seen: _Known, prices: Multipliers, memory_bytes: float) -> float:
+def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> float:
     """Looks for what truly fits, with limits that are lower by what rows miss: the last of them."""
     target = seen.limit
     for _ in range(TIGHTER):
@@ -206,11 +206,11 @@ def _tighten(seen: _Known, prices: Multipliers, memory_bytes: float) -> float:
         if missed <= 0 or missed >= target:
             break
         target -= missed
-        prices = best_multipliers(seen.problem, target, memory_bytes, prices)
+        prices = best_multipliers(seen.problem, target, minimise, prices)
     return target
 
 
-def _look(seen: _Known, prices: Multipliers, target: float) -> float:
+def _look(seen: Known, prices: Multipliers, target: float) -> float:
     """Asks for true peaks of the fastest choices whose rows are within `target`, until one fits.
 
     How many bytes the first is beyond the limit.
@@ -229,8 +229,9 @@ def _look(seen: _Known, prices: Multipliers, target: float) -> float:
 
 def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()) -> Least:
     """The choice of which the peak is the least. known: choices that may be it."""
-    game = least_rows(problem, memory_bytes)
-    seen = _Known(problem, np.inf)
+    minimise = by_elimination(memory_bytes)
+    game = least_rows(problem, minimise)
+    seen = Known(problem, np.inf)
     for choice in [*known, *(m.choice for m in sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS])]:
         seen.see(choice)
     rows = [game.solved[row] for row in game.price]

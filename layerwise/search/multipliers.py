@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.geometry.arrays import Floats
-from layerwise.search.additive import Choice, Costs, Problem, minimise, weighted_sum
+from layerwise.search.additive import Choice, Costs, Minimise, Problem, weighted_sum
 from layerwise.search.simplex import simplex
 
 ROUNDS = 60  # of elimination
@@ -41,26 +41,28 @@ class Multipliers:
 
 
 def best_multipliers(
-    problem: Problem, limit: float, memory_bytes: float, start: Multipliers | None = None
+    problem: Problem, limit: float, minimise: Minimise, start: Multipliers | None = None
 ) -> Multipliers:
     """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
 
-    A bound beyond DEAREST times the unconstrained step: no mixture of choices was found that fits (see `least_rows`).
+    start: what was met with other limits.
     """
     best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
     active = sorted(best.solved)
     price: dict[int, float] = {}
+    value = np.inf  # of the mixture that the prices are from: no better bound is to be had from what was met
     for _ in range(ROUNDS):
         costs = weighted_sum([1.0, *price.values()], [problem.time, *(best.solved[row] for row in price)])
-        choice, least = minimise(costs, problem.base, memory_bytes)
-        bound = least - sum(price.values()) * limit
-        if bound > best.bound:
-            best.bound, best.price = bound, price
-        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
+        met, least = _meet(problem, costs, minimise)
+        charged = sum(price.values()) * limit
+        if least - charged > best.bound:
+            best.bound, best.price = least - charged, price
+        solved = costs.of(met.choice, problem.base) - charged >= value - CLOSE * abs(value)
+        best.met.append(met)
         scale = max(best.met[0].cost, 1e-30)
         while True:
             share, prices, value = _fit_on_average(best.met, active, limit, scale)
-            if value > best.bound + CLOSE * abs(best.bound):
+            if not solved and value > best.bound + CLOSE * abs(best.bound):
                 break
             over = share @ np.stack([met.rows for met in best.met]) - limit
             worst = int(over.argmax())
@@ -68,8 +70,15 @@ def best_multipliers(
                 return best
             active.append(worst)
             best.solved[worst] = problem.row(worst)
+            solved = False
         price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
     return best
+
+
+def _meet(problem: Problem, costs: Costs, minimise: Minimise) -> tuple[Met, float]:
+    """A good choice by `costs`, and a lower bound of them."""
+    choice, least = minimise(costs, problem.base)
+    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)), least
 
 
 def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: float) -> tuple[Floats, Floats, float]:
@@ -90,35 +99,38 @@ def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: floa
 
 
 def least_rows(
-    problem: Problem, memory_bytes: float, start: Multipliers | None = None, enough: float = 0.0
+    problem: Problem, minimise: Minimise, start: Multipliers | None = None, enough: float = 0.0
 ) -> Multipliers:
     """Shares of rows, that add up to 1, and the bound that they prove: no choice's peak is below so many bytes.
 
-    A matrix game: one mixes choices, the other rows. It ends early where a mixture needs at most `enough`.
+    A matrix game: one mixes choices, the other rows. It ends early where a choice is met whose rows are at most
+    `enough`.
     """
     best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
     if not best.met:
-        choice, _ = minimise(problem.time, problem.base, memory_bytes)
-        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
+        best.met.append(_meet(problem, problem.time, minimise)[0])
     active = sorted({*best.solved, int(best.met[0].rows.argmax())})
+    solved = False
     for _ in range(ROUNDS):
         while True:
             best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
             share, prices, value = _fullest_on_average(best.met, active)
-            if value > best.bound * (1 + CLOSE):
+            if not solved and value > best.bound * (1 + CLOSE):
                 break
             mixed = share @ np.stack([met.rows for met in best.met])
             worst = int(mixed.argmax())
             if worst in active or mixed[worst] <= value * (1 + CLOSE):
                 return best
             active.append(worst)
+            solved = False
         price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
         costs = weighted_sum(list(price.values()), [best.solved[row] for row in price])
-        choice, least = minimise(costs, problem.base, memory_bytes)
+        met, least = _meet(problem, costs, minimise)
         if least > best.bound:
             best.bound, best.price = least, price
-        best.met.append(Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)))
-        if best.met[-1].rows.max() <= enough:
+        solved = costs.of(met.choice, problem.base) >= value * (1 - CLOSE)
+        best.met.append(met)
+        if met.rows.max() <= enough:
             break
     return best
 
