@@ -74,13 +74,14 @@ class Problem:
 
     def restrict(self, keep: Mapping[str, Mask]) -> Problem:
         """The problem over the variants that are kept (V_l,), which are counted anew: see `outside`."""
+        exact = self.exact
         return Problem(
             self.time.restrict(keep, self.base),
             {name: np.unique(self.base[name][mask], return_inverse=True)[1] for name, mask in keep.items()},
             lambda row: self.row(row).restrict(keep, self.base),
             lambda choice: self.rows(outside(choice, keep)),
             lambda choice: self.peak(outside(choice, keep)),
-            None if (exact := self.exact) is None else lambda choice: exact(outside(choice, keep)),
+            None if exact is None else lambda choice: exact(outside(choice, keep)),
         )
 
 

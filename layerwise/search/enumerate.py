@@ -17,6 +17,7 @@ from layerwise.search.additive import Choice
 from layerwise.search.completion import Completion, Order
 
 CHUNK = 1 << 20  # numbers that are formed at once
+AHEAD = 4  # times the width, before what is dominated goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,15 @@ def within(
         parent, variant, bounds = _extend(criteria, name, where, base[name], bounds, most)
         frontier = {n: of[parent] for n, of in chosen.items()} | {name: base[name][variant]}
         chosen = {n: frontier[n] for n in order.needed[i]}
-        left = np.ones(len(parent), bool)
-        if dominance:
-            left = ~_dominated(list(chosen.values()), bounds[:, list(dominance)])
-        if left.sum() > width:
-            at = np.flatnonzero(left)
-            worst = at[np.argpartition(bounds[at, 0], width)[width:]]
-            dropped = min(dropped, float(bounds[worst, 0].min()))
-            left[worst] = False
+        left = np.arange(len(parent))
+        for room in (AHEAD * width, width) if dominance else (width,):
+            if len(left) > room:
+                sooner = np.argpartition(bounds[left, 0], room)
+                dropped = min(dropped, float(bounds[left[sooner[room:]], 0].min()))
+                left = left[sooner[:room]]
+            if dominance and room > width:
+                alike = _numbers([of[left] for of in chosen.values()], [len(base[n]) for n in chosen])
+                left = left[~_dominated(alike, bounds[left][:, list(dominance)])]
         parent, variant, bounds = parent[left], variant[left], bounds[left]
         chosen = {n: of[left] for n, of in chosen.items()}
         steps.append((parent, variant))
@@ -96,20 +98,29 @@ def _extend(
     return np.concatenate(parents), np.concatenate(variants), np.concatenate(kept)
 
 
-def _dominated(alike: list[Ints], costs: Floats) -> Mask:
-    """(P,) which of P partial choices is no better than another one that ends alike.
+def _numbers(columns: list[Ints], sizes: list[int]) -> Ints:
+    """(P,) a number for each row of columns (P,) of indices below `sizes`: equal ones for equal rows alone."""
+    numbers, count = np.zeros(len(columns[0]) if columns else 1, np.int64), 1
+    for column, size in zip(columns, sizes, strict=True):
+        if count * size > 2**62:
+            numbers, count = np.unique(numbers, return_inverse=True)[1], len(numbers)
+        numbers, count = numbers * size + column, count * size
+    return numbers
+
+
+def _dominated(alike: Ints, costs: Floats) -> Mask:
+    """(P,) which of P partial choices is no better than another one that ends alike, as numbers say.
 
     Exact for two costs. With more, each is compared with one only: the one before it whose largest share is the least.
     """
     count = len(costs)
     if count < 2:
         return np.zeros(count, bool)
-    group = np.zeros(count, np.int64)
-    if alike:
-        group = np.unique(np.stack(alike, 1), axis=0, return_inverse=True)[1].ravel()
     rest = costs[:, 1:].max(1) if costs.shape[1] > 1 else np.zeros(count)
-    order = np.lexsort((rest, costs[:, 0], group))
-    group, costs, rest = group[order], costs[order], rest[order]
+    alike = np.broadcast_to(alike, count)
+    order = np.lexsort((rest, costs[:, 0], alike))
+    group = np.cumsum(np.diff(alike[order], prepend=alike[order[0]]) > 0)
+    costs, rest = costs[order], rest[order]
     span = float(np.ptp(rest)) + 1.0
     # The least of the rest so far, in its group: groups are moved apart, each below the one before.
     moved = rest - rest.min() - group * 2 * span

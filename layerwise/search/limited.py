@@ -23,17 +23,16 @@ from layerwise.search.additive import (
     by_elimination,
     lower_bounds,
     outside,
-    weighted_sum,
 )
 from layerwise.search.completion import Completion, Order
 from layerwise.search.enumerate import Criterion, Enumerated, within
 from layerwise.search.multipliers import Multipliers, best_multipliers, least_rows
+from layerwise.search.prune import SLACK, Keep
 
-SLACK = 1 + 1e-9  # rounding
 GAP = 0.005  # nearer to its bound, no more is looked for
 NUMBERS = 5e7  # that an enumeration may form: about a second
-CHECKS = 200  # true peaks that an enumeration may ask for
-LOOKS = 10  # of what the multipliers have met, those whose true peaks are asked for
+CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second
+LOOKS = 4  # of what the multipliers have met, those whose true peaks are asked for
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
 
 
@@ -108,11 +107,7 @@ class _Rest:
     @staticmethod
     def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> _Rest | None:
         """Without the variants of which no choice has every cost at most `most`. None where tables are too large."""
-        keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
-        for cost, bound in zip(costs, most, strict=True):
-            if np.isfinite(bound):
-                for name, lower in lower_bounds(cost, problem.base).items():
-                    keep[name] &= lower <= bound * SLACK
+        keep = possible(problem, costs, most)
         if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
             keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
         small = problem.restrict(keep)
@@ -122,6 +117,11 @@ class _Rest:
             return None
         left = [cost.restrict(keep, problem.base) for cost in costs]
         return _Rest(small, keep, order, [Completion.of(cost, small.base, order) for cost in left])
+
+    @property
+    def checks(self) -> int:
+        """How many true peaks an enumeration may ask for."""
+        return max(8, CHECKS // len(self.keep))
 
     def enumerate(self, most: Sequence[float], dominance: Sequence[int] = ()) -> Enumerated:
         """All choices with every cost at most `most`, as far as NUMBERS allow."""
@@ -139,7 +139,7 @@ class _Rest:
         rows = len(self.completions) - 2
         most = [seen.cost + charged, seen.cost / SLACK, *(limit for _ in range(rows))]
         found = self.enumerate(most, range(1, rows + 2) if dominance else ())
-        lower, checks = found.dropped - charged, CHECKS
+        lower, checks = found.dropped - charged, self.checks
         for i in np.argsort(found.costs[:, 1], kind="stable"):
             cost = float(found.costs[i, 1])
             if cost >= seen.cost:
@@ -156,8 +156,8 @@ class _Rest:
     def smallest(self, seen: Known) -> float:
         """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
         found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
-        fullest = np.array([self.problem.rows(choice).max() for choice in found.choices[:CHECKS]])
-        unseen = found.costs[CHECKS:].max(1, initial=0.0)
+        fullest = np.array([self.problem.rows(choice).max() for choice in found.choices[: self.checks]])
+        unseen = found.costs[self.checks :].max(1, initial=0.0)
         lower = min(found.dropped, float(unseen.min(initial=np.inf)))
         for i in np.argsort(fullest, kind="stable"):
             if fullest[i] >= seen.least_bytes:
@@ -167,11 +167,16 @@ class _Rest:
 
 
 def fastest_within(
-    problem: Problem, limit: float, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()
+    problem: Problem,
+    limit: float,
+    *,
+    memory_bytes: float = 2.0**31,
+    known: Iterable[Choice] = (),
+    prove: bool = True,
 ) -> Limited:
     """The choice that takes the least time of those whose peak is at most `limit` bytes.
 
-    memory_bytes: bounds each table. known: choices that may fit.
+    memory_bytes: bounds each table. known: choices that may fit. prove: enumerate all that a proof takes.
     """
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
@@ -184,18 +189,25 @@ def fastest_within(
         prices = replace(prices, met=least.met, solved=least.solved)
     target = tighten(seen, prices, minimise)
     lower = prices.bound
-    priced = [prices.solved[row] for row in prices.price]
-    lagrangian = weighted_sum([1.0, *prices.price.values()], [problem.time, *priced])
     charged = sum(prices.price.values()) * limit
-    most = [seen.cost + charged, seen.cost, *(limit for _ in priced)]
-    rest = _Rest.of(problem, [lagrangian, problem.time, *priced], most, memory_bytes)
+    rest = _Rest.of(problem, *prices.criteria(problem, limit, seen.cost), memory_bytes)
     if rest is not None and seen.cost > lower * SLACK:
         lower = max(lower, rest.fastest(seen, limit, charged, dominance=True))
         if seen.cost > lower * (1 + GAP) and target < limit:
             rest.fastest(seen, target, charged, dominance=True)
-        if seen.cost > lower * SLACK:
+        if prove and seen.cost > lower * SLACK:
             lower = max(lower, rest.fastest(seen, limit, charged, dominance=False))
     return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+
+
+def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) -> Keep:
+    """The variants (V_l,) that may be part of a choice of which every cost is at most `most`."""
+    keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
+    for cost, bound in zip(costs, most, strict=True):
+        if np.isfinite(bound):
+            for name, lower in lower_bounds(cost, problem.base).items():
+                keep[name] &= lower <= bound * SLACK
+    return keep
 
 
 def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> float:
@@ -234,9 +246,8 @@ def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iter
     seen = Known(problem, np.inf)
     for choice in [*known, *(m.choice for m in sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS])]:
         seen.see(choice)
-    rows = [game.solved[row] for row in game.price]
-    mix = weighted_sum(list(game.price.values()), rows)
-    rest = _Rest.of(problem, [mix, *rows], [seen.least_bytes for _ in (mix, *rows)], memory_bytes)
+    costs = game.mixed()
+    rest = _Rest.of(problem, costs, [seen.least_bytes] * len(costs), memory_bytes)
     lower = game.bound if rest is None else max(game.bound, rest.smallest(seen))
     assert seen.least is not None
     return Least(seen.least, seen.least_bytes, min(lower, seen.least_bytes))

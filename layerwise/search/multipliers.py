@@ -39,6 +39,18 @@ class Multipliers:
     met: list[Met] = field(default_factory=list)
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
 
+    def criteria(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
+        """What a choice that fits and costs at most `cost` has, and at most: time with memory paid, time, and rows."""
+        rows = [self.solved[row] for row in self.price]
+        paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
+        most = [cost + sum(self.price.values()) * limit, cost, *(limit for _ in rows)]
+        return [paid, problem.time, *rows], most
+
+    def mixed(self) -> list[Costs]:
+        """Of shares of rows: the rows' mean, and each of them."""
+        rows = [self.solved[row] for row in self.price]
+        return [weighted_sum(list(self.price.values()), rows), *rows]
+
 
 def best_multipliers(
     problem: Problem, limit: float, minimise: Minimise, start: Multipliers | None = None

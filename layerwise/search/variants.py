@@ -1,0 +1,152 @@
+"""Variants: the configurations of a layer in all forms that may save memory, and the memory of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from layerwise.config import Config, States, check_choices
+from layerwise.cost.memory.bounds import MemoryBounds
+from layerwise.cost.model import CostModel, EdgeName
+from layerwise.errors import LayerwiseError
+from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.partition.blocks import recomputable
+from layerwise.partition.sharding import may_shard
+from layerwise.search.additive import Choice, Costs, Problem
+
+OFFERS = ("recompute", "shard")
+Configs = Mapping[str, tuple[Config, ...]]
+Strategy = Mapping[str, Config]
+Form = tuple[bool, States]  # recompute, states
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """What may save memory."""
+
+    offered: tuple[Form, ...]  # the first saves nothing
+    recomputable: frozenset[str]  # layers
+    layers: Mapping[str, Layer]
+    devices: int
+
+    @staticmethod
+    def of(graph: LayerGraph, devices: int, offer: Iterable[str]) -> Forms:
+        """offer: of OFFERS. LayerwiseError for anything else. What is not priced and run is left out."""
+        offer = tuple(offer)
+        if unknown := sorted(set(offer) - set(OFFERS)):
+            raise LayerwiseError(f"{unknown[0]!r} cannot be offered: choose of {', '.join(OFFERS)}")
+        recompute = (False, True) if "recompute" in offer else (False,)
+        states: tuple[States, ...] = ("replicated", "sharded", "gathered") if "shard" in offer else ("replicated",)
+        forms = tuple(form for form in product(recompute, states) if _works(*form))
+        return Forms(forms, recomputable(graph), {layer.name: layer for layer in graph.layers}, devices)
+
+    def of_layer(self, name: str, config: Config, form: Form) -> Config:
+        """The configuration in a form, as far as that means anything for the layer."""
+        recompute, states = form
+        layer = self.layers[name]
+        if layer.end or form == self.offered[0]:
+            return config
+        if states != "replicated" and not may_shard(layer, config, self.devices):
+            states = "replicated"
+        return replace(config, recompute=recompute and name in self.recomputable, states=states)
+
+
+def _works(recompute: bool, states: States) -> bool:
+    try:
+        check_choices(Config(recompute=recompute, states=states), "")
+    except LayerwiseError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Of every layer."""
+
+    configs: Configs  # V_l
+    bases: Configs  # B_l: what neighbours see of them, all but states
+    base: Mapping[str, Ints]  # (V_l,)
+    cell: Mapping[str, Ints]  # (V_l,) which of the cells that they were made of
+
+    @staticmethod
+    def of(cells: Configs, forms: Forms) -> Variants:
+        """Every configuration in every form."""
+        configs = {
+            name: {forms.of_layer(name, c, form): i for i, c in enumerate(these) for form in forms.offered}
+            for name, these in cells.items()
+        }
+        cell = {name: np.array(list(these.values())) for name, these in configs.items()}
+        return Variants.grouped({name: tuple(these) for name, these in configs.items()}, cell)
+
+    @staticmethod
+    def grouped(configs: Configs, cell: Mapping[str, Ints] | None = None) -> Variants:
+        """Of these configurations."""
+        bases, base = dict[str, tuple[Config, ...]](), dict[str, Ints]()
+        for name, these in configs.items():
+            seen = [replace(config, states="replicated") for config in these]
+            bases[name] = tuple(dict.fromkeys(seen))
+            place = {config: i for i, config in enumerate(bases[name])}
+            base[name] = np.array([place[config] for config in seen])
+        return Variants(configs, bases, base, base if cell is None else cell)
+
+    def restrict(self, keep: Mapping[str, Mask]) -> Variants:
+        """Those that are kept."""
+        configs = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in self.configs.items()}
+        return Variants.grouped(configs, {name: cell[keep[name]] for name, cell in self.cell.items()})
+
+    def choice(self, strategy: Strategy) -> Choice:
+        """The indices of a strategy's configurations."""
+        return {name: configs.index(strategy[name]) for name, configs in self.configs.items()}
+
+    def strategy(self, choice: Choice) -> Strategy:
+        """The configurations of these indices."""
+        return {name: configs[choice[name]] for name, configs in self.configs.items()}
+
+    def problem(
+        self,
+        node: Mapping[str, Floats],
+        transfer: Mapping[EdgeName, Floats],
+        memory: Memory,
+        peak: Callable[[Strategy], float],
+        cost: Callable[[Strategy], float] | None = None,
+    ) -> Problem:
+        """node: (V_l,) seconds; transfer: (B_u, B_v) seconds, lower bounds where `cost` says what a strategy costs."""
+        return Problem(
+            Costs(node, transfer),
+            self.base,
+            memory.row,
+            memory.rows,
+            lambda choice: peak(self.strategy(choice)),
+            None if cost is None else lambda choice: cost(self.strategy(choice)),
+        )
+
+
+class Memory:
+    """The rows of a problem: every instant of a step on every device."""
+
+    def __init__(self, model: CostModel, variants: Variants) -> None:
+        self.bounds, self.devices = MemoryBounds(model, variants.configs), model.devices.count
+        self._first = {name: np.unique(base, return_index=True)[1] for name, base in variants.base.items()}
+        self._tables: dict[int, Costs] = {}
+
+    def where(self, row: int) -> tuple[str, int]:
+        """The instant and the device of a row."""
+        instant, device = divmod(row, self.devices)
+        return self.bounds.instants[instant], device
+
+    def row(self, row: int) -> Costs:
+        """Bytes of one row."""
+        if row not in self._tables:
+            tables = self.bounds.tables(*self.where(row))
+            first = self._first  # of the variants of each base: their edges are alike
+            edge = {e: table[np.ix_(first[e[0]], first[e[1]])] for e, table in tables.edge.items()}
+            self._tables[row] = Costs(tables.node, edge)
+        return self._tables[row]
+
+    def rows(self, choice: Choice) -> Floats:
+        """(R,) bytes of one choice."""
+        return self.bounds.at(choice).ravel()

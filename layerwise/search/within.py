@@ -1,0 +1,209 @@
+"""The search under a memory limit: cells, recomputation and states of every layer, so that a step fits.
+
+Equation 1 is minimised over the strategies whose simulated peak (`cost.memory.step`) is at most the limit. First
+roughly: transfers are bounded by what a few devices see of them, multipliers come from message passing, and what cannot
+be part of a strategy better than one in hand goes (as in `narrow`). Then exact tables of what is left, and `limited`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.cost.memory.step import peak_bytes
+from layerwise.cost.model import CostModel, Progress
+from layerwise.search.additive import Choice, Costs, Problem, by_messages, least_by_base, lower_bounds
+from layerwise.search.limited import LOOKS, Known, Limited, fastest_within, least_memory, possible, tighten
+from layerwise.search.multipliers import best_multipliers, least_rows
+from layerwise.search.narrow import exact_cost, rough_tables, weighted
+from layerwise.search.prune import SLACK, Keep
+from layerwise.search.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What memory costs: the seconds of a step that a byte less takes, at one instant on one device."""
+
+    instant: str
+    device: int
+    s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The answer under a limit."""
+
+    limit_bytes: float
+    strategies: tuple[Strategy, ...]  # the best that were found, for each weight of t_S: equation 1's first
+    cost_s: float  # of the first: inf where none was found
+    lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
+    prices: tuple[Price, ...]
+    configurations: int  # that were left after bounds
+
+    @property
+    def proven(self) -> bool:
+        """Whether no strategy that fits is faster, or none fits."""
+        return self.cost_s <= self.lower_bound_s * SLACK
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMemory:
+    """The strategy of the least peak that was found, and a lower bound of all strategies' peaks."""
+
+    strategy: Strategy
+    bytes: float
+    lower_bound_bytes: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether no strategy needs less."""
+        return self.bytes <= self.lower_bound_bytes * SLACK
+
+
+class LimitedSearch:
+    """Searches of one model under any limits, which share what they find out.
+
+    cells: the configurations of every layer. offer: of OFFERS, what may save memory. memory_bytes: of a search table.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        cells: Configs,
+        *,
+        offer: Iterable[str] = OFFERS,
+        memory_bytes: float = 2.0**31,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
+        self.forms = Forms.of(model.graph, model.devices.count, offer)
+        self._peaks: dict[object, float] = {}
+        self._costs: dict[object, tuple[float, float]] = {}
+
+    def under(self, limit: float, weights: Sequence[float], known: Sequence[Strategy]) -> Within:
+        """The best strategies whose peak is at most `limit` bytes, for each weight of t_S.
+
+        The first weight is 1, and its answer is proven or has a lower bound. known: strategies over `cells` to begin
+        with.
+        """
+        known = self._small_enough(limit, [formed for strategy in known for formed in self.formed(strategy)])
+        hands = [self._in_hand(limit, weight, known) for weight in weights]
+        space = Variants.of(self._cells_within(weights, [cost for _, cost in hands]), self.forms)
+        rough, memory = rough_tables(self.model, space.bases, self.progress), Memory(self.model, space)
+        keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
+        found: list[Choice | None] = []
+        for weight, (strategy, _) in zip(weights, hands, strict=True):
+            node = weighted(self.model, space.configs, weight)
+            problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
+            seen = Known(problem, limit)
+            if strategy is not None:
+                seen.see(space.choice(strategy))
+            prices = best_multipliers(problem, limit, by_messages)
+            tighten(seen, prices, by_messages)
+            found.append(seen.best)
+            for name, mask in possible(problem, *prices.criteria(problem, limit, seen.cost)).items():
+                keep[name] |= mask
+        if not all(mask.any() for mask in keep.values()):
+            return Within(limit, (), np.inf, np.inf, (), 0)
+        return self._exact(space.restrict(keep), limit, weights, [inside(choice, keep) for choice in found])
+
+    def _exact(self, space: Variants, limit: float, weights: Sequence[float], known: Sequence[Choice | None]) -> Within:
+        tables, memory = self.model.tables(space.bases, self.progress), Memory(self.model, space)
+        results: list[Limited] = []
+        for weight, choice in zip(weights, known, strict=True):
+            problem = space.problem(weighted(self.model, space.configs, weight), tables.transfer, memory, self.peak)
+            begin, prove = [] if choice is None else [choice], not results
+            results.append(fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=begin, prove=prove))
+        strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
+        return Within(
+            limit,
+            tuple({tuple(strategy.values()): strategy for strategy in strategies}.values()),
+            results[0].cost_s,
+            results[0].lower_bound_s,
+            tuple(Price(*memory.where(row), s) for row, s in results[0].price.items()),
+            sum(map(len, space.configs.values())),
+        )
+
+    def least(self, known: Sequence[Strategy]) -> LeastMemory:
+        """The least memory of all strategies. known: strategies over `cells` to begin with."""
+        space = Variants.of(self.cells, self.forms)
+        problem = self._memory_alone(space)
+        game = least_rows(problem, by_messages)
+        met = sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS]
+        formed = [space.choice(s) for strategy in known for s in self.formed(strategy)]
+        least = min([*formed, *(m.choice for m in met)], key=problem.peak)
+        costs = game.mixed()
+        keep = possible(problem, costs, [problem.peak(least)] * len(costs))
+        small, begin = space.restrict(keep), inside(least, keep)
+        known_choices = [] if begin is None else [begin]
+        found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=known_choices)
+        bound = max(found.lower_bound_bytes, game.bound)
+        return LeastMemory(small.strategy(found.choice), found.bytes, min(bound, found.bytes))
+
+    def _memory_alone(self, space: Variants) -> Problem:
+        """Where time does not matter."""
+        nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
+        edges = self.model.graph.edges()
+        transfer = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in edges}
+        return space.problem(nothing, transfer, Memory(self.model, space), self.peak)
+
+    def formed(self, strategy: Strategy) -> list[Strategy]:
+        """The strategy in each form that is offered, on all layers for which it means anything."""
+        forms = self.forms
+        every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
+        return list({tuple(s.values()): s for s in every}.values())
+
+    def peak(self, strategy: Strategy) -> float:
+        """Bytes of the fullest device."""
+        key = tuple(strategy.values())
+        if key not in self._peaks:
+            self._peaks[key] = float(peak_bytes(self.model, strategy).max())
+        return self._peaks[key]
+
+    def cost(self, strategy: Strategy, weight: float) -> float:
+        """Equation 1, with `weight` times t_S."""
+        key = tuple(strategy.values())
+        if key not in self._costs:
+            self._costs[key] = exact_cost(self.model, strategy)
+        rest, sync = self._costs[key]
+        return rest + weight * sync
+
+    def _costing(self, weight: float) -> Callable[[Strategy], float]:
+        return lambda strategy: self.cost(strategy, weight)
+
+    def _in_hand(self, limit: float, weight: float, known: Sequence[Strategy]) -> tuple[Strategy | None, float]:
+        """Of the strategies in hand the fastest that fits."""
+        for strategy in sorted(known, key=self._costing(weight)):
+            if self.peak(strategy) <= limit:
+                return strategy, self.cost(strategy, weight)
+        return None, np.inf
+
+    def _small_enough(self, limit: float, known: Sequence[Strategy]) -> list[Strategy]:
+        """Without the strategies whose lower bounds say that they do not fit: true peaks take longer."""
+        space = Variants.grouped({name: tuple(dict.fromkeys(s[name] for s in known)) for name in self.cells})
+        memory = Memory(self.model, space)
+        return [strategy for strategy in known if memory.rows(space.choice(strategy)).max() <= limit * SLACK]
+
+    def _cells_within(self, weights: Sequence[float], uppers: Sequence[float]) -> Configs:
+        """The cells that a strategy of at most these costs can have, in whatever form."""
+        if not np.isfinite(uppers).all():
+            return self.cells
+        space = Variants.of(self.cells, self.forms)
+        rough = rough_tables(self.model, self.cells, self.progress)
+        keep: Keep = {name: np.zeros(len(cells), bool) for name, cells in self.cells.items()}
+        everywhere = {name: np.arange(len(cells)) for name, cells in self.cells.items()}
+        for weight, upper in zip(weights, uppers, strict=True):
+            node = weighted(self.model, space.configs, weight)
+            own = {name: least_by_base(node[name], space.cell[name])[0] for name in node}
+            for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
+                keep[name] |= lower <= upper * SLACK
+        return {n: tuple(c for c, k in zip(cells, keep[n], strict=True) if k) for n, cells in self.cells.items()}
+
+
+def inside(choice: Choice | None, keep: Keep) -> Choice | None:
+    """A choice over all variants as one over those that are kept; None where one of its own is not."""
+    if choice is None or not all(keep[name][i] for name, i in choice.items()):
+        return None
+    return {name: int(keep[name][:i].sum()) for name, i in choice.items()}
