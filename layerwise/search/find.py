@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,7 +18,9 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
 from layerwise.search.narrow import narrow, strategy_of
 from layerwise.search.prune import by_edge_cost, restrict
-from layerwise.search.result import Candidate, SearchResult, preference
+from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
+from layerwise.search.variants import OFFERS
+from layerwise.search.within import LeastMemory, LimitedSearch, Within
 
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
 
@@ -29,13 +31,21 @@ def search(
     *,
     objective: Literal["timeline", "additive"] = "timeline",
     memory_bytes: float = 2**31,
+    memory_limit_bytes: float | None = None,
+    offer: Iterable[str] = OFFERS,
     fixed: Mapping[str, Config] | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best strategy over `space`. `memory_bytes` bounds search tables.
+    """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
-    `fixed` layers keep their configuration; the answer is then the additive optimum, and no baseline.
+    memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
+    `variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
+    `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
+    optimum, and no baseline.
     """
+    limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
+    if not limit > 0:
+        raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
     if space.devices != model.devices.count:
         raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
     if unknown := sorted(set(fixed or {}) - {layer.name for layer in model.graph.inner}):
@@ -55,42 +65,74 @@ def search(
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
     strategies = [strategy_of(small.configs, optimum.choice) for small, optimum in optima]
     distinct = {tuple(s.items()): s for s in strategies}
-    candidates = [candidate(model, "layerwise", s) for s in distinct.values()]
-    baselines = {name: candidate(model, name, strategy) for name, strategy in named.items()}
+    candidates = [candidate(model, "layerwise", s, limit) for s in distinct.values()]
+    baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = candidates[0], optima[0][1]
     if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
-    best = choose(candidates, baselines) if objective == "timeline" and not fixed else additive
+    by_time = objective == "timeline" and not fixed
+    unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
+    kept, within, least = sum(map(len, tables.configs.values())), None, None
+    if not best.fits:
+        started = time.perf_counter()
+        under = LimitedSearch(
+            model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
+        )
+        known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
+        within, least = _limited(under, limit, weights, known)
+        found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
+        candidates, kept = [*found, *candidates], within.configurations
+        additive = found[0] if found else additive  # by step time
+        optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
+        best = choose(candidates, baselines) if by_time else additive
+        seconds["limit"] = time.perf_counter() - started
     best = next((c for c in baselines.values() if c.strategy == best.strategy), best)
     counts = {
         "largest": max(map(len, configs.values())),
         "total": sum(map(len, configs.values())),
-        "kept": sum(map(len, tables.configs.values())),
+        "kept": kept,
     }
     # Equal strategies are listed once, under a baseline's name where one is equal: data parallelism's before others.
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
     simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
-    capacity = model.devices.processor.memory_bytes
-    return SearchResult(best, additive, baselines, optimum, seconds, counts, simulated, capacity)
+    return SearchResult(
+        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), unlimited, within, least
+    )
 
 
-def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate]) -> Candidate:
+def _limited(
+    search: LimitedSearch, limit: float, weights: Sequence[float], known: Sequence[Mapping[str, Config]]
+) -> tuple[Within, LeastMemory | None]:
+    """What fits; where nothing was found, the least memory, and what fits if it does."""
+    within = search.under(limit, weights, known)
+    if within.strategies:
+        return within, None
+    least = search.least(known)
+    if least.bytes <= limit:
+        return search.under(limit, weights, [*known, least.strategy]), None
+    return within, least
+
+
+def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
     """The best by `preference`; data parallelism where that gains no more than the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
-    best, data = min(everyone, key=preference), baselines["data"]
+    best, data = min(everyone, key=preference if heed_memory else timeline_s), baselines["data"]
     least_s = data.timeline.total_s * (1 - model_error(data.price, best.price))
-    return data if data.fits == best.fits and best.timeline.total_s >= least_s else best
+    allowed = data.fits == best.fits or not heed_memory
+    return data if allowed and best.timeline.total_s >= least_s else best
 
 
-def candidate(model: CostModel, name: str, strategy: Mapping[str, Config]) -> Candidate:
-    """Prices a strategy both ways."""
+def candidate(
+    model: CostModel, name: str, strategy: Mapping[str, Config], memory_limit_bytes: float | None = None
+) -> Candidate:
+    """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
     strategy = complete(model, strategy)
     cost = price(model, strategy)
-    fits = cost.memory_bytes <= model.devices.processor.memory_bytes
-    return Candidate(name, strategy, cost, timeline(model, strategy), fits)
+    limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
+    return Candidate(name, strategy, cost, timeline(model, strategy), cost.memory_bytes <= limit)
 
 
 def configurations(

@@ -9,6 +9,7 @@ from layerwise.cost.price import Price
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.picture import html
 from layerwise.search.eliminate import Optimum
+from layerwise.search.within import LeastMemory, Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class SearchResult:
     # All plans that `best` is one of, each once. Of the others nothing is known but the bound on their step time, so
     # nothing of their memory.
     simulated: tuple[Candidate, ...]
-    memory_bytes: int  # of a device
+    memory_bytes: int  # that a device may take at most
+    unlimited: Candidate  # `best`, if memory did not matter
+    within: Within | None  # what the search under the limit found, where `unlimited` does not fit
+    least: LeastMemory | None  # what needs the least memory, where nothing was found to fit
 
     @property
     def fastest(self) -> Candidate:
@@ -47,6 +51,11 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+def timeline_s(c: Candidate) -> float:
+    """Seconds of a step with overlap."""
+    return c.timeline.total_s
 
 
 def preference(c: Candidate) -> tuple[bool, float]:

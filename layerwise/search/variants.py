@@ -32,9 +32,10 @@ class Forms:
     recomputable: frozenset[str]  # layers
     layers: Mapping[str, Layer]
     devices: int
+    fixed: frozenset[str]  # layers that stay as they are
 
     @staticmethod
-    def of(graph: LayerGraph, devices: int, offer: Iterable[str]) -> Forms:
+    def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
         """offer: of OFFERS. LayerwiseError for anything else. What is not priced and run is left out."""
         offer = tuple(offer)
         if unknown := sorted(set(offer) - set(OFFERS)):
@@ -42,15 +43,16 @@ class Forms:
         recompute = (False, True) if "recompute" in offer else (False,)
         states: tuple[States, ...] = ("replicated", "sharded", "gathered") if "shard" in offer else ("replicated",)
         forms = tuple(form for form in product(recompute, states) if _works(*form))
-        return Forms(forms, recomputable(graph), {layer.name: layer for layer in graph.layers}, devices)
+        stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
+        layers = {layer.name: layer for layer in graph.layers}
+        return Forms(forms, recomputable(graph), layers, devices, frozenset(stay))
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:
         """The configuration in a form, as far as that means anything for the layer."""
         recompute, states = form
-        layer = self.layers[name]
-        if layer.end or form == self.offered[0]:
+        if name in self.fixed or form == self.offered[0]:
             return config
-        if states != "replicated" and not may_shard(layer, config, self.devices):
+        if states != "replicated" and not may_shard(self.layers[name], config, self.devices):
             states = "replicated"
         return replace(config, recompute=recompute and name in self.recomputable, states=states)
 

@@ -7,7 +7,7 @@ be part of a strategy better than one in hand goes (as in `narrow`). Then exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ class Within:
     """The answer under a limit."""
 
     limit_bytes: float
-    strategies: tuple[Strategy, ...]  # the best that were found, for each weight of t_S: equation 1's first
+    strategies: tuple[Strategy, ...]  # the best that were found, for each weight of t_S: that of equation 1 first
     cost_s: float  # of the first: inf where none was found
     lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
     prices: tuple[Price, ...]
@@ -65,7 +65,8 @@ class LeastMemory:
 class LimitedSearch:
     """Searches of one model under any limits, which share what they find out.
 
-    cells: the configurations of every layer. offer: of OFFERS, what may save memory. memory_bytes: of a search table.
+    cells: the configurations of every layer. offer: of OFFERS, what may save memory, but of layers that are `fixed`.
+    memory_bytes: of a search table.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class LimitedSearch:
         cells: Configs,
         *,
         offer: Iterable[str] = OFFERS,
+        fixed: Collection[str] = (),
         memory_bytes: float = 2.0**31,
         progress: Progress | None = None,
     ) -> None:
         self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
-        self.forms = Forms.of(model.graph, model.devices.count, offer)
+        self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
         self._peaks: dict[object, float] = {}
         self._costs: dict[object, tuple[float, float]] = {}
 
@@ -117,11 +119,14 @@ class LimitedSearch:
             begin, prove = [] if choice is None else [choice], not results
             results.append(fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=begin, prove=prove))
         strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
+        strategies = list({tuple(strategy.values()): strategy for strategy in strategies}.values())
+        strategies.sort(key=self._costing(1.0))
+        cost = min([results[0].cost_s, *(self.cost(strategy, 1.0) for strategy in strategies)])
         return Within(
             limit,
-            tuple({tuple(strategy.values()): strategy for strategy in strategies}.values()),
-            results[0].cost_s,
-            results[0].lower_bound_s,
+            tuple(strategies),
+            cost,
+            min(cost, results[0].lower_bound_s),
             tuple(Price(*memory.where(row), s) for row, s in results[0].price.items()),
             sum(map(len, space.configs.values())),
         )
