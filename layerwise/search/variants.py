@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from layerwise.config import Config, States, check_choices
+from layerwise.config import Config, States
 from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.model import CostModel, EdgeName
 from layerwise.errors import LayerwiseError
@@ -36,13 +36,13 @@ class Forms:
 
     @staticmethod
     def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
-        """offer: of OFFERS. LayerwiseError for anything else. What is not priced and run is left out."""
+        """offer: of OFFERS. LayerwiseError for anything else."""
         offer = tuple(offer)
         if unknown := sorted(set(offer) - set(OFFERS)):
             raise LayerwiseError(f"{unknown[0]!r} cannot be offered: choose of {', '.join(OFFERS)}")
         recompute = (False, True) if "recompute" in offer else (False,)
         states: tuple[States, ...] = ("replicated", "sharded", "gathered") if "shard" in offer else ("replicated",)
-        forms = tuple(form for form in product(recompute, states) if _works(*form))
+        forms = tuple(product(recompute, states))
         stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
         layers = {layer.name: layer for layer in graph.layers}
         return Forms(forms, recomputable(graph), layers, devices, frozenset(stay))
@@ -55,14 +55,6 @@ class Forms:
         if states != "replicated" and not may_shard(self.layers[name], config, self.devices):
             states = "replicated"
         return replace(config, recompute=recompute and name in self.recomputable, states=states)
-
-
-def _works(recompute: bool, states: States) -> bool:
-    try:
-        check_choices(Config(recompute=recompute, states=states), "")
-    except LayerwiseError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
