@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.memory.step import TARGET_BYTES
+from layerwise.cost.memory.outputs import TARGET_BYTES
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
