@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.common.launch import launch
 from benchmarks.emulate import parse_rate
 from benchmarks.ranks.cluster import Job
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 Cell = dict[str, object]
 

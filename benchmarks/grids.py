@@ -39,7 +39,7 @@ from layerwise.machine.curves import Links, parse_links
 from layerwise.machine.fields import Field
 from layerwise.mlp_grid.cost import AlphaBeta, distribution
 from layerwise.mlp_grid.grid import GridStudy, grids, study
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)

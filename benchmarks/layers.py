@@ -31,8 +31,8 @@ from layerwise.measure.layers.job import Job, base_profile
 from layerwise.measure.layers.step import optimizer_of
 from layerwise.measure.stopwatch import Reading, Stopwatch
 from layerwise.plan import Plan
+from layerwise.quantities import units
 from layerwise.run.load import load
-from layerwise.search.report.text import units
 
 
 def _only(strategy: Mapping[str, Config], *_: object) -> list[Mapping[str, Config]]:

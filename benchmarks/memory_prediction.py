@@ -31,9 +31,9 @@ from layerwise.machine import load as load_profile
 from layerwise.measure.conditions import TYPES, device_of
 from layerwise.partition.blocks import recomputable
 from layerwise.plan import Plan, parse_plan
+from layerwise.quantities import units
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search
-from layerwise.search.report.text import units
 from tests.comm.pool import run_ranks
 
 

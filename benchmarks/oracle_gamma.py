@@ -29,7 +29,7 @@ from layerwise.oracle.formulas.memory import reuse_factor
 from layerwise.oracle.formulas.phases import Formulas
 from layerwise.oracle.formulas.project import case_of, project
 from layerwise.plan import Plan
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 FORMS: tuple[Formulas, ...] = ("published", "as-run")
 

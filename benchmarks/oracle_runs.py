@@ -20,7 +20,7 @@ from benchmarks.common.networks import SMALL
 from benchmarks.predictions import arguments, run_all, words
 from benchmarks.ranks.oracle import STRATEGIES
 from layerwise.oracle.runs import accuracy
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 Cell = dict[str, object]
 AIM = 0.90

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.common.launch import launch
 from benchmarks.common.networks import SMALL
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 Cell = dict[str, object]
 ALIKE = 0.05  # times that differ by less are in no order

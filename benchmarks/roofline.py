@@ -42,7 +42,7 @@ from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Dropout
 from layerwise.partition.layout import layout
 from layerwise.partition.volumes import intervals, largest_extents
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 from layerwise.tensor import TensorSpec
 from tests.importers.evaluate import run
 

@@ -23,10 +23,10 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline, depth_first
 from layerwise.search.eliminate import eliminate
 from layerwise.search.find import configurations, search
-from layerwise.search.report.text import units
 
 AIMS = [("vgg16", 16), ("inception_v3", 16), ("inception_v3", 64), ("resnet50", 64), ("vgg16", 256)]
 GROWTH = [("vgg16", n) for n in (4, 8, 16, 32, 64, 128, 256)]

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.common.launch import launch
 from benchmarks.ranks.thesis import DATA, Job
-from layerwise.search.report.text import units
+from layerwise.quantities import units
 
 NODES, RATE, QUOTA = (1, 2, 4), "1gbit", 0.5
 # Appendices C and D: accuracy on 1, 2 and 4 nodes (%), efficiency on 2 and 4 (%), and the lines of the tables.

@@ -13,7 +13,8 @@ from layerwise.cli import Parser, console, run_main
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
-from layerwise.search.report.text import short, units
+from layerwise.quantities import units
+from layerwise.search.report.text import short
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,10 +20,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
 from layerwise.machine import DTYPES, load
 from layerwise.plan import Plan, as_json, load_plan, nearest
+from layerwise.quantities import units
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.report.text import Fitting, short, units, written
+from layerwise.search.report.text import Fitting, short, written
 
 LINK_MODELS, SYNCS = (get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync"))
 

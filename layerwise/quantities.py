@@ -52,3 +52,18 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def units(value: float, unit: str) -> str:
+    """`12.3 ms`, `4.56 GB`: three digits."""
+    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
+    for scale, prefix in scales:
+        scaled = value / scale
+        if scaled >= 0.9995 and not (unit == "s" and scale > 1):
+            return f"{scaled:.0f} {prefix}{unit}" if scaled >= 999.5 else f"{three_digits(scaled)} {prefix}{unit}"
+    return f"0 {unit}" if value == 0 else f"{value / 1e-6:.2g} µ{unit}"
+
+
+def three_digits(value: float) -> str:
+    """`1.50`, `12.3`."""
+    return f"{value:#.3g}".rstrip(".")

@@ -18,10 +18,11 @@ from layerwise.machine import DeviceGraph, precision
 from layerwise.machine.profile import Profile
 from layerwise.partition import holding
 from layerwise.plan import Plan, nearest
+from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report.text import over_memory, units
+from layerwise.search.report.text import over_memory
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from layerwise.api.choose import Choice
 from layerwise.api.world import World
-from layerwise.search.report.text import strategy_table, units, why_data
+from layerwise.quantities import units
+from layerwise.search.report.text import strategy_table, why_data
 
 
 def table(choice: Choice, world: World, machine: str) -> Group:

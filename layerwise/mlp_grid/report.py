@@ -12,8 +12,9 @@ from rich.text import Text
 
 from layerwise.cost.model import CostModel
 from layerwise.mlp_grid.grid import GridStudy, PricedGrid
+from layerwise.quantities import units
 from layerwise.search.report.as_json import costs_json, strategy_json
-from layerwise.search.report.text import Fitting, over_memory, short, units
+from layerwise.search.report.text import Fitting, over_memory, short
 from layerwise.search.result import Candidate
 
 HEADINGS = (

@@ -12,7 +12,8 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import COMMANDS, dispatch
 from layerwise.cli import PIPED_WIDTH, run_main
-from layerwise.search.report.text import broken, units
+from layerwise.quantities import units
+from layerwise.search.report.text import broken
 from tests.cli.commands import LENET, Run, onnx_file
 
 

@@ -14,10 +14,11 @@ from layerwise.machine import load
 from layerwise.mlp_grid import grid
 from layerwise.mlp_grid.grid import grids, study
 from layerwise.mlp_grid.report import show
+from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.report.as_json import as_dict
 from layerwise.search.report.html import result_html
-from layerwise.search.report.text import units, verdict, why_data
+from layerwise.search.report.text import verdict, why_data
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 

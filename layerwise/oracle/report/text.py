@@ -15,7 +15,8 @@ from layerwise.oracle.question import NAMES, Answer, Oracle
 from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, Suggestion
-from layerwise.search.report.text import Fitting, units
+from layerwise.quantities import units
+from layerwise.search.report.text import Fitting
 
 Answers = Mapping[tuple[str, int], Answer]
 PHASES = {

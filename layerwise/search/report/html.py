@@ -7,7 +7,8 @@ from html import escape
 
 from layerwise.cost.terms import COLUMNS
 from layerwise.picture import html, runs, svg, table
-from layerwise.search.report.text import over_memory, short, units, why_data
+from layerwise.quantities import units
+from layerwise.search.report.text import over_memory, short, why_data
 from layerwise.search.result import Candidate, SearchResult
 
 

@@ -19,6 +19,7 @@ from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
+from layerwise.quantities import three_digits, units
 from layerwise.search.baselines import DepthFirst
 from layerwise.search.result import Candidate, SearchResult, preference
 
@@ -36,20 +37,6 @@ class Fitting:
         widths = (Measurement.get(console, unbounded, table).maximum for table in self.tables)
         fitting = (t for t, width in zip(self.tables, widths, strict=True) if width <= options.max_width)
         yield next(fitting, self.tables[-1])
-
-
-def units(value: float, unit: str) -> str:
-    """`12.3 ms`, `4.56 GB`: three digits."""
-    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
-    for scale, prefix in scales:
-        scaled = value / scale
-        if scaled >= 0.9995 and not (unit == "s" and scale > 1):
-            return f"{scaled:.0f} {prefix}{unit}" if scaled >= 999.5 else f"{_three(scaled)} {prefix}{unit}"
-    return f"0 {unit}" if value == 0 else f"{value / 1e-6:.2g} µ{unit}"
-
-
-def _three(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".")
 
 
 def written(layer: Layer, config: Config) -> str:
@@ -187,7 +174,7 @@ def candidates_table(model: CostModel, rows: Sequence[Candidate], best: Candidat
             Text(c.name, style="bold green" if c is best else ""),
             units(c.price.step_time_s, "s"),
             units(time, "s"),
-            f"{rate:,.0f}" if rate >= 100 else _three(rate),
+            f"{rate:,.0f}" if rate >= 100 else three_digits(rate),
             f"{data / time:.2f}×",
             units(c.price.bytes_moved, "B"),
             Text(memory if c.fits else f"{memory} (too much)", style="" if c.fits else "red"),
