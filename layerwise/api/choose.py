@@ -22,7 +22,7 @@ from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report.text import over_memory
+from layerwise.search.report.limit import nothing_fits
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
@@ -168,7 +168,7 @@ def _over_memory(model: CostModel, best: Candidate, searched: SearchResult | Non
     else:
         instead = "name another with strategy= or plan="
     if searched is not None:
-        return LayerwiseError(f"{over_memory(searched)}: {instead}, {known}")
+        return LayerwiseError(f"{nothing_fits(searched)}: {instead}, {known}")
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
     return LayerwiseError(
         f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {known}"

@@ -14,7 +14,8 @@ from layerwise.cost.model import CostModel
 from layerwise.mlp_grid.grid import GridStudy, PricedGrid
 from layerwise.quantities import units
 from layerwise.search.report.as_json import costs_json, strategy_json
-from layerwise.search.report.text import Fitting, over_memory, short
+from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.text import Fitting, short
 from layerwise.search.result import Candidate
 
 HEADINGS = (
@@ -78,7 +79,7 @@ def _verdict(model: CostModel, studied: GridStudy) -> list[str]:
     least = units(studied.result.additive.price.step_time_s, "s")
     lines.append(f"No strategy of the space has a step time below {least}{_proof(optimum.proven)}.")
     if not best.fits:
-        lines.append(f"WARNING: {over_memory(studied.result, *(priced.tables for priced in studied.grids))}.")
+        lines.append(f"WARNING: {nothing_fits(studied.result)}.")
     return lines
 
 

@@ -30,17 +30,20 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model, names_code
-from layerwise.machine import load
+from layerwise.machine import DeviceGraph, load
 from layerwise.mlp_grid import report as grid_report
 from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
+from layerwise.quantities import parse_bytes
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report import as_json as report_json
 from layerwise.search.report import text as report
 from layerwise.search.report.timeline import write_timeline
+from layerwise.search.variants import OFFERS
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -75,6 +78,19 @@ def parser() -> argparse.ArgumentParser:
     training_arguments(p)
     g = p.add_argument_group("search space")
     space_arguments(g)
+    g.add_argument(
+        "--memory-limit",
+        metavar="14GB",
+        help="that a step may take on a device (default: what the profile's devices have, less what libraries take)",
+    )
+    g.add_argument(
+        "--offer",
+        type=offered,
+        default=OFFERS,
+        metavar="recompute,shard",
+        help="what may save memory, layer by layer, where a limit binds (default: both)",
+    )
+    g.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
     g.add_argument(
         "--grid",
         metavar="all|RxC",
@@ -114,6 +130,13 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("output")
     g.add_argument("--json", action="store_true", help="everything, for programs")
     g.add_argument("--layers", action="store_true", help="a row for every layer")
+    g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
+    g.add_argument(
+        "--memory-curve",
+        metavar="8GB..80GB",
+        help="the fastest plan for each of some limits between these, instead of one",
+    )
+    g.add_argument("--plot", metavar="FILE.png", help="of --memory-curve: draw it")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
     g.add_argument(
@@ -133,6 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
     space = search_space(args, spread=devices.nodes > 1)
+    limit = None if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
+    offer = [choice for choice in args.offer if choice not in args.no_offer]
     writes = [path for path in (args.out, args.export_costs, args.timeline) if path is not None]
     if args.price is not None and (args.out or args.export_costs or args.depth_first):
         raise LayerwiseError("--price does not search: leave out --out, --export-costs and --depth-first")
@@ -154,8 +179,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _grid(model, space, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
-            model, space, objective=args.objective, memory_bytes=args.search_memory * 2**30, progress=progress
+            model,
+            space,
+            objective=args.objective,
+            memory_bytes=args.search_memory * 2**30,
+            memory_limit_bytes=limit,
+            offer=offer,
+            progress=progress,
         )
+    tried: list[Remedy] = []
+    if not result.best.fits:
+        more = _twice(args, devices)
+        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=more)
     seconds |= result.seconds
     enumerated: DepthFirst | None = None
     if args.export_costs is not None or args.depth_first is not None:
@@ -173,12 +208,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.timeline is not None:
         write_timeline(model, result.best.strategy, args.timeline)
     if args.json:
-        print(json.dumps(report_json.as_dict(model, result, args.model, seconds, enumerated), indent=1))
+        print(json.dumps(report_json.as_dict(model, result, args.model, seconds, enumerated, tried), indent=1))
         return 0
     out = console()
     title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
     out.print(Text.assemble((args.model, "bold"), title))
-    out.print(report.show(model, result, seconds, every_layer=args.layers))
+    out.print(report.show(model, result, seconds, every_layer=args.layers, tried=tried))
     if enumerated is not None:
         out.print(report.depth_first_line(enumerated, result))
     for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
@@ -187,6 +222,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None and names_code(args.model):
         out.print(f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True)
     return 0
+
+
+def offered(text: str) -> tuple[str, ...]:
+    """`recompute,shard`: of OFFERS, each once."""
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words or set(words) - set(OFFERS):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join(OFFERS)}, joined by commas")
+    return words
+
+
+def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None:
+    """Twice as many devices; None where the machine cannot have so many."""
+    try:
+        return load(args.profile).device_graph(2 * devices.count, args.gpus_per_node)
+    except LayerwiseError:
+        return None
 
 
 def _check_grid(args: argparse.Namespace) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from layerwise.cost.basis import basis, model_error, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
+from layerwise.plan import as_json
 from layerwise.search.baselines import DepthFirst
-from layerwise.search.report.text import over_memory
+from layerwise.search.remedies import Remedy
+from layerwise.search.report.limit import nothing_fits
 from layerwise.search.result import Candidate, SearchResult
 
 
@@ -20,6 +22,7 @@ def as_dict(
     name: str,
     seconds: Mapping[str, float],
     enumerated: DepthFirst | None = None,
+    tried: Sequence[Remedy] = (),
 ) -> dict[str, Any]:
     """Everything, for a program. Seconds and bytes; bytes are a step's, summed over devices; memory is one device's."""
     best, optimum = result.best, result.optimum
@@ -34,6 +37,11 @@ def as_dict(
         **costs_json(best),
         "samples_per_s": model.graph.batch / best.timeline.total_s,
         "memory_capacity_bytes": model.devices.processor.memory_bytes,
+        "memory_limit_bytes": result.memory_bytes,
+        "least_memory_bytes": None if result.least is None else result.least.bytes,
+        "least_memory_bound_bytes": None if result.least is None else result.least.lower_bound_bytes,
+        "without_limit": None if result.within is None else costs_json(result.unlimited),
+        "memory_prices": [] if result.within is None else [asdict(price) for price in result.within.prices],
         "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
         **strategy_json(model, best),
         "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
@@ -52,7 +60,8 @@ def as_dict(
             "fit": sum(c.fits for c in result.simulated),
             "least_memory_bytes": min(c.price.memory_bytes for c in result.simulated),
         },
-        "warnings": [*warnings(model), *([] if best.fits else [over_memory(result)])],
+        "warnings": [*warnings(model), *([] if best.fits else [nothing_fits(result, tried)])],
+        "remedies": [asdict(remedy) for remedy in tried],
         **({"depth_first": asdict(enumerated)} if enumerated else {}),
     }
 
@@ -83,21 +92,22 @@ def costs_json(candidate: Candidate) -> dict[str, float | bool]:
 
 def strategy_json(model: CostModel, candidate: Candidate) -> dict[str, Any]:
     """`strategy` {layer: {dim: degree}} with degrees of 1 written out, and `placements` of what is not contiguous."""
-    strategy, placements = {}, {}
+    strategy, placements = dict[str, Any](), {}
     for layer in model.graph.layers:
         if layer.end:
             continue
         config = candidate.strategy[layer.name]
         labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
-        strategy[layer.name] = {label: config[label] for label in labels}
+        degrees = {label: config[label] for label in labels}
+        strategy[layer.name] = degrees | {k: v for k, v in as_json(config).items() if k in ("recompute", "states")}
         if config.placement == "strided":
             placements[layer.name] = "strided"
     return {"strategy": strategy, "placements": placements}
 
 
-def layer_json(price: LayerPrice) -> dict[str, float]:
-    """The terms of one layer."""
+def layer_json(price: LayerPrice) -> dict[str, float | str]:
+    """The terms of one layer, and what it saves memory by."""
     seconds = {f"{term}_s": value for term, value in price.seconds.items()}
     sent = {f"{kind}_bytes": value for kind, value in price.bytes.items()}
     rest = {"memory_bytes": price.memory_bytes, "measured_s": price.measured_s, "fitted_s": price.fitted_s}
-    return seconds | sent | rest
+    return {**seconds, **sent, **rest, "recompute": price.config.recompute, "states": price.config.states}

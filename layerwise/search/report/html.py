@@ -8,7 +8,8 @@ from html import escape
 from layerwise.cost.terms import COLUMNS
 from layerwise.picture import html, runs, svg, table
 from layerwise.quantities import units
-from layerwise.search.report.text import over_memory, short, why_data
+from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.text import short, why_data
 from layerwise.search.result import Candidate, SearchResult
 
 
@@ -55,6 +56,6 @@ def result_html(result: SearchResult) -> str:
     if result.best.strategy == others["data"].strategy:
         lines.append(f"data parallelism is {why_data(result)}")
     if not result.best.fits:
-        lines.append(f"WARNING: {over_memory(result)}")
+        lines.append(f"WARNING: {nothing_fits(result)}")
     notes = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return candidate_html(result.best) + comparison_html(rows, others["data"]) + notes

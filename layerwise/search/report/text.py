@@ -21,7 +21,9 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.quantities import three_digits, units
 from layerwise.search.baselines import DepthFirst
-from layerwise.search.result import Candidate, SearchResult, preference
+from layerwise.search.remedies import Remedy
+from layerwise.search.report.limit import limit_lines, nothing_fits
+from layerwise.search.result import Candidate, SearchResult
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
 
@@ -212,29 +214,16 @@ def why_data(result: SearchResult) -> str:
     return f"kept: {gain}, within the model's error ({100 * error:.2g}%)"
 
 
-def over_memory(result: SearchResult, *others: Candidate) -> str:
-    """What is known where the plan does not fit: the memory of what was simulated (and of `others`), no more."""
-    plans, have = [*result.simulated, *others], units(result.memory_bytes, "B")
-    if fitting := [c for c in plans if c.fits]:
-        name = min(fitting, key=preference).name
-        need = f"{result.best.name} needs {units(result.best.price.memory_bytes, 'B')}"
-        return f"{need}, and a device has {have}; of {len(plans)} simulated plans {len(fitting)} fit, fastest {name}"
-    least = min(plans, key=lambda c: c.price.memory_bytes)
-    need = f"{least.name}, needs {units(least.price.memory_bytes, 'B')}"
-    if result.configurations["largest"] == 1:
-        return f"the only plan there is, {need}, and a device has {have}"
-    return (
-        f"none of the {len(plans)} plans that were simulated fits into the {have} of a device: the least, {need}. "
-        "The search itself knows nothing of memory, so a slower plan that fits may exist"
-    )
-
-
-def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
+def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()) -> Iterator[str]:
     """The lines below the tables: what is proven, what was chosen and why, what to beware of."""
     optimum, best = result.optimum, result.best
     cost = units(result.additive.price.step_time_s, "s")
+    limited = "" if result.within is None or not best.fits else f" that fits into {units(result.memory_bytes, 'B')}"
     if optimum.proven:
-        yield f"optimal: proven. No strategy of the space has a step time below {cost}; K = {optimum.final_nodes}."
+        yield (
+            f"optimal: proven. No strategy of the space{limited} has a step time below {cost}; "
+            f"K = {optimum.final_nodes}."
+        )
     else:
         gap = result.additive.price.step_time_s / optimum.lower_bound_s - 1
         yield (
@@ -243,7 +232,9 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
         )
     data = result.baselines["data"]
     slower = best.timeline.total_s / data.timeline.total_s
-    if slower > 1:  # --objective additive, or data parallelism needs too much memory
+    if not best.fits:
+        pass  # below
+    elif slower > 1:  # --objective additive, or data parallelism needs too much memory
         why = "" if data.fits else ", but does not fit into memory"
         yield f"With overlap, data parallelism is predicted {slower:.2f}× faster{why}."
     elif best.strategy == data.strategy:
@@ -254,6 +245,7 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             f"Chosen with overlap: {units(best.timeline.total_s, 's')} a step; the additive optimum would take "
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
+    yield from limit_lines(result)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s
@@ -263,15 +255,22 @@ def verdict(model: CostModel, result: SearchResult) -> Iterator[str]:
             "strategies here pay; DistributedDataParallel does not: --local-batch-norm prices it so."
         )
     if not best.fits:
-        yield f"WARNING: {over_memory(result)}."
+        yield f"WARNING: {nothing_fits(result, tried)}."
 
 
-def show(model: CostModel, result: SearchResult, seconds: Mapping[str, float], *, every_layer: bool) -> Group:
-    """Everything, for a terminal."""
+def show(
+    model: CostModel,
+    result: SearchResult,
+    seconds: Mapping[str, float],
+    *,
+    every_layer: bool,
+    tried: Sequence[Remedy] = (),
+) -> Group:
+    """Everything, for a terminal. tried: what would make a plan fit, where none does."""
     times = ", ".join(f"{name} {units(value, 's')}" for name, value in seconds.items())
     space = result.configurations
     footer = [
-        *verdict(model, result),
+        *verdict(model, result, tried),
         f"{times}; up to {space['largest']} configurations a layer, {space['total']:,} in all, "
         f"{space['kept']:,} after pruning.",
     ]

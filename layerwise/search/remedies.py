@@ -1,0 +1,72 @@
+"""Remedies: what would make a plan fit where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import complete
+from layerwise.errors import LayerwiseError
+from layerwise.machine import DeviceGraph
+from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.find import configurations
+from layerwise.search.variants import OFFERS
+from layerwise.search.within import LimitedSearch
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What was tried, as a phrase, and the least memory of a plan found then; whether that fits."""
+
+    what: str
+    bytes: float
+    fits: bool
+
+
+def remedies(
+    model: CostModel,
+    space: SearchSpace,
+    limit_bytes: float,
+    *,
+    offer: Iterable[str],
+    more_devices: DeviceGraph | None = None,
+) -> list[Remedy]:
+    """Each alone, with the least memory that was found with it: more choices, k, twice the devices, half the batch.
+
+    more_devices: twice as many as now, where they are known.
+    """
+    offered = tuple(offer)
+    tried: list[Remedy] = []
+    for what, other, searched, choices in _others(model, space, offered, more_devices):
+        try:
+            least = _least_bytes(other, searched, choices)
+        except LayerwiseError:  # such as fewer samples than a layer can have
+            continue
+        tried.append(Remedy(what, least, least <= limit_bytes))
+    return tried
+
+
+def _others(
+    model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None
+) -> Iterator[tuple[str, CostModel, SearchSpace, tuple[str, ...]]]:
+    left_out = [choice for choice in OFFERS if choice not in offered]
+    if left_out:
+        yield f"--offer {','.join(OFFERS)}", model, space, OFFERS
+    if "k" not in space.dims:
+        yield "k in --dims", model, replace(space, dims=(*space.dims, "k")), offered
+    if more_devices is not None:
+        bigger = CostModel(model.graph, more_devices, model.options)
+        yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered
+    batch = model.graph.batch // 2
+    if batch:
+        options = replace(model.options, io="sample" if batch >= model.devices.count else "free")
+        smaller = CostModel(model.graph.rebatch(batch), model.devices, options)
+        yield f"a global batch of {batch}", smaller, space, offered
+
+
+def _least_bytes(model: CostModel, space: SearchSpace, offer: tuple[str, ...]) -> float:
+    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    search = LimitedSearch(model, configurations(model, space, named, {}), offer=offer)
+    return search.least(list(named.values())).bytes

@@ -1,0 +1,62 @@
+"""What is said of a memory limit: what it costs, by what choices a plan fits, and why nothing does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from layerwise.config import Config
+from layerwise.quantities import units
+from layerwise.search.remedies import Remedy
+from layerwise.search.result import SearchResult
+
+
+def limit_lines(result: SearchResult) -> Iterator[str]:
+    """Where the limit binds and a plan fits: what that costs, the price of memory, and who saves it."""
+    within, best, free = result.within, result.best, result.unlimited
+    if within is None or not best.fits:
+        return
+    have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
+    faster = best.timeline.total_s / free.timeline.total_s - 1
+    gain = f"be {faster:.1%} faster" if faster > 0.0005 else "not be faster"
+    yield f"The {have} of a device bind: a plan of {need} ({free.name}) would {gain}."
+    for price in within.prices:
+        if price.s_per_byte > 0:
+            saved, when = units(price.s_per_byte * 1e9, "s"), f"device {price.device} is fullest: {price.instant}"
+            yield f"A GB more would save about {saved} of the step time ({when})."
+    yield from choices(best.strategy.values())
+
+
+def choices(configs: Iterable[Config]) -> Iterator[str]:
+    """How many layers save memory, and how."""
+    counts = Counter[str]()
+    for config in configs:
+        counts["recompute"] += config.recompute
+        counts[config.states] += 1
+    said = []
+    if counts["recompute"]:
+        said.append(f"{counts['recompute']} layers are computed once more in the backward pass")
+    if counts["sharded"]:
+        said.append(f"{counts['sharded']} share out their optimizer's state")
+    if counts["gathered"]:
+        said.append(f"{counts['gathered']} their parameters, too, which are gathered when they compute")
+    if said:
+        yield f"To fit, {', '.join(said)}."
+
+
+def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
+    """Why no plan fits, and what would."""
+    have, least = units(result.memory_bytes, "B"), result.least
+    if least is None:
+        need = units(result.best.price.memory_bytes, "B")
+        return f"the plan needs {need} on its fullest device, which has {have}"
+    need, bound = units(least.bytes, "B"), units(least.lower_bound_bytes, "B")
+    known = "no plan needs less" if least.proven else f"no plan needs less than {bound}"
+    text = f"no plan of the space fits into {have}: the least that one needs is {need}, and {known}"
+    fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
+    if fitting:
+        return f"{text}. With {' or '.join(fitting)} one would fit"
+    if tried:
+        closest = min(tried, key=lambda remedy: remedy.bytes)
+        return f"{text}. Nothing that was tried makes one fit; {closest.what} comes to {units(closest.bytes, 'B')}"
+    return text
