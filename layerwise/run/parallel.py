@@ -123,16 +123,19 @@ class ParallelModule(nn.Module):
         """Whether all gradients that parameters have now are sums over the ranks."""
         return self._synchronise and not self._reducer.local
 
-    def predicted_bytes(self) -> dict[Kind, float | None]:
+    def predicted_bytes(self, batches: int = 1) -> dict[Kind, float | None]:
         """What the plan says that all ranks together send in a training step, at this module's element types.
 
-        By kind; None where the plan says nothing of it. Every rank calls this.
+        By kind; None where the plan says nothing of it. Every rank calls this. batches: of a step; all but the last
+        are within no_sync().
         """
         planned = dict(self.plan.predicted)
         if self.options.local_batch_norm != uses_local_batch_norm(self.plan):
             planned.pop("statistics_bytes", None)  # of other statistics
+        if "sync_bytes" in planned:
+            planned.setdefault("gather_bytes", 0.0)  # plans of version 1 share nothing out
         types = planned_types(self.plan, self.graph)
-        return predicted_bytes(planned, self.plan.strategy, types, self.schedule, self._reducer)
+        return predicted_bytes(planned, self.plan.strategy, types, self.schedule, self._reducer, batches)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

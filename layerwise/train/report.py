@@ -18,7 +18,7 @@ from layerwise.plan import Plan
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
 
-KINDS: tuple[Kind, ...] = ("transfers", "sync", "statistics")
+KINDS: tuple[Kind, ...] = ("transfers", "sync", "gathers", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,7 @@ class Result:
     first: int  # steps done before, by the run that was resumed
     accuracy: float | None  # on the held-out samples; None where that is not defined
     sent: Mapping[Kind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
-    planned: Mapping[Kind, float | None]  # bytes of a batch, as `ParallelModule.predicted_bytes` has them
-    accumulate: int  # batches a step
+    planned: Mapping[Kind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
     compare: Difference | None
 
     @property
@@ -41,9 +40,8 @@ class Result:
 
     @property
     def predicted(self) -> dict[Kind, float | None]:
-        """What the plan says of `sent`. Every batch of a step has its transfers; gradients are summed once a step."""
-        times = {"transfers": self.accumulate, "sync": 1, "statistics": self.accumulate}
-        return {k: None if (each := self.planned[k]) is None else _whole(times[k] * each) for k in KINDS}
+        """What the plan says of `sent`."""
+        return {k: None if (each := self.planned[k]) is None else _whole(each) for k in KINDS}
 
     def as_dict(self) -> dict[str, object]:
         """For --json. What is not a number is null, as JSON has it."""

@@ -121,8 +121,8 @@ class Session:
         planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
         accuracy = evaluate(self.module, self.data)
-        predicted = self.module.predicted_bytes()
-        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, self.sampler.accumulate, compare)
+        predicted = self.module.predicted_bytes(self.sampler.accumulate)
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare)
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""

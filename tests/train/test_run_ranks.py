@@ -46,7 +46,8 @@ def test_two_ranks_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     # Float64. A step of two batches of 8: 4 x 12 of the hidden layer to the other rank, and back its gradient; then
     # 5 of 10 outputs for 4 samples to the other, and back. One sum of 12 x 65 gradients by two ranks.
     assert result["bytes_sent"] == {
-        "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "statistics": 0,
+        "transfers": 2 * 2 * 2 * 8 * (4 * 12 + 4 * 5), "sync": 2 * 8 * 12 * 65, "gathers": 0,
+        "statistics": 0,
     }  # fmt: skip
     assert result["bytes_predicted"] == result["bytes_sent"]  # though the plan counts in float32
     assert first.stderr[0].count("step 4/4") == 1  # rank 0 alone speaks

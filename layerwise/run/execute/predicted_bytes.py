@@ -41,18 +41,20 @@ def predicted_bytes(
     graph: LayerGraph,
     schedule: Schedule,
     reducer: GradientReducer,
+    batches: int,
 ) -> dict[Kind, float | None]:
     """Bytes a step, of all ranks together, by kind; None where the plan predicts nothing. Every rank calls this.
 
     planned: the plan's predictions, of its strategy; graph: the network with the element types that these are of.
+    batches: of a step, all but the last within no_sync.
     """
     more: Counter[Kind] = Counter()
     for scheduled in schedule.layers:
         again = scheduled.layer.name in strategy and strategy[scheduled.layer.name].recompute
         for kind, by_plan, real in _messages(scheduled, graph, schedule, again):
-            more[kind] += real - by_plan
-    for kind, by_plan, real in _of_parameters(graph, strategy, schedule, reducer):
-        more[kind] += real - by_plan
+            more[kind] += batches * real - by_plan
+    for (kind, by_plan, real), shared_out in _of_parameters(graph, strategy, schedule, reducer):
+        more[kind] += (batches if shared_out else 1) * real - by_plan
     ranks = schedule.comm.all_gather_object(more)
     return {
         kind: planned[name] + sum(one.get(kind, 0) for one in ranks) if name in planned else None
@@ -113,8 +115,8 @@ def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -
 
 def _of_parameters(
     graph: LayerGraph, strategy: Mapping[str, Config], schedule: Schedule, reducer: GradientReducer
-) -> Iterator[Message]:
-    """Sums of gradients, and gathers of what is shared out."""
+) -> Iterator[tuple[Message, bool]]:
+    """Sums of gradients, and gathers of parameters; with whether they are shared out, and travel with every batch."""
     planned: dict[str, int] = {}
     again: dict[str, tuple[int, int]] = {}  # whether a layer gathers it once more for itself, by the plan and really
     for scheduled in schedule.layers:
@@ -127,12 +129,12 @@ def _of_parameters(
         if bucket.rows is not None:
             elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
-            yield "sync", by_plan, real
+            yield ("sync", by_plan, real), True
             times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]
-            yield "gathers", by_plan * times[0], real * times[1]
+            yield ("gathers", by_plan * times[0], real * times[1]), True
             continue
         real = all_reduce_share(p.numel() * p.element_size(), *member)
-        yield "sync", all_reduce_share(p.numel() * planned[name], *member), real
+        yield ("sync", all_reduce_share(p.numel() * planned[name], *member), real), False
 
 
 def _sent(schedule: Schedule, layer: Layer) -> int:

@@ -1,0 +1,327 @@
+"""Sharded and gathered states: what a training loop does has one device's numbers, with a part of the memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, network_of
+from layerwise.plan import Plan, parse_strategy
+from layerwise.run.execute.buckets import Bucket
+from layerwise.run.execute.gathers import Gather
+from layerwise.run.load import load
+from layerwise.run.module import LayeredModule
+from layerwise.run.parts import local_part
+from tests.comm.thread import run_threads
+from tests.run.plans import difference
+
+X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+States = pytest.mark.parametrize("states", ["sharded", "gathered"])
+Loop = Callable[[nn.Module, slice], object]
+
+
+class Net(nn.Module):
+    """A weight that two layers use, a bias that cannot be shared out by two, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.head, self.other = nn.Linear(6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.second(self.second(self.norm(self.first(x)).relu()).relu())
+        return self.head(x), self.other(x)
+
+
+@cache
+def network() -> Network:
+    torch.manual_seed(0)
+    return network_of(Net().double(), (X[0][:2],), 4, "test")
+
+
+def plan(ranks: int, states: str) -> Plan:
+    graph = fuse(network().graph)
+    strategy = {layer.name: {"n": ranks, "states": states} for layer in graph.inner}
+    for layer in graph.inner:
+        if layer.out.index("n") is None:  # the weights that are used twice
+            strategy[layer.name] = {"states": states}
+    strategy["first"] = {"c": 2, "states": states}  # on four ranks two have copies
+    return Plan("test", graph.digest, 4, ranks, ranks, "sample", True, parse_strategy(strategy, graph, ranks))
+
+
+def trained(comm: Comm, states: str, loop: Loop) -> tuple[object, dict[str, Tensor], dict[str, Any]]:
+    """What the loop returns, the state in the end, and whether there is a gradient of each parameter."""
+    torch.set_num_threads(1)
+    model: nn.Module
+    if comm.size == 1:
+        model, share = copy.deepcopy(network().module), slice(None)
+        assert model is not None
+    else:
+        model = load(plan(comm.size, states), network(), comm=comm, dtype=torch.float64)
+        share = model.share()
+    told = loop(model, share)
+    gradients = {name: p.grad is not None for name, p in model.named_parameters()}
+    state = model.full_state_dict() if isinstance(model, LayeredModule) else model.state_dict()
+    return told, {name: value.detach().clone() for name, value in state.items()}, gradients
+
+
+def equal(states: str, loop: Loop, ranks: tuple[int, ...] = (2, 4)) -> None:
+    told, state, gradients = trained(SoloComm(), states, loop)
+    for size in ranks:
+        for here, found, has in run_threads(size, lambda comm: trained(comm, states, loop)):
+            assert has == gradients
+            assert max(difference(found[name], state[name]) for name in state) < 1e-11
+            assert here == (None if told is None else pytest.approx(told, rel=1e-9))
+
+
+def loss(model: nn.Module, share: slice, step: int = 0, which: int = 0) -> Tensor:
+    made: Tensor = model(X[step][share])[which].square().sum(1).mean()
+    return made
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def steps(model: nn.Module, share: slice, update: torch.optim.Optimizer, first: int = 0, last: int = 3) -> None:
+    for step in range(first, last):
+        update.zero_grad()
+        (loss(model, share, step) + loss(model, share, step + 1, 1)).backward()
+        update.step()
+
+
+def two_forward_passes_and_one_backward(model: nn.Module, share: slice) -> None:
+    steps(model, share, sgd(model))
+
+
+def parameters_without_a_gradient(model: nn.Module, share: slice) -> None:
+    """That of one output is None, not zeros, so that momentum and decay leave it alone."""
+    update = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(2):
+        update.zero_grad()
+        loss(model, share, step).backward()
+        update.step()
+
+
+def accumulated(model: nn.Module, share: slice) -> None:
+    """Also within no_sync, also over what an earlier pass has left, which is scaled between them."""
+    update, sync = sgd(model), getattr(model, "no_sync", None)
+    for step in range(2):
+        update.zero_grad()
+        if sync is None:
+            loss(model, share, step).backward()
+        else:
+            with sync():
+                loss(model, share, step).backward()
+        loss(model, share, step + 1, 1).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+        loss(model, share, step + 2, 0).backward()
+        update.step()
+
+
+def retained(model: nn.Module, share: slice) -> None:
+    update = sgd(model)
+    made = loss(model, share) + loss(model, share, 1, 1)
+    made.backward(retain_graph=True)
+    made.backward()
+    update.step()
+
+
+def frozen_for_a_step(model: nn.Module, share: slice) -> None:
+    update = sgd(model)
+    steps(model, share, update, 0, 1)
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name and "other" not in name)
+    steps(model, share, update, 1, 2)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    steps(model, share, update, 2, 3)
+
+
+def written_to(model: nn.Module, share: slice) -> list[float]:
+    """Evaluation after a step, averages that are swapped in and out, values given by load_state_dict."""
+    update, seen = torch.optim.Adam(model.parameters(), 0.01), []
+    averages = [p.detach().clone() for p in model.parameters()]
+
+    def look() -> None:
+        model.eval()
+        with torch.no_grad():
+            values = [p.clone() for p in model.parameters()]
+            for into in (averages, values):
+                for p, value in zip(model.parameters(), into, strict=True):
+                    p.copy_(value)
+                whole = loss(model, share)
+                if isinstance(model, LayeredModule):
+                    model.comm.all_reduce(whole.view(1), tuple(range(model.comm.size)), "io", "loss").wait()
+                    whole = whole / model.comm.size
+                seen.append(whole.item())
+        model.train()
+
+    for step in range(2):
+        steps(model, share, update, step, step + 1)
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.lerp_(p.detach(), 0.5)
+        look()
+    model.load_state_dict({name: value / 2 for name, value in network().built.items()})
+    look()
+    steps(model, share, update, 2, 3)
+    return seen
+
+
+def hooks(model: nn.Module, share: slice) -> list[str]:
+    """Of the parameters that have a gradient, once each, when they have it."""
+    called: list[str] = []
+    for name, p in model.named_parameters():
+
+        def hook(q: nn.Parameter, name: str = name) -> None:
+            assert q.grad is not None
+            called.append(name)
+
+        p.register_post_accumulate_grad_hook(hook)
+    loss(model, share).backward()
+    return [str(sorted(called))]
+
+
+LOOPS = [
+    two_forward_passes_and_one_backward,
+    parameters_without_a_gradient,
+    accumulated,
+    retained,
+    frozen_for_a_step,
+    written_to,
+]
+
+
+@States
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_have_one_devices_numbers(states: str, loop: Loop) -> None:
+    equal(states, loop)
+
+
+@States
+def test_hooks_are_called_once(states: str) -> None:
+    one = trained(SoloComm(), states, hooks)[0]
+    assert run_threads(2, lambda comm: trained(comm, states, hooks)[0]) == [one, one]
+
+
+def test_gathered_parameters_may_not_change_before_their_backward_pass() -> None:
+    """PyTorch raises, too, on one device."""
+
+    def loop(model: nn.Module, share: slice) -> None:
+        steps(model, share, sgd(model), 0, 1)
+        made = loss(model, share)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        made.backward()
+
+    with pytest.raises(LayerwiseError, match="written to between its forward pass and its backward pass"):
+        run_threads(2, lambda comm: trained(comm, "gathered", loop))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(SoloComm(), "", loop)
+
+
+def test_values_that_came_since_are_refused_by_autograd() -> None:
+    """A graph of the values of before is differentiated after a forward pass with others."""
+
+    def loop(model: nn.Module, share: slice) -> None:
+        made = loss(model, share)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        loss(model, share)
+        made.backward()
+
+    for states in ("sharded", "gathered"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run_threads(2, lambda comm, states=states: trained(comm, states, loop))
+
+
+def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
+    """And gathered parameters have no memory but while their layer computes."""
+
+    def run(comm: Comm, states: str) -> tuple[float, int]:
+        model = load(plan(comm.size, states), network(), comm=comm, dtype=torch.float64)
+        update = torch.optim.Adam(model.parameters())
+        assert isinstance(model, LayeredModule)
+        steps(model, model.share(), update, 0, 2)
+        held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        held += [x for one in update.state.values() for x in one.values() if x.dim()]
+        leaves = [leaf for name, leaf in model._held().items() if name in model._parts]
+        return sum(local_part(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
+
+    whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]
+    parameters = sum(p.nbytes for p in network().module.parameters())
+    alone = 8 * (8 * 6 + 6) // 2  # of the layer that the plan splits
+    kept = (parameters - 2 * alone) // 2 + 4  # and half of a bias of one element, which cannot be cut
+    for states in ("sharded", "gathered"):
+        for held, leaves in run_threads(2, lambda comm, states=states: run(comm, states)):
+            assert held == 4 * (kept + alone)
+            tied = 8 * (6 * 6 + 6)  # used twice: there as long as any layer may need it
+            assert leaves == (tied if states == "gathered" else parameters - 2 * alone - 8)
+    assert whole == 4 * (parameters - alone)
+
+
+def test_compiled_functions_do_not_have_gathered_parameters() -> None:
+    def run(comm: Comm) -> None:
+        load(plan(comm.size, "gathered"), network(), comm=comm, dtype=torch.float64, compile=True)
+
+    with pytest.raises(LayerwiseError, match="leave compile out, or give these layers sharded states"):
+        run_threads(2, run)
+
+
+BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {}
+
+
+def breaks(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what is put in a method's place; it is given the method first."""
+
+    def register(broken: Callable[..., Any]) -> Callable[..., Any]:
+        BREAKAGES[broken.__name__] = owner, name, broken
+        return broken
+
+    return register
+
+
+@breaks(Gather, "finish")
+def values_of_the_step_before(finish: Callable[[Gather], None], self: Gather) -> None:
+    before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()} if self._known else None
+    finish(self)
+    for name, leaf in self.leaves.items() if before is not None else ():
+        leaf.data.copy_(before[name])
+
+
+@breaks(Bucket, "put")
+def gradients_that_are_twice_too_large(
+    put: Callable[..., None], self: Bucket, name: str, gradient: Tensor, scale: float, zero: Tensor
+) -> None:
+    put(self, name, gradient, 2 * scale, zero)
+
+
+@breaks(Bucket, "summed")
+def gradients_that_are_permuted(summed: Callable[..., Tensor], self: Bucket, name: str, rank: int) -> Tensor:
+    return summed(self, name, rank).flip(-1)
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_what_is_wrong_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the tests above can fail."""
+    owner, method, broken = BREAKAGES[name]
+    right = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *args: broken(right, *args))
+    with pytest.raises(AssertionError):
+        equal("sharded", two_forward_passes_and_one_backward, (2,))
