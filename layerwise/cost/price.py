@@ -18,6 +18,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.layout import Layout
+from layerwise.partition.sharding import sharded
 from layerwise.partition.volumes import largest_box, largest_extents
 
 
@@ -120,10 +121,12 @@ def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:
 
 
 def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
-    """Parameters, gradients and optimizer state."""
+    """Parameters, gradients and optimizer state; of what is shared out a part, beside what the layer computes with."""
     total = 0.0
     for _, p, item_bytes in layer.held():
-        copies = 2 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1
+        copies = 2.0 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1.0
+        if (shared := sharded(layer, p, layout.configs[0], model.devices.count)) is not None:
+            copies = 1 + copies / shared.members
         degrees = layout.at(p.epilogue).degrees
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes
     return total

@@ -140,6 +140,18 @@ def retained(model: nn.Module, share: slice) -> None:
     update.step()
 
 
+def penalised(model: nn.Module, share: slice) -> None:
+    """The norm of the gradient of the input, differentiated once more."""
+    update = sgd(model)
+    for step in range(2):
+        update.zero_grad()
+        x = X[step][share].clone().requires_grad_()
+        made = model(x)[0].square().sum(1).mean()
+        (of_x,) = torch.autograd.grad(made, x, create_graph=True)
+        (made + of_x.square().sum(1).mean() * 0.1 * len(x) ** 2).backward()
+        update.step()
+
+
 def frozen_for_a_step(model: nn.Module, share: slice) -> None:
     update = sgd(model)
     steps(model, share, update, 0, 1)
@@ -201,6 +213,7 @@ LOOPS = [
     parameters_without_a_gradient,
     accumulated,
     retained,
+    penalised,
     frozen_for_a_step,
     written_to,
 ]
