@@ -99,7 +99,8 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
             sent[term.traffic] += term.again_bytes(model, layer, layout) if config.recompute else 0.0
     memory_bytes = gathered_bytes + _held_bytes(model, layer, layout)
     known = cost.compute.measured[0], cost.compute.fitted[0]  # the forward pass once more rests on them alike
-    again = seconds[COMPUTE.name] / float(cost.compute.total[0]) if config.recompute else 1.0
+    once = float(cost.compute.total[0])
+    again = seconds[COMPUTE.name] / once if config.recompute and once else 1.0
     return LayerPrice(config, seconds, sent, memory_bytes, *(float(part) * again for part in known))
 
 

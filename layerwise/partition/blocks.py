@@ -16,6 +16,7 @@ from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 
+AGAIN = " (again)"  # how the names of spans end of what is made again
 LIMITS = 24  # sizes of the largest block that are tried, from that of the largest layer to that of all
 
 

@@ -41,6 +41,13 @@ def linear(batch: int, *widths: int) -> LayerGraph:
     return b.finish([x])
 
 
+def recomputed(data: st.DataObject, network: LayerGraph, strategy: dict[str, Config]) -> dict[str, Config]:
+    """Some of the layers are."""
+    wanted = [name for name in strategy if network.differentiates(network[name])]
+    chosen = data.draw(st.sets(st.sampled_from(wanted))) if wanted else set()
+    return {name: replace(config, recompute=name in chosen) for name, config in strategy.items()}
+
+
 def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
     """The same links, and devices that take `factor` times as long."""
     p = graph.processor
@@ -52,11 +59,11 @@ def slower(graph: DeviceGraph, factor: float) -> DeviceGraph:
     )
 
 
-@given(NETWORKS)
+@given(NETWORKS, st.data())
 @examples(25)
-def test_on_one_device_a_step_is_its_computation(network: LayerGraph) -> None:
+def test_on_one_device_a_step_is_its_computation(network: LayerGraph, data: st.DataObject) -> None:
     model = CostModel(network, brute.machine((1,)))
-    strategy = complete(model, {layer.name: Config() for layer in network.layers if layer.op.kind != "input"})
+    strategy = complete(model, {layer.name: Config() for layer in network.inner})
     costs = [model.node_cost(layer, (strategy[layer.name],)).compute for layer in network.layers]
     found = timeline(model, strategy)
     assert found.total_s == pytest.approx(sum(c.total[0] for c in costs))
@@ -64,6 +71,13 @@ def test_on_one_device_a_step_is_its_computation(network: LayerGraph) -> None:
     assert found.forward_s == pytest.approx(sum(c.forward[0] for c in costs))
     assert found.backward_s == pytest.approx(sum(c.backward[0] for c in costs))
     assert found.exposed_sync_s == 0
+    again = recomputed(data, network, strategy)
+    once_more = timeline(model, again)
+    forward_s = {layer.name: cost.forward[0] for layer, cost in zip(network.layers, costs, strict=True)}
+    more = sum(forward_s[name] for name, config in again.items() if config.recompute)
+    assert once_more.forward_s == pytest.approx(found.forward_s)
+    assert once_more.backward_s == pytest.approx(found.backward_s + more)
+    assert once_more.total_s == pytest.approx(price(model, again).step_time_s)
 
 
 @given(NETWORKS, brute.machines(), st.data())
@@ -76,13 +90,14 @@ def test_a_step_is_no_shorter_than_any_device_computes(
     inner = [layer for layer in network.layers if layer.op.kind not in ("input", "sink")]
     legal = {layer.name: brute.held(layer, graph.count) for layer in inner}
     strategy = complete(model, {name: data.draw(st.sampled_from(configs)) for name, configs in legal.items()})
+    strategy = recomputed(data, network, strategy)
     busy, most = np.zeros(graph.count), 0.0
     for layer in network.layers:
         cost = model.node_cost(layer, (strategy[layer.name],))
         cells = model.layout(layer, (strategy[layer.name],))
         for device, _, _ in brute.holdings(strategy[layer.name], layer.space, graph.count):
-            busy[device] += float(cost.compute.total[0])
-        most += float(cost.compute.total[0] + cost.seconds["statistics"][0] + cost.seconds["reduction"][0])
+            busy[device] += float(cost.seconds["compute"][0])
+        most += float(cost.seconds["compute"][0] + cost.seconds["statistics"][0] + cost.seconds["reduction"][0])
         if layer in inner:
             sizes = [(float(c.size_bytes[0]), c.group_shapes[0]) for c in gradients_of(model, layer, cells)]
             most += sum(bucket_s(size, group, graph, "all-reduce") for size, group in sizes)

@@ -135,7 +135,7 @@ def test_compile_in_place(layers: bool) -> None:
 
 def test_recomputation_and_compile() -> None:
     network = layered(compile_ranks.network())
-    with pytest.raises(LayerwiseError, match="compile=True and checkpoint_activations=True both say"):
+    with pytest.raises(LayerwiseError, match="compile=True, and recompute or checkpoint_activations=True, both say"):
         load(plan_of(network, 1, {}), network, dtype=torch.float64, compile=True, checkpoint_activations=True)
 
 

@@ -42,13 +42,18 @@ class Gathers:
 
     def awaited(self, name: str, clock: Floats, *, forward: bool) -> Floats:
         """The devices' times when a layer may compute. That of the next one sets out."""
+        clock = self.awaited_alone(name, clock)
+        following = self._next[forward].get(name)
+        if following is not None:
+            self._begin(following, clock)
+        return clock
+
+    def awaited_alone(self, name: str, clock: Floats) -> Floats:
+        """The same, of a layer that is made again: no other one sets out."""
         if name in self._rows:
             self._begin(name, clock)
         for one in self._coming.pop(name, ()):
             clock = self._stream.awaited_sum(one, clock)
-        following = self._next[forward].get(name)
-        if following is not None:
-            self._begin(following, clock)
         return clock
 
     def _begin(self, name: str, clock: Floats) -> None:

@@ -5,13 +5,14 @@ come to it; one that runs ahead (`layerwise.partition.ahead`) travels beside the
 does the gradient of a convolution's input, beside that of its weights.
 Transfers follow each other in the order in which they begin. Gradients are all-reduced in buckets beside the backward
 pass, each as soon as its last gradient is there; a transfer in between takes the port from them. What travels beside
-computation costs it, and computation that, what was measured (`stream`). The optimizer steps when all is done.
+computation costs it, and computation that, what was measured (`stream`). Recomputed layers are made again when the
+backward pass comes to their block. The optimizer steps when all is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,13 +20,14 @@ from layerwise.cost.collectives import bucket_s, group_shape, overlap, reduce_sc
 from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import complete
-from layerwise.cost.terms import LAYER_TERMS
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.buckets import Bucket, buckets
 from layerwise.cost.timeline.gathers import Gathers
 from layerwise.cost.timeline.stream import Stream, Traffic
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
+from layerwise.partition.blocks import AGAIN, made_again
 
 UPDATE = " (update)"  # how a span of the optimizer ends
 Record = Callable[["Span"], None]
@@ -90,6 +92,22 @@ class _Step:
             both = float(cost.seconds[term.name][0])
             if term.span and both:  # the cells of the layer wait for each other; each direction has half
                 self._together(f"{layer.name}{suffix}", term.span, layer.name, active, both / 2)
+
+    def again(self, layer: Layer, gathers: Gathers) -> None:
+        """What a recomputed layer does once more, when the backward pass comes to its block."""
+        model, config = self.model, self.strategy[layer.name]
+        for slot, source in enumerate(layer.inputs):
+            ends = (self.strategy[source],), (replace(config, recompute=True), config)
+            twice, once = model.edge_cost((source, layer.name, slot), *ends)[0].tolist()
+            if twice > once:
+                name, devices = self._edge_name(layer, slot, forward=True) + AGAIN, self._involved(layer, slot)
+                self._together(name, "transfers", layer.name, devices, twice - once, in_order=True)
+        self.clock = gathers.awaited_alone(layer.name, self.clock)
+        seconds = {name: float(one[0]) for name, one in model.again(layer, (config,)).items()}
+        self._beside(layer, seconds[COMPUTE.name], AGAIN)
+        for term in LAYER_TERMS:
+            if term.span and seconds.get(term.name):
+                self._together(layer.name + AGAIN, term.span, layer.name, self.active(layer), seconds[term.name])
 
     def weights(self, layer: Layer) -> None:
         """Backward: the gradient of weights that is made while that of the layer's input travels."""
@@ -214,6 +232,8 @@ class _Step:
 def timeline(model: CostModel, strategy: Strategy, record: Record | None = None) -> Timeline:
     """Simulates one training step of a strategy; `record` is called with every span of it."""
     strategy = complete(model, strategy)
+    recomputed = made_again(model.graph, {name for name, config in strategy.items() if config.recompute})
+    strategy = {name: replace(config, recompute=False) for name, config in strategy.items()}  # `again` does the rest
     step = _Step(model, strategy, record)
     layers, leaving = model.graph.layers, buckets(model, strategy)
     gathers = Gathers(model, strategy, leaving, step.stream)
@@ -226,6 +246,8 @@ def timeline(model: CostModel, strategy: Strategy, record: Record | None = None)
     forward_s = float(step.clock.max())
     for layer in reversed(layers):
         late = layer.name in step.late
+        for one in recomputed.get(layer.name, ()):
+            step.again(one, gathers)
         if model.has_gradient[layer.name]:
             step.clock = gathers.awaited(layer.name, step.clock, forward=False)
         step.compute(layer, forward=False)

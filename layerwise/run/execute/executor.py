@@ -21,7 +21,7 @@ from layerwise.run.execute.autograd import Link, awaited, held_only, moved, orde
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
 from layerwise.run.execute.gathered import Gathered
 from layerwise.run.execute.passes import Pass
-from layerwise.run.execute.recompute import Block
+from layerwise.run.execute.recompute import Block, blocks_of
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.execute.weights import LateWeights, weights_late
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
@@ -48,10 +48,8 @@ class Executor:
     def compile(self, settings: Settings) -> None:
         """What lies between communications, from now on."""
         if self.schedule.blocks:
-            raise LayerwiseError(
-                "compile=True and recomputed layers both say what the backward pass keeps: leave compile, or "
-                "checkpoint_activations=True and the plan's recompute, out"
-            )
+            both = "compile=True, and recompute or checkpoint_activations=True, both say what the backward pass keeps"
+            raise LayerwiseError(f"{both}: leave one out")
         self._compiled = CompiledSegments(self.schedule, settings)
 
     @property
@@ -69,7 +67,7 @@ class Executor:
         types = dict[str, torch.dtype]()  # of what each layer makes
         outputs: list[Tensor | None] = []
         ahead = dict[int, tuple[Link, Tensor | None]]()  # with their tickets, by the edge's id
-        blocks = self._blocks(run)
+        blocks = blocks_of(run, self.schedule, self.spans, self._like)
         segments = {} if self._compiled is None else self._compiled.by_layer(training=run.training)
         for i, scheduled in enumerate(self.schedule.layers):
             name, role = scheduled.layer.name, scheduled.layer.role
@@ -110,19 +108,6 @@ class Executor:
             received = []
             self._done(run, values, types, i, blocks)
         return outputs
-
-    def _blocks(self, run: Pass) -> dict[int, Block]:
-        """Those with recomputed layers, by the number of their last layer."""
-        if not run.differentiate:
-            return {}
-        blocks = {end: Block(layers, self.comm, self.spans, self._like) for end, layers in self.schedule.blocks.items()}
-        run.blocks = {
-            one.layer.name: blocks[end]
-            for end, layers in self.schedule.blocks.items()
-            for one in layers
-            if one.recompute
-        }
-        return blocks
 
     def _source(self, run: Pass, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
         """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""

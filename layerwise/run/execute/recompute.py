@@ -19,12 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
+from layerwise.partition.blocks import AGAIN
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.spans import Move, Spans
-from layerwise.run.schedule.layers import ScheduledEdge, ScheduledLayer
+from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 
-AGAIN = " (again)"  # how the names of spans end
 Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
@@ -132,6 +132,16 @@ class Block:
         if not edge.travels:
             return way.kept(x, like)
         return Move(edge.what + AGAIN, partial(way.begin, like=like), self._spans)(x)
+
+
+def blocks_of(run: Pass, schedule: Schedule, spans: Spans, like: Callable[[torch.dtype], Tensor]) -> dict[int, Block]:
+    """A pass's blocks with recomputed layers, by the number of their last layer; `run` has them by their layers."""
+    blocks = dict[int, Block]()
+    if run.differentiate:
+        for end, layers in schedule.blocks.items():
+            blocks[end] = Block(layers, schedule.comm, spans, like)
+            run.blocks |= {one.layer.name: blocks[end] for one in layers if one.recompute}
+    return blocks
 
 
 class _Kernel:
