@@ -163,7 +163,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
 def _over_memory(model: CostModel, best: Candidate, searched: SearchResult | None) -> LayerwiseError:
     """For a plan that does not fit; searched: where it is the search's own choice."""
     known = "or give memory_limit= in bytes if you know better"
-    if model.devices.count == 1:
+    if model.devices.count == 1 or searched is not None:
         instead = "use more ranks or a smaller batch"
     else:
         instead = "name another with strategy= or plan="

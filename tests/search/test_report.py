@@ -87,48 +87,25 @@ def test_data_parallelism_is_not_called_fastest_where_a_faster_plan_does_not_fit
     assert told == "the best here: nothing that was simulated and fits into memory is predicted faster"
 
 
-def test_an_additive_optimum_over_memory_is_not_called_faster_than_what_fits() -> None:
-    """Data parallelism by --objective additive, where only a slower baseline fits."""
-    roomy = CostModel(fuse(load_model("mlp:64x64x64", 64)), load("p100").device_graph(4))
-    plans = search(roomy, SearchSpace(4), objective="additive").baselines
-    model = with_memory(roomy, plans["model"].price.memory_bytes)
-    assert plans["data"].timeline.total_s < plans["model"].timeline.total_s
-    text, html, _ = said(model, search(model, SearchSpace(4), objective="additive"))
-    assert "Data parallelism is the best by step time. " in text
-    assert "simulated plans 1 fit, fastest model" in text
-    assert not [words for words in ("kept", "% less", "faster", "best here") if words in text + html]
-
-
-def test_a_faster_additive_optimum_that_does_not_fit() -> None:
-    roomy = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
-    least = min(c.price.memory_bytes for c in search(roomy, SearchSpace(4)).simulated)
-    model = with_memory(roomy, least)
-    result = search(model, SearchSpace(4))
-    assert result.additive.timeline.total_s < result.best.timeline.total_s
-    text, *_ = said(model, result)
-    assert f"would take {units(result.additive.timeline.total_s, 's')}, but does not fit into memory." in text
-
-
-def test_where_no_simulated_plan_fits_no_more_is_said_than_that() -> None:
-    """Which needs least, and how much; not that data parallelism is best, nor what would help."""
+def test_where_no_plan_fits_the_least_memory_is_said() -> None:
+    """Of all plans of the space, and proven; not that data parallelism is best, nor what would help."""
     roomy = CostModel(fuse(chain(8)), load("p100").device_graph(4), CostOptions(optimizer="adam"))
     model = with_memory(roomy, 1e4)
     result = search(model, SearchSpace(4))
-    least = min(result.simulated, key=lambda c: c.price.memory_bytes)
+    assert result.least is not None
+    assert result.least.proven
+    assert result.least.bytes <= min(c.price.memory_bytes for c in result.simulated)
     text, html, found = said(model, result)
     for words in (text, html, *found["warnings"]):
-        assert f"none of the {len(result.simulated)} plans that were simulated fits into the 10.0 kB" in words
-        assert f"the least, {least.name}, needs {units(least.price.memory_bytes, 'B')}" in words
-        assert "so a slower plan that fits may exist" in words
+        assert "no plan fits into the 10.0 kB of a device" in words
+        assert f"the least that any plan needs is {units(result.least.bytes, 'B')} (proven)" in words
         assert "best here" not in words
         assert "more GPUs" not in words
         assert "smaller batch" not in words
-    assert found["simulated"] == {
-        "plans": len(result.simulated),
-        "fit": 0,
-        "least_memory_bytes": least.price.memory_bytes,
-    }
+    assert found["simulated"]["fit"] == 0
     assert found["fits"] is False
+    unsure = replace(result, least=replace(result.least, lower_bound_bytes=2e4))
+    assert "and no plan needs less than 20.0 kB" in said(model, unsure)[0]
 
 
 def test_an_additive_optimum_that_does_not_fit_tells_of_those_that_do() -> None:
@@ -166,5 +143,4 @@ def test_grids_that_do_not_fit() -> None:
     model = with_memory(CostModel(fuse(load_model("mlp:64x64x64", 64)), load("p100").device_graph(4)), 1e3)
     found = study(model, SearchSpace(4), grids(4, model.graph))
     lines = [line for line in show(model, found).renderables if isinstance(line, str)]
-    assert "none of the" in lines[-1]
-    assert "a slower plan that fits may exist" in lines[-1]
+    assert "no plan fits into" in lines[-1]

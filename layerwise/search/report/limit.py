@@ -47,15 +47,20 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
 def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     """Why no plan fits, and what would."""
     have, least = units(result.memory_bytes, "B"), result.least
-    if least is None:
+    if least is None or result.configurations["largest"] == 1:
         need = units(result.best.price.memory_bytes, "B")
-        return f"the plan needs {need} on its fullest device, which has {have}"
-    need, bound = units(least.bytes, "B"), units(least.lower_bound_bytes, "B")
-    known = "no plan needs less" if least.proven else f"no plan needs less than {bound}"
-    text = f"no plan of the space fits into {have}: the least that one needs is {need}, and {known}"
+        return f"the only plan there is, {result.best.name}, needs {need}, and a device has {have}"
+    need = units(least.bytes, "B")
+    if least.proven:
+        text = f"no plan fits into the {have} of a device: the least that any plan needs is {need} (proven)"
+    else:
+        text = (
+            f"no plan was found that fits into the {have} of a device: the least that one needs is {need}, and no plan "
+            f"needs less than {units(least.lower_bound_bytes, 'B')}"
+        )
     fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
     if fitting:
-        return f"{text}. With {' or '.join(fitting)} one would fit"
+        return f"{text}. One would fit with {' or with '.join(fitting)}"
     if tried:
         closest = min(tried, key=lambda remedy: remedy.bytes)
         return f"{text}. Nothing that was tried makes one fit; {closest.what} comes to {units(closest.bytes, 'B')}"
