@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
+from layerwise.cost.model import CostModel
+from layerwise.cost.timeline.simulate import timeline
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network
+from layerwise.machine import load as load_profile
+from layerwise.partition.blocks import AGAIN
+from layerwise.run.execute import recompute as room
+from layerwise.run.load import load
+from layerwise.run.schedule.redistribute import Redistribution
+from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads
-from tests.run.plans import SMALL, Case, Trained, case, check_equal, random_plan, recomputed, small, train
+from tests.run.plans import (
+    SMALL,
+    Case,
+    Trained,
+    case,
+    check_equal,
+    difference,
+    random_plan,
+    recomputed,
+    small,
+    train,
+)  # fmt: skip
+from tests.run.small_modules import loss
+from tests.run.test_ahead import in_order, late
+from tests.run.test_ahead import smooth as skips
+from tests.run.test_backward import LOOPS, PICTURES, Loop, check, images
 from tests.run.test_module import Small
 
 
@@ -55,3 +87,204 @@ def test_networks(name: str, seed: int) -> None:
     io, choose = "sample" if given.graph.batch >= ranks else "free", random.Random(seed).choice
     plan = recomputed(random_plan(given.graph, ranks, seed, io, choose), given.graph, seed)
     check_equal(run_threads(ranks, lambda comm: train(given, plan, comm), timeout_s=60), single, plan)
+
+
+def all_of(network: Network, ranks: int, seed: int) -> Any:
+    """A random plan of which all layers that can be are recomputed; its ranks feed the samples in their order."""
+    return recomputed(in_order(network, ranks, seed), fuse(network.graph), 0, share=1.0)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("ranks", "seed", "weights_late"), [(2, 3, False), (4, 1, True)])
+def test_all_passes(loop: Loop, ranks: int, seed: int, weights_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several backward passes of a forward pass, gradients of inputs, gradients of gradients; as on a GPU, too."""
+    if weights_late:
+        monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+    module, network, samples = skips()
+    check((module, network), samples, loop, ranks, all_of(network, ranks, seed))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_all_passes_on_one_rank(loop: Loop) -> None:
+    module, network = images()
+    check((module, network), PICTURES, loop, 1, all_of(network, 1, 0))
+
+
+def test_late_ranks_and_accumulated_gradients() -> None:
+    """Of two forward passes at once, one within no_sync; the plan's ranks come late to some layers."""
+    module, network, samples = skips()
+    single = copy.deepcopy(module)
+    (loss(single(samples)) + loss(single(samples * 0.5))).backward()
+    loss(single(samples + 1)).backward()
+    plan = all_of(network, 3, 2)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        made = load(plan, network, comm=late(comm, 1), dtype=torch.float64)
+        mine = samples[made.share()]
+        with made.no_sync():
+            (loss(made(mine)) + loss(made(mine * 0.5))).backward()
+        loss(made(mine + 1)).backward()
+        torch.optim.SGD(made.parameters(), lr=1.0).step()
+        return made.full_state_dict()
+
+    for state in run_threads(3, rank, timeout_s=20):
+        for name, p in single.named_parameters():
+            assert difference(state[name], p.detach() - p.grad) <= 1e-9, name
+
+
+def test_evaluation_is_differentiated_too() -> None:
+    given, _ = known("awkward")
+    plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
+
+    def rank(comm: Comm, plan: Any) -> list[Tensor]:
+        made = load(plan, given.network, comm=comm, dtype=torch.float64).eval()
+        out = made(given.inputs[0][made.share()])
+        loss(out).backward()
+        return [out.detach(), *(p.grad.clone() for p in made.parameters() if p.grad is not None)]
+
+    plain = replace(plan, strategy={name: replace(c, recompute=False) for name, c in plan.strategy.items()})
+    both = (run_threads(2, lambda comm, p=p: rank(comm, p)) for p in (plan, plain))
+    for found, expected in zip(*both, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("around", [False, True])
+def test_types_are_those_of_the_forward_pass(autocast: torch.dtype | None, around: bool) -> None:
+    """Autocast of the run's, or around the call, where PyTorch keeps casts of weights; the backward pass is outside."""
+    torch.manual_seed(1)
+    given = case(Small(), (3, 7, 5), 6)
+    plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
+
+    def rank(comm: Comm, plan: Any) -> list[Tensor]:
+        inside = None if around else autocast
+        made = load(plan, given.network, comm=comm, dtype=torch.float32, autocast=inside)
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=around and autocast is not None):
+            out = loss(made(given.inputs[0][made.share()].float()).float())
+        out.backward()
+        return [p.grad.clone() for p in made.parameters() if p.grad is not None]
+
+    plain = replace(plan, strategy={name: replace(c, recompute=False) for name, c in plan.strategy.items()})
+    both = (run_threads(2, lambda comm, p=p: rank(comm, p)) for p in (plan, plain))
+    for found, expected in zip(*both, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_spans_of_a_trace_are_those_of_the_simulated_step() -> None:
+    given, _ = known("awkward")
+    plan = recomputed(random_plan(given.graph, 4, 5, "sample"), given.graph, 3)
+    devices = load_profile("cpu").device_graph(gpus=4, gpus_per_node=4)
+    simulated = set[tuple[str, str]]()
+    timeline(CostModel(given.graph, devices), plan.strategy, lambda span: simulated.add((span.name, span.category)))
+
+    def rank(comm: Comm) -> set[tuple[str, str]]:
+        made = load(plan, given.network, comm=comm, dtype=torch.float64)
+        made.trace = Trace()
+        loss(made(given.inputs[0][made.share()])).backward()
+        return {(span.name, span.category) for span in made.trace.spans()}
+
+    again = {span for span in simulated if span[0].endswith(AGAIN) and span[1] in ("compute", "transfers")}
+    inside = {(f"{layer.name}{AGAIN}", "transfers") for layer in given.graph.inner}  # sums over k
+    traced = set[tuple[str, str]]().union(*run_threads(4, rank))
+    assert again - inside
+    assert {span for span in traced if span[0].endswith(AGAIN)} == again - inside
+
+
+# ---- what is right or loud -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_what_is_written_to_before_the_backward_pass_is_pytorchs_own_error(what: str) -> None:
+    _, network = images()
+    plan = all_of(network, 1, 0)
+    made = load(plan, network, comm=SoloComm(), dtype=torch.float64)
+    x = PICTURES.clone()
+    out = loss(made(x))
+    with torch.no_grad():
+        (x if what == "input" else next(made.parameters())).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_what_computes_otherwise_the_second_time_is_refused() -> None:
+    _, network = images()
+    made = load(all_of(network, 1, 0), network, comm=SoloComm(), dtype=torch.float64)
+    out = loss(made(PICTURES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softplus", lambda x, *_: x + 0)
+        with pytest.raises(LayerwiseError, match="is recomputed, and does not compute the same the second time"):
+            out.backward()
+
+
+def test_nothing_of_it_is_kept_after_a_backward_pass() -> None:
+    """The loss lives on, as in loops; the boxes that the layers were made again of do not."""
+    _, network = images()
+    made = load(all_of(network, 1, 0), network, comm=SoloComm(), dtype=torch.float64)
+    out = loss(made(PICTURES))
+    ends = [node for node in _functions(out) if type(node).__name__ == "_OrderedBackward" and node.saved_tensors]
+    assert ends
+    out.backward()
+    for node in ends:
+        with pytest.raises(RuntimeError, match="second time"):
+            _ = node.saved_tensors
+
+
+def _functions(out: Tensor) -> set[Any]:
+    found, new = set[Any](), [out.grad_fn]
+    while new:
+        node = new.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            new.extend(following for following, _ in node.next_functions)
+    return found
+
+
+# ---- that these tests can fail ---------------------------------------------------------------------------------------
+
+
+def other_seed(patch: pytest.MonkeyPatch) -> None:
+    """What is dropped is others the second time."""
+    again = room._Kernel.again
+
+    def broken(kernel: Any, run: Any, *args: Any) -> Tensor:
+        run.seed += 1
+        try:
+            return again(kernel, run, *args)
+        finally:
+            run.seed -= 1
+
+    patch.setattr(room._Kernel, "again", broken)
+
+
+def statistics_twice(patch: pytest.MonkeyPatch) -> None:
+    """Running statistics are given as they are, and move once more."""
+    first = room._Kernel.__init__
+
+    def broken(kernel: Any, run: Any, scheduled: Any, compute: Any, inputs: Any, given: Any) -> None:
+        first(kernel, run, scheduled, compute, inputs, given)
+        kernel.given = [None if p is None else q for p, q in zip(kernel.given, given, strict=True)]
+
+    patch.setattr(room._Kernel, "__init__", broken)
+
+
+def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
+    """What is received once more is zeros instead."""
+
+    def broken(block: Any, edge: Any, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        way: Redistribution = edge.redistribution
+        need = way.transfer.need
+        if not edge.travels:
+            return way.kept(x, block._like(dtype))
+        return None if need is None else block._like(dtype).new_zeros(need.shape)
+
+    patch.setattr(room.Block, "_received", broken)
+
+
+@pytest.mark.parametrize("breakage", [other_seed, statistics_twice, a_gather_left_out])
+def test_breakages_are_seen(breakage: Callable[[pytest.MonkeyPatch], None]) -> None:
+    given, single = known("awkward")
+    plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        breakage(patch)
+        with pytest.raises((AssertionError, RuntimeError)):
+            check_equal(run_threads(2, lambda comm: train(given, plan, comm), timeout_s=20), single, plan)
