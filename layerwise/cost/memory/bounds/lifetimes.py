@@ -71,6 +71,7 @@ class Lifetimes:
     at: dict[str, Stacked] = field(default_factory=dict)
     local: dict[EdgeName, Mask] = field(default_factory=dict)  # (C_u, C_v)
     travels: dict[EdgeName, Travel] = field(default_factory=dict)  # of edges that may be not local
+    alike: dict[object, tuple[Mask, Travel | None]] = field(default_factory=dict)  # of equal edges
     values: dict[str, Made | Given | None] = field(default_factory=dict)
     saved: dict[str, list[list[Claim]]] = field(default_factory=dict)
     gradients: dict[str, Gradient] = field(default_factory=dict)
@@ -156,15 +157,23 @@ class Lifetimes:
 
     def _locality(self, layer: Layer, slot: int) -> Mask:
         """(C_u, C_v) where nothing travels; else there is a `Travel`."""
+        name = (layer.inputs[slot], layer.name, slot)
+        edge = self.model.edge(name, self.configs[name[0]], self.configs[name[1]])
+        key = (edge, self.at[name[0]].everywhere.tobytes(), self.at[name[1]].everywhere.tobytes())
+        if key not in self.alike:
+            self.alike[key] = self._travel(layer, slot)
+        local, travel = self.alike[key]
+        if travel is not None:
+            self.travels[name] = travel
+        return local
+
+    def _travel(self, layer: Layer, slot: int) -> tuple[Mask, Travel | None]:
         source, target = self.at[layer.inputs[slot]], self.at[layer.name]
         maps, epilogue = input_maps(layer, slot)
         need = target.place.at(epilogue).needs(maps)
         local = inside(source.place.owned, need, (source.shape[0], target.shape[0])) | source.everywhere[:, None]
-        if not local.all():
-            item_bytes = self.model.graph[layer.inputs[slot]].out.item_bytes
-            travel = Travel(source, target, maps, epilogue, item_bytes, local)
-            self.travels[layer.inputs[slot], layer.name, slot] = travel
-        return local
+        item_bytes = self.model.graph[layer.inputs[slot]].out.item_bytes
+        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local)
 
     # ---- forward ----
 

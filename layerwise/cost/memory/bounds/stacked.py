@@ -17,7 +17,7 @@ from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells
 from layerwise.partition.place import Place
 
-ROWS = 2**19  # of boxes that are compared at once: bounds the memory
+ROWS = 2**18  # of boxes that are compared at once: bounds the memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +41,11 @@ class Stacked:
 
     def shared(self, boxes: Boxes) -> Mask:
         """(C, N) `Boxes.shared` under each configuration."""
-        number = np.repeat(np.arange(self.shape[0]), self.shape[1])[:, None]
-        rows = np.concatenate([number, boxes.lo, boxes.hi, boxes.active[:, None]], axis=1)
-        _, which, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+        key = np.repeat(np.arange(self.shape[0]), self.shape[1])
+        for j in range(boxes.lo.shape[1]):
+            ends, row = intervals(boxes, j)
+            key = key * len(ends) + row
+        _, which, counts = np.unique(np.where(boxes.active, key, -1), return_inverse=True, return_counts=True)
         alike: Mask = boxes.active & (counts[which.reshape(-1)] > 1)
         return alike.reshape(self.shape)
 
@@ -79,21 +81,46 @@ def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
     return Boxes(lo, hi, active)
 
 
+def intervals(boxes: Boxes, dim: int) -> tuple[Ints, Ints]:
+    """The different intervals of one dimension, (I, 2), and which each box has."""
+    lo, hi = boxes.lo[:, dim], boxes.hi[:, dim]
+    _, first, row = np.unique(lo * (int(hi.max()) + 1) + hi, return_index=True, return_inverse=True)
+    return np.stack([lo[first], hi[first]], axis=1), row.reshape(-1)
+
+
 def inside(owned: Boxes, need: Boxes, pairs: tuple[int, int]) -> Mask:
     """(C_u, C_v): whether every device owns all that it needs, under each pair of configurations."""
-    own_lo, own_hi, active = (_by_configuration(a, pairs[0])[:, None] for a in (owned.lo, owned.hi, owned.active))
-    lo, hi = (_by_configuration(a, pairs[1])[None] for a in (need.lo, need.hi))
-    nothing = _by_configuration(need.volume == 0, pairs[1])[None]
-    step = max(1, ROWS // lo[0, ..., 0].size) if lo.shape[-1] else pairs[0]
-    result: Mask = np.ones(pairs, np.bool_)
-    for first in range(0, pairs[0], step):
-        some = slice(first, first + step)
-        held = active[some] & True
-        for j in range(lo.shape[-1]):
-            held = held & (own_lo[some, ..., j] <= lo[..., j]) & (hi[..., j] <= own_hi[some, ..., j])
-        result[some] = (held | nothing).all(-1)
+    ends = _by_configuration(owned, pairs[0]), _by_configuration(need, pairs[1])
+    devices = len(owned.lo) // pairs[0]
+    few = np.unique([0, min(1, devices - 1), devices // 3, devices - 1])  # most pairs fail on these
+    u, v = (which.reshape(-1) for which in np.indices(pairs))
+    for some in (few, np.arange(devices)):
+        step, held = max(1, ROWS // len(some)), list[Mask]()
+        for first in range(0, len(u), step):
+            which = slice(first, first + step)
+            held.append(_inside(*ends, u[which, None], v[which, None], some))
+        found = np.concatenate(held) if held else np.zeros(0, np.bool_)
+        u, v = u[found], v[found]
+    result: Mask = np.zeros(pairs, np.bool_)
+    result[u, v] = True
     return result
 
 
-def _by_configuration(array: Ints | Mask, count: int) -> Ints | Mask:
-    return array.reshape(count, len(array) // count, *array.shape[1:])
+def _inside(owned: Boxes, need: Boxes, u: Ints, v: Ints, d: Ints) -> Mask:
+    """(P,) of P pairs, on devices d."""
+    held: Mask = owned.active[u, d] & np.ones(1, np.bool_)
+    for j in range(owned.lo.shape[-1]):
+        held = held & (owned.lo[u, d, j] <= need.lo[v, d, j]) & (need.hi[v, d, j] <= owned.hi[u, d, j])
+    empty = ~need.active | (need.hi <= need.lo).any(-1)
+    result: Mask = (held | empty[v, d]).all(1)
+    return result
+
+
+def _by_configuration(boxes: Boxes, count: int) -> Boxes:
+    """With arrays (C, N, ...)."""
+    shape = (count, len(boxes.active) // count)
+    return Boxes(
+        boxes.lo.reshape(*shape, boxes.lo.shape[1]),
+        boxes.hi.reshape(*shape, boxes.lo.shape[1]),
+        boxes.active.reshape(shape),
+    )

@@ -50,6 +50,7 @@ class MemoryBounds:
         lifetimes = Lifetimes(model, configs)
         self.instants: tuple[str, ...] = tuple(lifetimes.ledger.instants)
         self.devices = model.devices.count
+        self._counts = {name: len(rows) for name, rows in configs.items()}
         self._known: dict[tuple[EdgeName, Part, int, int], Floats] = {}
         self._index = {name: i for i, name in enumerate(self.instants)}
         self._local = lifetimes.local
@@ -82,8 +83,8 @@ class MemoryBounds:
         for owner, claims in self._claims.items():
             alive = [i for i, claim in enumerate(claims) if claim.first <= now < claim.last]
             if isinstance(owner, str):
-                count = self._rows[owner].source.shape[0] if claims else 1
-                node[owner] = sum((self._rows[owner].source[:, i, device] for i in alive), np.zeros(count))
+                none = np.zeros(self._counts[owner])
+                node[owner] = sum((self._rows[owner].source[:, i, device] for i in alive), none)
             elif alive:
                 edge[owner] = self._edge_table(owner, alive, device)
         for (name, part), claims in self._parts.items():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from layerwise.cost.memory.bounds.stacked import Stacked
+from layerwise.cost.memory.bounds.stacked import Stacked, intervals
 from layerwise.geometry import boundaries, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.base import Dim, Maps
 from layerwise.partition.boxes import Boxes
 
 # What is sent comes back as gradients; of what goes back some must be made contiguous; these are added up.
+T = TypeVar("T", np.bool_, np.float64, np.int64)
 Part = Literal["sent", "back", "returned"]
 
 
@@ -41,7 +43,7 @@ class Travel:
 
     def _kept(self, u: Ints, v: Ints, d: Ints) -> Floats:
         """Elements that a device owns and needs."""
-        kept = 1.0 * (self._of_source(self.own.active)[u, d] & self._of_target(self.need.active)[v, d])
+        kept: Floats = np.float64(1) * (self._of_source(self.own.active)[u, d] & self._of_target(self.need.active)[v, d])
         for j in range(len(self.maps)):
             own = self._of_source(self.own.lo)[u, d, j], self._of_source(self.own.hi)[u, d, j]
             kept = kept * interval_overlap(
@@ -51,7 +53,7 @@ class Travel:
 
     def _wanted(self, u: Ints, v: Ints, d: Ints) -> Floats:
         """Elements that all devices together want of what a device owns: a product of sums over the target's cells."""
-        degrees, wanted = self.target.degrees(self.epilogue), 1.0 * self._of_source(self.own.active)[u, d]
+        degrees, wanted = self.target.degrees(self.epilogue), np.float64(1) * self._of_source(self.own.active)[u, d]
         for lengths, column in self._lengths:
             wanted = wanted * lengths[u, d, column[v]]
         driven = {axis.source for axis in self.maps}
@@ -75,11 +77,12 @@ class Travel:
             column = np.ones(len(degrees), np.int64) if axis.source is None else degrees[:, axis.source]
             values, which = np.unique(column, return_inverse=True)
             dim = Dim(None, 1) if axis.source is None else self.target.dims[axis.source]
-            lo, hi = self.own.lo[:, j, None], self.own.hi[:, j, None]
+            ends, row = intervals(self.own, j)
             sums = []
             for degree in values.tolist():
                 cuts = boundaries(dim.extent, degree, dim.unit)
-                sums.append(interval_overlap(lo, hi, *axis(cuts[:-1], cuts[1:])).sum(1).astype(np.float64))
+                lengths = interval_overlap(ends[:, :1], ends[:, 1:], *axis(cuts[:-1], cuts[1:]))
+                sums.append(lengths.sum(1).astype(np.float64)[row])
             rows.append((self._of_source(np.stack(sums, axis=1)), which.reshape(-1)))
         return rows
 
@@ -96,17 +99,17 @@ class Travel:
             rows.append((self._of_target(np.stack(flags, axis=1)), which.reshape(-1)))
         return rows
 
-    def _of_source(self, array: np.ndarray) -> np.ndarray:
+    def _of_source(self, array: NDArray[T]) -> NDArray[T]:
         return array.reshape(*self.source.shape, *array.shape[1:])
 
-    def _of_target(self, array: np.ndarray) -> np.ndarray:
+    def _of_target(self, array: NDArray[T]) -> NDArray[T]:
         return array.reshape(*self.target.shape, *array.shape[1:])
 
 
 def _scattered(boxes: Boxes, dim: int, cuts: Ints) -> Mask:
     """Whether parts of boxes between these cuts of one dimension are not contiguous, as `moved` has it."""
-    extents = boxes.hi - boxes.lo
-    lengths = interval_overlap(boxes.lo[:, dim, None], boxes.hi[:, dim, None], cuts[:-1], cuts[1:])
-    whole = ((lengths == 0) | (lengths == extents[:, dim, None])).all(1)
-    result: Mask = ~(whole | (extents[:, :dim].prod(1) <= 1))
+    ends, row = intervals(boxes, dim)
+    lengths = interval_overlap(ends[:, :1], ends[:, 1:], cuts[:-1], cuts[1:])
+    whole = ((lengths == 0) | (lengths == ends[:, 1:] - ends[:, :1])).all(1)
+    result: Mask = ~(whole[row] | ((boxes.hi - boxes.lo)[:, :dim].prod(1) <= 1))
     return result
