@@ -32,9 +32,13 @@ class Criterion:
 class Enumerated:
     """What is left."""
 
-    choices: list[Choice]
+    variants: Mapping[str, Ints]  # (choices,) of each layer
     costs: Floats  # (choices, criteria)
     dropped: float  # the least bound by the first criterion of what did not find room: inf where all did
+
+    def choice(self, number: int) -> Choice:
+        """One of what is left."""
+        return {name: int(of[number]) for name, of in self.variants.items()}
 
 
 def within(
@@ -74,8 +78,7 @@ def within(
     picked: dict[str, Ints] = {}
     for name, (parent, variant) in zip(reversed(order.names), reversed(steps), strict=True):
         picked[name], at = variant[at], parent[at]
-    choices = [{name: int(picked[name][i]) for name in order.names} for i in range(len(bounds))]
-    return Enumerated(choices, bounds, dropped)
+    return Enumerated(picked, bounds, dropped)
 
 
 def _extend(

@@ -147,7 +147,7 @@ class _Rest:
             if checks == 0:
                 return min(lower, cost)
             checks -= 1
-            choice = found.choices[i]
+            choice = found.choice(int(i))
             fits = self.problem.rows(choice).max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
             if not fits and dominance:  # what it beats may fit
                 lower = min(lower, cost)
@@ -156,14 +156,16 @@ class _Rest:
     def smallest(self, seen: Known) -> float:
         """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
         found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
-        fullest = np.array([self.problem.rows(choice).max() for choice in found.choices[: self.checks]])
-        unseen = found.costs[self.checks :].max(1, initial=0.0)
-        lower = min(found.dropped, float(unseen.min(initial=np.inf)))
-        for i in np.argsort(fullest, kind="stable"):
+        fullest = found.costs.max(1, initial=0.0)
+        for checks, i in enumerate(np.argsort(fullest, kind="stable")):
             if fullest[i] >= seen.least_bytes:
                 break
-            seen.see(outside(found.choices[i], self.keep))
-        return min(lower, seen.least_bytes)
+            if checks == self.checks:
+                return min(found.dropped, float(fullest[i]), seen.least_bytes)
+            choice = found.choice(int(i))
+            if self.problem.rows(choice).max() < seen.least_bytes:
+                seen.see(outside(choice, self.keep))
+        return min(found.dropped, seen.least_bytes)
 
 
 def fastest_within(

@@ -18,7 +18,7 @@ from layerwise.search.simplex import simplex
 
 ROUNDS = 60  # of elimination
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
-DEAREST = 1e3  # a device's whole memory costs at most that many times the unconstrained step
+DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: floa
     What does not fit is paid for at the dearest price.
     """
     cost = np.array([m.cost for m in met]) / scale
-    over = np.array([[m.rows[row] / limit - 1 for row in active] for m in met]).reshape(len(met), len(active)).T
+    over = np.array([[m.rows[row] - limit for row in active] for m in met]).reshape(len(met), len(active)).T
+    much = float(np.abs(over).max(initial=1.0))
+    over /= much
     count, rows = len(met), len(active)
     matrix = np.zeros((rows + 1, count + 2 * rows))
     matrix[:rows, :count], matrix[rows, :count] = over, 1.0
@@ -107,7 +109,7 @@ def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: floa
     costs = np.concatenate([cost, np.zeros(rows), np.full(rows, DEAREST)])
     basis = [count + row + rows * bool(over[row, 0] > 0) for row in range(rows)]
     solution, prices = simplex(costs, matrix, np.r_[np.zeros(rows), 1.0], [*basis, 0])
-    return solution[:count], np.maximum(-prices[:rows], 0.0) * scale / limit, float(costs @ solution) * scale
+    return solution[:count], np.maximum(-prices[:rows], 0.0) * scale / much, float(costs @ solution) * scale
 
 
 def least_rows(

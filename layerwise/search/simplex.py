@@ -8,7 +8,8 @@ import numpy as np
 
 from layerwise.geometry.arrays import Floats
 
-STEPS = 1000  # a bound: some hundreds of columns over some ten rows take tens
+STEPS = 500  # a bound: some hundreds of columns over some ten rows take tens
+QUICK = 50  # steps by the steepest column, which is quicker, but may go round in circles
 TOLERANCE = 1e-10
 
 
@@ -16,16 +17,17 @@ def simplex(cost: Floats, matrix: Floats, right: Floats, basis: Sequence[int]) -
     """Minimises cost·z over z >= 0 with matrix z = right: z (columns,) and its dual prices (rows,).
 
     cost: (columns,); matrix: (rows, columns); right: (rows,); basis: the columns of a feasible z, as many as there are
-    rows. The least must be finite. Columns enter by Bland's rule (Math. Oper. Res. 2(2), 1977), so that nothing cycles.
+    rows. The least must be finite. In the end columns enter by Bland's rule (Math. Oper. Res. 2(2), 1977), which ends.
     """
     basis = list(basis)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         square = matrix[:, basis]
         prices = np.linalg.solve(square.T, cost[basis])
-        cheaper = np.flatnonzero(cost - prices @ matrix < -TOLERANCE)
+        reduced = cost - prices @ matrix
+        cheaper = np.flatnonzero(reduced < -TOLERANCE)
         if not cheaper.size:
             break
-        entering = int(cheaper[0])
+        entering = int(reduced.argmin() if step < QUICK else cheaper[0])
         level, change = np.linalg.solve(square, np.stack([right, matrix[:, entering]], 1)).T
         shrinking = np.flatnonzero(change > TOLERANCE)
         if not shrinking.size:  # rounding: a least is promised
