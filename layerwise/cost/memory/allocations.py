@@ -7,10 +7,16 @@ hold, so holders are counted for each of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints, Mask
+
+# What memory is held for. activations: what layers make, and keep for the backward pass. gathered: copies of what other
+# devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of activations.
+# workspace: what a kernel or a message takes for the moment.
+Kind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +25,7 @@ class Storage:
 
     size: Floats  # (N,) bytes
     holders: Ints  # (N,) how many hold it
+    kind: Kind
 
 
 Ref = tuple[tuple[Storage, Mask], ...]  # what a tensor holds, and on which devices
@@ -40,23 +47,41 @@ class Flight:
 
 
 class AllocationTracker:
-    """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,))."""
+    """Counts the bytes that are alive (`now`, (N,)) and the most that were (`peak`, (N,)).
 
-    def __init__(self, devices: int) -> None:
+    by_kind: whether to know also, of what kinds the most was (`fullest`).
+    """
+
+    def __init__(self, devices: int, *, by_kind: bool = False) -> None:
         self.now, self.peak = np.zeros(devices), np.zeros(devices)
+        kinds: tuple[Kind, ...] = get_args(Kind) if by_kind else ()
+        self._of = {kind: np.zeros(devices) for kind in kinds}
+        self.fullest = {kind: np.zeros(devices) for kind in kinds}  # (N,) of each kind, when a device had its most
 
-    def new(self, size: Floats) -> Ref:
+    def new(self, size: Floats, kind: Kind = "activations") -> Ref:
         """A storage with one holder, on the devices where it is not empty."""
         held = size > 0
         if not held.any():
             return NOBODY
-        self.now = self.now + size
-        self.peak = np.maximum(self.peak, self.now)
-        return ((Storage(size, held.astype(np.int64)), held),)
+        self._add(kind, size)
+        self._note(self.now)
+        return ((Storage(size, held.astype(np.int64), kind), held),)
 
     def spike(self, size: Floats | float) -> None:
         """Something that is gone at once."""
-        self.peak = np.maximum(self.peak, self.now + size)
+        self._note(self.now + size, size)
+
+    def _add(self, kind: Kind, size: Floats) -> None:
+        self.now = self.now + size
+        if self._of:
+            self._of[kind] = self._of[kind] + size
+
+    def _note(self, alive: Floats, workspace: Floats | float = 0.0) -> None:
+        """Whether there never was as much."""
+        for kind, most in self.fullest.items():
+            here = self._of[kind] + (workspace if kind == "workspace" else 0.0)
+            self.fullest[kind] = np.where(alive > self.peak, here, most)
+        self.peak = np.maximum(self.peak, alive)
 
     def hold(self, ref: Ref, where: Mask | None = None) -> Ref:
         """One more holder, of what lies on the devices `where`."""
@@ -70,7 +95,7 @@ class AllocationTracker:
         for s, mask in ref:
             s.holders[mask] -= 1
             assert (s.holders >= 0).all(), "dropped more often than held"
-            self.now = self.now - np.where(mask & (s.holders == 0), s.size, 0.0)
+            self._add(s.kind, -np.where(mask & (s.holders == 0), s.size, 0.0))
 
     def unshared(self, ref: Ref) -> Mask:
         """(N,) whether a tensor is alone in holding what it holds."""

@@ -79,23 +79,24 @@ class Parameters:
                 rows.append((size, 0 * size))
                 self._updated.append(share.kept)
                 continue
-            self.tracker.new(size * (1 + states if p.trainable else 1))
+            self.tracker.new(size, "parameters")
             if p.trainable:
                 shared = boxes.shared()
-                self.tracker.new(np.where(shared, size, 0.0))
+                self.tracker.new(states * size, "states")
+                self.tracker.new(np.where(shared, size, 0.0), "gradients")
                 rows.append((size, np.where(shared, 0.0, size)))
                 self._updated.append(size)
 
     def gradients(self, layer: Layer) -> list[Ref]:
         """Of a layer's, as they are made."""
-        made = [self.tracker.new(size) for size, _ in self._trained[layer.name]]
+        made = [self.tracker.new(size, "gradients") for size, _ in self._trained[layer.name]]
         self.fill_rows(layer)
         return made
 
     def hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
         for _, alone in self._trained[layer.name]:
-            self.tracker.new(alone)
+            self.tracker.new(alone, "gradients")
         self.leave(layer)
 
     def _share(self, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
@@ -109,9 +110,10 @@ class Parameters:
         row = found.rows.astype(np.float64) * item_bytes
         kept = found.boxes.volume * item_bytes
         share = Share((first[group.reshape(-1)].tobytes(), gathered), whole, kept, row, row * found.members)
-        self.tracker.new(kept * (1 + OPTIMIZERS[self.model.options.optimizer]))
+        self.tracker.new(kept, "parameters")
+        self.tracker.new(kept * OPTIMIZERS[self.model.options.optimizer], "states")
         if not gathered:
-            self.tracker.new(whole)
+            self.tracker.new(whole, "gathered")
         self.of.setdefault(layer.name, []).append(share)
         return share
 
@@ -152,12 +154,12 @@ class Parameters:
     def _gather(self, name: str) -> None:
         if name not in self._whole:
             shares = [share for share in self.of[name] if share.gathered]
-            self._whole[name] = self.tracker.new(np.sum([share.whole for share in shares], axis=0))
+            self._whole[name] = self.tracker.new(np.sum([share.whole for share in shares], axis=0), "gathered")
             self._coming[name] = self._travelling(shares)
 
     def _travelling(self, shares: Sequence[Share]) -> Ref:
         """What is gathered as it arrives, and as it leaves."""
-        return self.tracker.new(np.sum([share.rows + share.row for share in shares], axis=0))
+        return self.tracker.new(np.sum([share.rows + share.row for share in shares], axis=0), "gathered")
 
     def leave(self, layer: Layer) -> None:
         """It has computed."""
@@ -168,7 +170,7 @@ class Parameters:
         for share in self.of.get(layer.name, ()):
             bucket = self._in[id(share)]
             if not bucket.flat:
-                bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0))
+                bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0), "gradients")
             bucket.missing -= 1
         for bucket in self._buckets:
             if bucket.missing:
@@ -184,9 +186,9 @@ class Parameters:
                     self.tracker.drop(earlier.flat)
                     earlier.flat = NOBODY
         # This device's part of the sum stays.
-        self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0))
+        self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0), "gradients")
         if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
-            bucket.flat += self.tracker.new(np.sum([share.rows for share in bucket.shares], axis=0))
+            bucket.flat += self.tracker.new(np.sum([share.rows for share in bucket.shares], axis=0), "gradients")
 
     def finish(self) -> None:
         """The backward pass has ended, and the optimizer steps."""

@@ -31,7 +31,12 @@ from layerwise.tensor import ITEM_BYTES
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
-    step = _Step(model, strategy)
+    return followed(model, strategy, AllocationTracker(model.devices.count)).peak
+
+
+def followed(model: CostModel, strategy: Strategy, tracker: AllocationTracker) -> AllocationTracker:
+    """The tracker, after all of a step."""
+    step = _Step(model, strategy, tracker)
     layers = model.graph.layers
     step.parameters.begin()
     last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
@@ -44,7 +49,7 @@ def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
         step.make_again(layer)
         step.backward(layer)
     step.parameters.finish()
-    return step.tracker.peak
+    return step.tracker
 
 
 @dataclass
@@ -53,6 +58,7 @@ class _Step:
 
     model: CostModel
     strategy: Strategy
+    tracker: AllocationTracker
     places: dict[str, Place] = field(default_factory=dict)  # its boxes
     edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels to each of its inputs
     values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
@@ -64,7 +70,7 @@ class _Step:
 
     def __post_init__(self) -> None:
         devices, options = self.model.devices.count, self.model.options
-        self.tracker, self.flows = AllocationTracker(devices), self.model.has_gradient
+        self.flows = self.model.has_gradient
         self.begun = begun_before(self.model.graph, options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
         recomputed = {name for name, config in self.strategy.items() if config.recompute}
@@ -135,8 +141,8 @@ class _Step:
         """What arrives has its memory from now on, and what is sent from a copy keeps that."""
         if self._runs_ahead(layer, slot):
             edge, item_bytes = self._edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
-            arrived = self.tracker.new(edge.received * item_bytes)
-            self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes))
+            arrived = self.tracker.new(edge.received * item_bytes, "gathered")
+            self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes, "workspace"))
 
     def _received(self, layer: Layer, slot: int, *, again: bool = False) -> Ref:
         source = layer.inputs[slot]
@@ -148,9 +154,9 @@ class _Step:
             arrived = flight.arrived
             self.tracker.drop(flight.copies)
         else:
-            arrived = self.tracker.new(edge.received * item_bytes)
+            arrived = self.tracker.new(edge.received * item_bytes, "gathered")
             self.tracker.spike(edge.forth * item_bytes)
-        leaf = self.tracker.new(edge.need * item_bytes)
+        leaf = self.tracker.new(edge.need * item_bytes, "gathered")
         self.tracker.drop(arrived)
         return leaf
 
@@ -256,7 +262,7 @@ class _Step:
                 weights = tracker.new(stage.weights)  # the gradients of copies come first
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
-            between = tracker.new(sum(cast, stage.between))  # what it was made of is gone when it is used
+            between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
             read, two = running + saved[number], stage.between > 0
             if late:
                 self.late, read = [read], NOBODY
@@ -265,7 +271,9 @@ class _Step:
                 if self.flows[layer.inputs[slot]]:
                     inward[slot] = self._gradient(layer, slot, running if stage.kept.through else None)
             if stage.running:
-                before = tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made)
+                before = (
+                    tracker.hold(running) if stage.kept.through else tracker.new(stages[number - 1].made, "gradients")
+                )
             self._drop([between, part(read, ~two)])
             if weights:
                 parameters = self.parameters.gradients(layer)
@@ -291,7 +299,8 @@ class _Step:
         """That of an input: a view of the output's, or made."""
         if through is not None:
             return self.tracker.hold(through)
-        return self.tracker.new(self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes)
+        size = self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes
+        return self.tracker.new(size, "gradients")
 
     def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
         """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
@@ -299,9 +308,9 @@ class _Step:
         if not self.flows[source]:
             return
         edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
-        arrived = tracker.new(edge.sent * item_bytes)  # what it sent forward
+        arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
         if self._runs_ahead(layer, slot) or (slot == 0 and self.late):
-            self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes), gradient)
+            self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes, "workspace"), gradient)
         else:
             tracker.spike(edge.back * item_bytes)
             self._add(source, edge, gradient, arrived)
@@ -322,7 +331,7 @@ class _Step:
         if before is not None:  # autograd adds in place where nobody else has what it adds to
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
-            total = tracker.new(np.where(mine | other, 0.0, self._own_bytes(source)))
+            total = tracker.new(np.where(mine | other, 0.0, self._own_bytes(source)), "gradients")
             self._drop([part(before, ~mine), part(back, ~other)])
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
@@ -331,7 +340,7 @@ class _Step:
         """A view of the gradient where that is all there is to it, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self._own_bytes(source)
         alike = (edge.kept * item_bytes == own) & (edge.local | (edge.sent == 0))
-        return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own))
+        return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
 
     def _own_bytes(self, name: str) -> Floats:
         return self.places[name].owned.volume * self.model.graph[name].out.item_bytes

@@ -43,7 +43,9 @@ class Travel:
 
     def _kept(self, u: Ints, v: Ints, d: Ints) -> Floats:
         """Elements that a device owns and needs."""
-        kept: Floats = np.float64(1) * (self._of_source(self.own.active)[u, d] & self._of_target(self.need.active)[v, d])
+        kept: Floats = np.float64(1) * (
+            self._of_source(self.own.active)[u, d] & self._of_target(self.need.active)[v, d]
+        )
         for j in range(len(self.maps)):
             own = self._of_source(self.own.lo)[u, d, j], self._of_source(self.own.hi)[u, d, j]
             kept = kept * interval_overlap(
