@@ -107,7 +107,11 @@ def parser() -> argparse.ArgumentParser:
         help="statistics of each rank's own samples, as DDP has them (default: what the plan was searched with)",
     )
     g.add_argument("--compile", action="store_true", help="torch.compile of what each rank computes by itself")
-    g.add_argument("--checkpoint-activations", action="store_true", help="compute layers twice to hold less memory")
+    g.add_argument(
+        "--checkpoint-activations",
+        action="store_true",
+        help="recompute all layers that hold less so, whatever the plan says",
+    )
     g = p.add_argument_group("checkpoints")
     g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
     g.add_argument("--checkpoint-every", type=_count, metavar="N", help="also every N steps")

@@ -57,6 +57,7 @@ def load(
     there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
     local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
     `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
+    checkpoint_activations: all layers that hold less so are recomputed in the backward pass, beside those of the plan.
     compile: as `parallelize` has it.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)

@@ -27,7 +27,7 @@ class RuntimeOptions:
     autocast: torch.dtype | None = None  # mixed precision: the 16-bit type
     seed: int = 0  # of initial values that are drawn, and of dropout
     local_batch_norm: bool = False  # statistics of each rank's own samples, as DistributedDataParallel has them
-    recompute: bool = False  # activation checkpointing: layers are computed twice, to hold less
+    recompute: bool = False  # activation checkpointing: all layers that hold less so, beside those of the plan
     compile: Mapping[str, Any] | None = None  # torch.compile's arguments, for what a rank computes by itself
 
     def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
