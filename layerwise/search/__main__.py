@@ -27,6 +27,7 @@ from layerwise.cli import (
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
+from layerwise.figures import check_plot, save_plot
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model, names_code
@@ -34,14 +35,16 @@ from layerwise.machine import DeviceGraph, load
 from layerwise.mlp_grid import report as grid_report
 from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
-from layerwise.quantities import parse_bytes
+from layerwise.quantities import parse_bytes, parse_bytes_range
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
+from layerwise.search.curve import memory_curve
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report import as_json as report_json
 from layerwise.search.report import text as report
+from layerwise.search.report.memory import curve_dict, curve_table, draw_curve, kinds_of, kinds_table
 from layerwise.search.report.timeline import write_timeline
 from layerwise.search.variants import OFFERS
 
@@ -164,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(set(writes)) < len(writes):
         raise LayerwiseError("--out, --export-costs and --timeline name the same file: give each its own")
     _check_grid(args)
+    _check_curve(args)
     for path in writes:
         check_writable(path)
     started = time.perf_counter()
@@ -177,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _price(model, args, console())
     if args.grid is not None:
         return _grid(model, space, args)
+    if args.memory_curve is not None:
+        return _curve(model, space, offer, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
             model,
@@ -208,12 +214,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.timeline is not None:
         write_timeline(model, result.best.strategy, args.timeline)
     if args.json:
-        print(json.dumps(report_json.as_dict(model, result, args.model, seconds, enumerated, tried), indent=1))
+        made = report_json.as_dict(model, result, args.model, seconds, enumerated, tried)
+        print(json.dumps(made | ({"memory_by_kind": kinds_of(model, result)} if args.memory else {}), indent=1))
         return 0
     out = console()
     title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
     out.print(Text.assemble((args.model, "bold"), title))
     out.print(report.show(model, result, seconds, every_layer=args.layers, tried=tried))
+    if args.memory:
+        out.print("", kinds_table(model, result), sep="\n")
     if enumerated is not None:
         out.print(report.depth_first_line(enumerated, result))
     for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
@@ -272,6 +281,50 @@ def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int
     if args.out is not None:
         out.print(f"plan of grid {args.grid} written to {args.out}", soft_wrap=True)
     return 0
+
+
+def _curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args: argparse.Namespace) -> int:
+    """--memory-curve: the fastest plan under each of some limits."""
+    least, most = parse_bytes_range(args.memory_curve, "--memory-curve")
+    with progress_bar("pricing transfers", quiet=args.json) as progress:
+        curve = memory_curve(
+            model,
+            space,
+            least,
+            most,
+            objective=args.objective,
+            offer=offer,
+            memory_bytes=args.search_memory * 2**30,
+            progress=progress,
+        )
+    title = f"{args.model} on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step"
+    if args.plot is not None:
+        save_plot(draw_curve(curve, title), args.plot)
+    if args.json:
+        print(json.dumps({"model": args.model, "gpus": args.gpus, "curve": curve_dict(curve)}, indent=1))
+        return 0
+    out = console()
+    out.print(title)
+    out.print(curve_table(curve))
+    if args.plot is not None:
+        out.print(f"figure written to {args.plot}", soft_wrap=True)
+    return 0
+
+
+def _check_curve(args: argparse.Namespace) -> None:
+    """What does not go with --memory-curve, or without it."""
+    if args.plot is not None and args.memory_curve is None:
+        raise LayerwiseError("--plot draws --memory-curve: give that, too, such as --memory-curve 8GB..80GB")
+    if args.memory_curve is None:
+        return
+    others = ("memory_limit", "price", "grid", "out", "export_costs", "timeline", "depth_first", "layers", "memory")
+    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
+    if wrong:
+        raise LayerwiseError(f"--memory-curve is about many plans: leave out {' and '.join(wrong)}")
+    parse_bytes_range(args.memory_curve, "--memory-curve")
+    if args.plot is not None:
+        check_plot(args.plot)
+        check_writable(args.plot)
 
 
 def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
