@@ -9,17 +9,18 @@ from typing import Literal
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.search.find import search
-from layerwise.search.result import SearchResult
+from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 POINTS = 16  # at most: limits are then this far apart, by a factor
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A limit and what was found under it."""
+    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits."""
 
     limit_bytes: float
     result: SearchResult
+    best: Candidate | None
 
 
 def memory_curve(
@@ -40,8 +41,9 @@ def memory_curve(
     at its steps; where there are more steps than `points` some are left out, and a limit is then a given factor below
     the last. The last point may be one where nothing fits.
     """
-    factor = (least_bytes / most_bytes) ** (1 / max(points - 1, 1))
-    offered, limit, curve = tuple(offer), most_bytes, list[Point]()
+    seconds = timeline_s if objective == "timeline" else step_time_s
+    factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
+    limit, results = most_bytes, list[tuple[float, SearchResult]]()
     while True:
         result = search(
             model,
@@ -52,8 +54,19 @@ def memory_curve(
             offer=offered,
             progress=progress,
         )
-        curve.append(Point(limit, result))
+        results.append((limit, result))
         need = result.best.price.memory_bytes
         if not result.best.fits or need <= least_bytes:
-            return curve
+            break
         limit = max(min(limit * factor, need - 1), least_bytes)
+    curve, best = list[Point](), None
+    for limit, result in reversed(results):
+        if result.best.fits and (best is None or seconds(result.best) <= seconds(best)):
+            best = result.best
+        curve.append(Point(limit, result, best))
+    return curve[::-1]
+
+
+def step_time_s(c: Candidate) -> float:
+    """Equation 1."""
+    return c.price.step_time_s

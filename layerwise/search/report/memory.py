@@ -46,10 +46,10 @@ def curve_table(curve: Sequence[Point]) -> Table:
     for heading in ("limit", "memory", "step time", "with overlap", "against no limit", "recompute", "shard", "proof"):
         table.add_column(heading, justify="right" if heading != "proof" else "left", no_wrap=True)
     for point in curve:
-        result, best = point.result, point.result.best
+        result, best = point.result, point.best
         limit = units(point.limit_bytes, "B")
-        if not best.fits:
-            least = units(best.price.memory_bytes if result.least is None else result.least.bytes, "B")
+        if best is None:
+            least = units(result.best.price.memory_bytes if result.least is None else result.least.bytes, "B")
             table.add_row(limit, f"nothing fits: the least is {least}", *[""] * 6)
             continue
         table.add_row(
@@ -65,9 +65,9 @@ def curve_table(curve: Sequence[Point]) -> Table:
     return table
 
 
-def _count(best: Candidate, what: str) -> int:
+def _count(best: Candidate | None, what: str) -> int:
     """Layers that are recomputed, or have shared-out states."""
-    configs = best.strategy.values()
+    configs = [] if best is None else best.strategy.values()
     return sum(c.recompute if what == "recompute" else c.states != "replicated" for c in configs)
 
 
@@ -82,15 +82,15 @@ def curve_dict(curve: Sequence[Point]) -> list[dict[str, Any]]:
     return [
         {
             "memory_limit_bytes": point.limit_bytes,
-            "fits": point.result.best.fits,
-            "memory_bytes": point.result.best.price.memory_bytes,
+            "fits": point.best is not None,
+            "memory_bytes": None if point.best is None else point.best.price.memory_bytes,
             "step_time_s": point.result.additive.price.step_time_s,
             "lower_bound_s": point.result.optimum.lower_bound_s,
             "optimal": point.result.optimum.proven,
-            "timeline_s": point.result.best.timeline.total_s,
+            "timeline_s": None if point.best is None else point.best.timeline.total_s,
             "least_memory_bytes": None if point.result.least is None else point.result.least.bytes,
-            "recompute": _count(point.result.best, "recompute"),
-            "shard": _count(point.result.best, "states"),
+            "recompute": _count(point.best, "recompute"),
+            "shard": _count(point.best, "states"),
         }
         for point in curve
     ]
@@ -100,14 +100,14 @@ def draw_curve(curve: Sequence[Point], title: str) -> Figure:
     """Step time, with overlap and without, over the memory that a device may take."""
     from matplotlib.figure import Figure
 
-    fitting = [point for point in curve if point.result.best.fits]
+    fitting = [(point, point.best) for point in curve if point.best is not None]
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axis = figure.subplots()
-    limits = [point.limit_bytes / 1e9 for point in fitting]
+    limits = [point.limit_bytes / 1e9 for point, _ in fitting]
     for label, seconds in (
-        ("with overlap", [point.result.best.timeline.total_s for point in fitting]),
-        ("step time, optimal", [point.result.additive.price.step_time_s for point in fitting]),
-        ("its lower bound", [point.result.optimum.lower_bound_s for point in fitting]),
+        ("with overlap", [best.timeline.total_s for _, best in fitting]),
+        ("least step time", [point.result.additive.price.step_time_s for point, _ in fitting]),
+        ("its lower bound", [point.result.optimum.lower_bound_s for point, _ in fitting]),
     ):
         axis.step(limits, [s * 1e3 for s in seconds], where="post", label=label, ls=":" if "bound" in label else "-")
     if len(fitting) < len(curve):
