@@ -133,7 +133,7 @@ class Setting:
     """One rank's, or one device's (`comm` None)."""
 
     comm: Comm | None = None
-    strategy: str = "data"  # or "split"
+    strategy: str = "data"  # or "split", or "recompute": split, and what is split is recomputed
 
     @property
     def rank(self) -> int:
@@ -153,6 +153,8 @@ class Setting:
         if self.comm is None:
             return model
         example = self.share(batch(0)[0]).to(next(model.parameters()).dtype)
+        if self.strategy == "recompute":
+            split = {name: degrees | {"recompute": True} for name, degrees in split.items()}
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
             model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how

@@ -97,6 +97,21 @@ def test_a_loop(loop: Loop, kind: str) -> None:
             check(name, found, value)
 
 
+RECOMPUTED = [
+    "clip_norm", "accumulation", "two_forwards", "gradient_penalty", "gradient_penalty_with_batch_norm", "gan",
+    "deep_supervision", "output_of_some_ranks", "frozen_later", "evaluation", "autocast", "autocast_inside", "scaler",
+    "other_sizes", "last_batches", "another_type", "adamw_fused", "optimizer_in_hooks", "ema", "copies", "dcp_resume",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(RECOMPUTED)]
+)
+def test_a_loop_with_recomputed_layers(name: str) -> None:
+    (loop,) = (loop for loop in LOOPS if loop.__name__ == name)
+    test_a_loop(loop, "recompute")
+
+
 def test_the_page_has_every_row() -> None:
     rows = re.findall(r"^\| (.+?) \| (works|refused) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
     page = {what: (data, split) for what, data, split in rows}
