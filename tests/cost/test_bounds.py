@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from typing import get_args
 
 import numpy as np
@@ -25,6 +25,8 @@ from tests.cost import brute
 from tests.cost.test_price import NETWORKS
 from tests.examples import examples
 
+FORMS = tuple(product((False, True), get_args(States)))
+
 
 def all_configs(model: CostModel) -> dict[str, tuple[Config, ...]]:
     """Of every layer, each with one of the ways to save memory, or none; the ends have one."""
@@ -32,8 +34,8 @@ def all_configs(model: CostModel) -> dict[str, tuple[Config, ...]]:
         layer.name: (model.end_config(layer),)
         if layer.end
         else tuple(
-            replace(config, states=states)
-            for config, states in zip(brute.held(layer, model.devices.count), cycle(get_args(States)), strict=False)
+            replace(config, recompute=recompute, states=states)
+            for config, (recompute, states) in zip(brute.held(layer, model.devices.count), cycle(FORMS), strict=False)
         )
         for layer in model.graph.layers
     }

@@ -20,7 +20,8 @@ from layerwise.geometry.arrays import Floats
 
 Owner = str | EdgeName  # whose configurations bytes follow from: a layer's, or those of both ends of an edge
 # sure: whatever the configurations; own: where `source` is not 0, and nobody else counts it there; shared: perhaps.
-Kind = Literal["sure", "own", "shared"]
+# Also shared: kept, of which a layer is made again; again, by a layer that is made again, which may keep the same.
+Kind = Literal["sure", "own", "shared", "kept", "again"]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,9 @@ def _weights(alive: list[Claim]) -> list[tuple[Claim, float]]:
         best = sure[0]
         other = [claim for claim in sure if claim.target is not None and claim.owner == best.owner]
         return [(claim, 1.0) for claim in (best, *[c for c in other if c.local != best.local][:1])]
-    sharers = len({claim.owner for claim in alive if claim.kind == "shared"})
+    kept = {claim.owner for claim in alive if claim.kind == "kept"}
+    alive = [claim for claim in alive if claim.kind != "again" or claim.owner not in kept]
+    sharers = len({claim.owner for claim in alive if claim.kind != "own"})
     return [(claim, 1.0 if claim.kind == "own" else 1.0 / sharers) for claim in alive]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.claims import Claim, Ledger, Storage
+from layerwise.cost.memory.bounds.claims import Claim, Kind, Ledger, Storage
 from layerwise.cost.memory.bounds.loss import Scored, scored
 from layerwise.cost.memory.bounds.parameters import Parameters, parameters
 from layerwise.cost.memory.bounds.stacked import Stacked, inside, stacked
@@ -23,8 +23,11 @@ from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
+from layerwise.partition.blocks import blocks
 from layerwise.partition.place import input_maps
+from layerwise.tensor import ITEM_BYTES
 
+WEIGHTS = -2  # instead of a slot: the copies of weights
 ALWAYS = np.ones((1, 1))  # of an edge whose bytes follow from one of its ends only
 
 
@@ -43,11 +46,12 @@ class Given:
     """An input of a layer: what lies here already where the edge is local, else received."""
 
     edge: EdgeName
-    value: Made | None  # the source's; None: unknown
+    there: list[tuple[Storage, Floats]]  # the source's, with (C_u, N) bytes that the source does not keep itself
     leaf: Storage  # what is received
     need: Floats  # (C_v, N) bytes
     working: list[Claim]
     held: Mask  # (C_v, N)
+    kind: Kind  # of the claims on what lies here
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,9 @@ class Lifetimes:
         self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed
         self.stages: dict[str, list[StageMemory]] = {}
+        self.recomputed, self.blocks = self._recomputed()
+        self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
+        self.again: dict[str, Made | Given | None] = {}  # values that are made again
         self._begin()
         for layer in graph.inner:
             self.stages[layer.name] = self._stages(layer)
@@ -97,10 +104,17 @@ class Lifetimes:
                 if last[source] == i and value is not None:
                     self.ledger.drop(value.working)
         for layer in reversed(graph.layers):
+            self._make_again(layer)
             self._backward(layer)
         self._update()
 
     # ---- what all have ----
+
+    def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
+        """Which configurations recompute a layer, (C, 1), and the number of its block, where any layer does."""
+        rows = {name: np.array([[config.recompute] for config in configs]) for name, configs in self.configs.items()}
+        of = blocks(self.model.graph) if any(row.any() for row in rows.values()) else {}
+        return {name: row if name in of else np.zeros_like(row) for name, row in rows.items()}, of
 
     def _begin(self) -> None:
         """Parameters, states, places in buckets; and what arrives of parameters before the first layer computes."""
@@ -187,53 +201,63 @@ class Lifetimes:
         elif layer.role is Role.SINK:
             self._loss(layer)
         else:
-            self._compute(layer, [self._given(layer, slot) for slot in range(len(layer.inputs))])
+            given = [self._given(layer, slot) for slot in range(len(layer.inputs))]
+            again = self.recomputed[layer.name]
+            self._keep_sources(layer, again)
+            self.values[layer.name] = self._compute(layer, given, np.ones_like(again), ~again)
 
     def _given(self, layer: Layer, slot: int) -> Given:
         source = layer.inputs[slot]
-        edge = (source, layer.name, slot)
-        self.local[edge] = self._locality(layer, slot)
-        need, leaf, value = self._need(layer, slot), self.ledger.storage(), self.values[source]
-        working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
-        return Given(
-            edge, value if isinstance(value, Made) else None, leaf, need, working, np.zeros(need.shape, np.bool_)
-        )
+        self.local[source, layer.name, slot] = self._locality(layer, slot)
+        value = self.values[source]
+        there = [(value.storage, value.size * ~value.held)] if isinstance(value, Made) else []
+        return self._received(layer, slot, there, self._need(layer, slot), "shared")
 
-    def _compute(self, layer: Layer, given: list[Given]) -> None:
-        ledger, name, saved = self.ledger, layer.name, list[list[Claim]]()
-        gathered = self._new(name, self.parameters[name].gathered)
+    def _received(
+        self, layer: Layer, slot: int, there: list[tuple[Storage, Floats]], need: Floats, kind: Kind
+    ) -> Given:
+        edge, leaf = (layer.inputs[slot], layer.name, slot), self.ledger.storage()
+        working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
+        return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
+
+    def _compute(self, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
+        """Its result. on, saving: (C, 1) which configurations compute it now, and keep what its backward pass reads."""
+        ledger, name = self.ledger, layer.name
+        saved = self.saved.setdefault(name, [[] for _ in self.stages[name]])
+        pass_ = "forward" if on.all() else "again"
+        gathered = self._new(name, self.parameters[name].gathered * on)
         out: Made | Given | None = None
         for number, stage in enumerate(self.stages[name]):
             before, mine, done = out, list[Claim](), list[Claim]()
             copies = dict[int, Made]()
+            keeps = saving if stage.tracked else np.zeros_like(saving)
             if stage.view:
                 out = before if number else given[0]
             else:
-                mine = self._new(name, stage.extra) if stage.tracked else []
-                copies = {slot: self._made(name, size) for slot, size in stage.copies.items()}
-                weights, out = self._new(name, stage.weights), self._made(name, stage.made)
+                mine = self._new(name, stage.extra * keeps)
+                copies = {slot: self._made(name, size * on) for slot, size in stage.copies.items()}
+                copies[WEIGHTS], out = self._made(name, stage.weights * on), self._made(name, stage.made * on)
                 done += [claim for copy in copies.values() for claim in copy.working]
-                mine, done = (mine + weights, done) if stage.tracked else (mine, done + weights)
-                spike = self._new(name, stage.forward if stage.tracked else stage.forward + stage.extra)
-                ledger.instant(f"forward {name} {number}")
+                spike = self._new(name, stage.forward * on + stage.extra * (on & ~keeps))
+                ledger.instant(f"{pass_} {name} {number}")
                 ledger.drop(spike)
             if stage.tracked and self.flows[name]:
-                where = np.broadcast_to(stage.kept.inputs, stage.made.size).reshape(stage.made.shape)
+                where = np.broadcast_to(stage.kept.inputs, stage.made.size).reshape(stage.made.shape) & keeps
+                whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, Made | Given | None] = {BEFORE: before}
                 read |= {slot: given[slot] for slot in self._slots(layer, number)}
                 read |= copies
-                mine += [claim for ref in read.values() for claim in self._keep(name, ref, where)]
-                mine += self._keep(name, out, np.ones_like(where)) if stage.kept.output else []
-            saved.append(mine)
+                for slot, ref in read.items():
+                    mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
+                mine += self._keep(name, out, whole) if stage.kept.output else []
+            saved[number] += mine
             if before is not None and before is not out and before not in given:
                 done += before.working
             ledger.drop(done)
-        self.values[name] = out
-        if self.flows[name]:
-            self.saved[name] = saved
-        else:
+        if not self.flows[name]:
             ledger.drop([claim for mine in saved for claim in mine])
         ledger.drop(gathered + [claim for ref in given if ref is not out for claim in ref.working])
+        return out
 
     def _made(self, name: str, size: Floats) -> Made:
         storage = self.ledger.storage()
@@ -248,10 +272,56 @@ class Lifetimes:
         if isinstance(ref, Made):
             return self.ledger.hold(ref.storage, name, "own", ref.size * more)
         claims = self.ledger.hold(ref.leaf, ref.edge, "own", ALWAYS, ref.need * more, local=False)
-        if ref.value is not None:
-            free, reads = ref.value.size * ~ref.value.held, (ref.need > 0) * more
-            claims += self.ledger.hold(ref.value.storage, ref.edge, "shared", free, reads, local=True)
+        for storage, free in ref.there:
+            claims += self.ledger.hold(storage, ref.edge, ref.kind, free, (ref.need > 0) * more, local=True)
         return claims
+
+    # ---- what is made again ----
+
+    def _keep_sources(self, layer: Layer, again: Mask) -> None:
+        """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
+        if not again.any():
+            return
+        name, where = layer.name, self.at[layer.name]
+        kept, always = self.kept.setdefault(self.blocks[name], []), np.broadcast_to(1.0 * again, where.shape)
+        for slot, source in enumerate(layer.inputs):
+            value = self.values[source]
+            if isinstance(value, Made):
+                free, edge = value.size * ~value.held * self._original(layer, source), (source, name, slot)
+                for local in (True, False):
+                    kept += self.ledger.hold(value.storage, edge, "kept", free, always, local=local)
+        for _, p, dtype in layer.remembered:
+            size = where.table(where.place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype])
+            kept += self._new(name, np.where(where.place.computed.active.reshape(where.shape) & again, size, 0.0))
+
+    def _original(self, layer: Layer, source: str) -> Mask:
+        """(C_u, 1) where a layer's source is not made again with it."""
+        same = self.blocks.get(source) == self.blocks[layer.name]
+        return ~self.recomputed[source] if same else np.ones_like(self.recomputed[source])
+
+    def _make_again(self, last: Layer) -> None:
+        """The recomputed layers of a block, before its last layer is differentiated."""
+        block = self.blocks.get(last.name)
+        names = [name for name, number in self.blocks.items() if number == block]
+        if block is None or names[-1] != last.name:
+            return
+        for name in names:
+            layer, again = self.model.graph[name], self.recomputed[name]
+            if again.any():
+                given = [self._given_again(layer, slot, again) for slot in range(len(layer.inputs))]
+                made = self.again[name] = self._compute(layer, given, again, again)
+                self.ledger.drop(made.working if made else [])
+        self.ledger.drop(self.kept.pop(block, []))
+
+    def _given_again(self, layer: Layer, slot: int, again: Mask) -> Given:
+        source, there = layer.inputs[slot], list[tuple[Storage, Floats]]()
+        value = self.values[source]
+        if isinstance(value, Made):
+            there.append((value.storage, value.size * ~value.held * self._original(layer, source)))
+        if self.blocks.get(source) == self.blocks[layer.name]:
+            made = self.again.get(source)
+            there += [(made.storage, made.size * ~made.held)] if isinstance(made, Made) else []
+        return self._received(layer, slot, there, self._need(layer, slot) * again, "again")
 
     def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
         """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
@@ -338,7 +408,7 @@ class Lifetimes:
                 slots = self._slots(layer, 0) if number == 0 else slots
                 weights = self._unless_late(layer, stage.weights, late)
                 made = [] if weights else self._parameters(layer, late)
-                rows = [] if weights else self._unless_late(layer, self.parameters[name].rows_gathered, late)
+                rows = [] if weights or late else self._new(name, self.parameters[name].rows_gathered)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = sum(cast, stage.between)
             copies = self._new(name, between)
@@ -427,7 +497,7 @@ class Lifetimes:
     def _parameters(self, layer: Layer, late: bool) -> list[Claim]:
         """Their gradients."""
         held = self.parameters[layer.name]
-        return self._unless_late(layer, held.gradients + held.rows, late)
+        return self._unless_late(layer, held.gradients, late) + ([] if late else self._new(layer.name, held.rows))
 
     def _unless_late(self, layer: Layer, size: Floats, late: bool) -> list[Claim]:
         if not late:
@@ -437,8 +507,8 @@ class Lifetimes:
     def _make_weights(self, layer: Layer, inward: Gradient) -> None:
         """While the gradient of the input travels, which is a flight by now."""
         stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
-        size = held.gradients + held.gathered + held.rows + held.rows_gathered + stage.weights
-        claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, size, local=False)
+        claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
+        claims += self._new(layer.name, held.rows)
         self.ledger.instant(f"backward {layer.name} weights")
         self.ledger.drop(claims + self.waiting)
 

@@ -108,9 +108,10 @@ def inside(owned: Boxes, need: Boxes, pairs: tuple[int, int]) -> Mask:
 
 def _inside(owned: Boxes, need: Boxes, u: Ints, v: Ints, d: Ints) -> Mask:
     """(P,) of P pairs, on devices d."""
-    held: Mask = owned.active[u, d] & np.ones(1, np.bool_)
+    held: Mask = owned.active[u, d]
     for j in range(owned.lo.shape[-1]):
-        held = held & (owned.lo[u, d, j] <= need.lo[v, d, j]) & (need.hi[v, d, j] <= owned.hi[u, d, j])
+        within = (owned.lo[u, d, j] <= need.lo[v, d, j]) & (need.hi[v, d, j] <= owned.hi[u, d, j])
+        held = np.logical_and(held, within)
     empty = ~need.active | (need.hi <= need.lo).any(-1)
     result: Mask = (held | empty[v, d]).all(1)
     return result
