@@ -8,11 +8,12 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.additive import Choice, Costs, Minimise, Problem, weighted_sum
 from layerwise.search.simplex import simplex
 
@@ -28,6 +29,14 @@ class Met:
     choice: Choice
     cost: float
     rows: Floats  # (R,) bytes
+    base: Mapping[str, Ints]
+    known: dict[int, float] = field(default_factory=dict)  # by row, bytes by its table
+
+    def of(self, row: int, table: Costs) -> float:
+        """Bytes of a row by its table."""
+        if row not in self.known:
+            self.known[row] = table.of(self.choice, self.base)
+        return self.known[row]
 
 
 @dataclass
@@ -38,6 +47,12 @@ class Multipliers:
     bound: float = -np.inf  # no choice that fits takes less
     met: list[Met] = field(default_factory=list)
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
+
+    def taken(self, rows: Sequence[int]) -> Floats:
+        """(rows, choices) bytes by the tables, which may be below what is known of a single choice."""
+        return np.array([[met.of(row, self.solved[row]) for met in self.met] for row in rows]).reshape(
+            -1, len(self.met)
+        )
 
     def criteria(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
         """What a choice that fits and costs at most `cost` has, and at most: time with memory paid, time, and rows."""
@@ -73,12 +88,13 @@ def best_multipliers(
         best.met.append(met)
         scale = max(best.met[0].cost, 1e-30)
         while True:
-            share, prices, value = _fit_on_average(best.met, active, limit, scale)
+            share, prices, value = _fit_on_average(best.met, best.taken(active), limit, scale)
             if not solved and value > best.bound + CLOSE * abs(best.bound):
                 break
-            over = share @ np.stack([met.rows for met in best.met]) - limit
-            worst = int(over.argmax())
-            if over[worst] <= CLOSE * limit or worst in active:
+            mixed = share @ np.stack([met.rows for met in best.met])
+            mixed[active] = 0.0
+            worst = int(mixed.argmax())
+            if mixed[worst] <= limit * (1 + CLOSE):
                 return best
             active.append(worst)
             best.solved[worst] = problem.row(worst)
@@ -90,19 +106,20 @@ def best_multipliers(
 def _meet(problem: Problem, costs: Costs, minimise: Minimise) -> tuple[Met, float]:
     """A good choice by `costs`, and a lower bound of them."""
     choice, least = minimise(costs, problem.base)
-    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice)), least
+    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice), problem.base), least
 
 
-def _fit_on_average(met: list[Met], active: list[int], limit: float, scale: float) -> tuple[Floats, Floats, float]:
+def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> tuple[Floats, Floats, float]:
     """The mixture of choices that fits on average and takes the least: shares, prices of rows, and the time.
 
+    taken: (rows, choices) bytes.
     What does not fit is paid for at the dearest price.
     """
     cost = np.array([m.cost for m in met]) / scale
-    over = np.array([[m.rows[row] - limit for row in active] for m in met]).reshape(len(met), len(active)).T
+    over = taken - limit
     much = float(np.abs(over).max(initial=1.0))
     over /= much
-    count, rows = len(met), len(active)
+    count, rows = len(met), len(taken)
     matrix = np.zeros((rows + 1, count + 2 * rows))
     matrix[:rows, :count], matrix[rows, :count] = over, 1.0
     matrix[:rows, count : count + rows], matrix[:rows, count + rows :] = np.eye(rows), -np.eye(rows)
@@ -128,12 +145,13 @@ def least_rows(
     for _ in range(ROUNDS):
         while True:
             best.solved |= {row: problem.row(row) for row in active if row not in best.solved}
-            share, prices, value = _fullest_on_average(best.met, active)
+            share, prices, value = _fullest_on_average(best.taken(active))
             if not solved and value > best.bound * (1 + CLOSE):
                 break
             mixed = share @ np.stack([met.rows for met in best.met])
+            mixed[active] = 0.0
             worst = int(mixed.argmax())
-            if worst in active or mixed[worst] <= value * (1 + CLOSE):
+            if mixed[worst] <= value * (1 + CLOSE):
                 return best
             active.append(worst)
             solved = False
@@ -149,12 +167,14 @@ def least_rows(
     return best
 
 
-def _fullest_on_average(met: list[Met], active: list[int]) -> tuple[Floats, Floats, float]:
-    """The mixture of choices whose fullest row is the least: shares of choices, shares of rows, and the bytes."""
-    taken = np.array([[m.rows[row] for row in active] for m in met]).T
+def _fullest_on_average(taken: Floats) -> tuple[Floats, Floats, float]:
+    """The mixture of choices whose fullest row is the least: shares of choices, shares of rows, and the bytes.
+
+    taken: (rows, choices) bytes.
+    """
     scale = max(float(taken.max()), 1.0)
     taken = taken / scale
-    count, rows = len(met), len(active)
+    rows, count = taken.shape
     matrix = np.zeros((rows + 1, count + 1 + rows))  # choices, the fullest, room in each row
     matrix[:rows, :count], matrix[rows, :count] = taken, 1.0
     matrix[:rows, count], matrix[:rows, count + 1 :] = -1.0, np.eye(rows)
