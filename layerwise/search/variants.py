@@ -19,7 +19,6 @@ from layerwise.partition.sharding import may_shard
 from layerwise.search.additive import Choice, Costs, Problem
 
 OFFERS = ("recompute", "shard")
-RECOMPUTE_IS_BOUNDED = False  # `cost.memory.bounds` takes all layers as not recomputed yet, which would bound too much
 Configs = Mapping[str, tuple[Config, ...]]
 Strategy = Mapping[str, Config]
 Form = tuple[bool, States]  # recompute, states
@@ -41,7 +40,7 @@ class Forms:
         offer = tuple(offer)
         if unknown := sorted(set(offer) - set(OFFERS)):
             raise LayerwiseError(f"{unknown[0]!r} cannot be offered: choose of {', '.join(OFFERS)}")
-        recompute = (False, True) if "recompute" in offer and RECOMPUTE_IS_BOUNDED else (False,)
+        recompute = (False, True) if "recompute" in offer else (False,)
         states: tuple[States, ...] = ("replicated", "sharded", "gathered") if "shard" in offer else ("replicated",)
         forms = tuple(product(recompute, states))
         stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
