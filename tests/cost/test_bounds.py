@@ -7,6 +7,7 @@ from itertools import cycle, product
 from typing import get_args
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +18,15 @@ from layerwise.cost.memory.bounds.lifetimes import Lifetimes
 from layerwise.cost.memory.bounds.stacked import stacked
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import complete
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.moved import moved
 from layerwise.partition.place import input_maps, place
+from layerwise.search.baselines import baseline
+from layerwise.search.variants import Forms
 from tests.cost import brute
 from tests.cost.test_price import NETWORKS
 from tests.examples import examples
@@ -114,3 +120,23 @@ def test_no_strategy_needs_less(
     total = sum(float(table[choice[name]]) for name, table in tables.node.items())
     total += sum(float(table[choice[u], choice[v]]) for (u, v, _), table in tables.edge.items())
     assert abs(total - found[bounds.instants.index(instant), device]) <= 1e-6 * max(1.0, total)
+
+
+@pytest.mark.parametrize("profile", ["h100", "cpu"])
+@pytest.mark.parametrize("form", [(False, "replicated"), (True, "replicated"), (False, "sharded")])
+def test_bounds_of_what_matters_are_near(profile: str, form: tuple[bool, States]) -> None:
+    """Of the named strategies of a network with branches and skips, on every device; else no optimum can be proven."""
+    model = CostModel(fuse(load_model("unet2d", 8)), load(profile).device_graph(8), CostOptions(optimizer="adam"))
+    forms = Forms.of(model.graph, 8, ())
+    named = [complete(model, baseline(model, name)) for name in ("data", "owt")]
+    strategies = [
+        {
+            layer: replace(forms.of_layer(layer, c, form), recompute=form[0] and layer in forms.recomputable)
+            for layer, c in s.items()
+        }
+        for s in named
+    ]
+    bounds = MemoryBounds(model, {name: tuple(s[name] for s in strategies) for name in strategies[0]})
+    for i, strategy in enumerate(strategies):
+        found = bounds.at(dict.fromkeys(strategy, i)).max(0)
+        assert (found >= 0.97 * peak_bytes(model, strategy)).all()

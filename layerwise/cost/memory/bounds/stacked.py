@@ -108,10 +108,10 @@ def inside(owned: Boxes, need: Boxes, pairs: tuple[int, int]) -> Mask:
 
 def _inside(owned: Boxes, need: Boxes, u: Ints, v: Ints, d: Ints) -> Mask:
     """(P,) of P pairs, on devices d."""
-    held: Mask = owned.active[u, d]
+    held: Mask = np.broadcast_to(owned.active[u, d], (len(u), len(d))).copy()
     for j in range(owned.lo.shape[-1]):
-        within = (owned.lo[u, d, j] <= need.lo[v, d, j]) & (need.hi[v, d, j] <= owned.hi[u, d, j])
-        held = np.logical_and(held, within)
+        for less, more in ((owned.lo[u, d, j], need.lo[v, d, j]), (need.hi[v, d, j], owned.hi[u, d, j])):
+            np.logical_and(held, np.less_equal(less, more), out=held)
     empty = ~need.active | (need.hi <= need.lo).any(-1)
     result: Mask = (held | empty[v, d]).all(1)
     return result
