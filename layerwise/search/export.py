@@ -2,6 +2,9 @@
 
 Format: https://toulbar2.github.io/toulbar2/formats/cfnformat.html (its JSON form). A variable is a layer, its values
 are the layer's configurations, and the sum of all functions is equation 1 in seconds.
+
+A memory limit is a linear constraint for each row of bytes (an instant on a device): what its values weigh is at most
+the limit. An edge's bytes weigh through a variable of their own, whose value follows from both ends.
 """
 
 from __future__ import annotations
@@ -9,21 +12,33 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.geometry.arrays import Floats
+from layerwise.search.additive import Costs
 
 DIGITS = (12, 11, 10, 9)  # decimals of a second, the most that leave room in the solver's integers
 LARGEST = 2**63 // 162  # of these: MAX_COST in toulbar2's src/core/tb2types.hpp (newer releases: nine times as much)
 
 
-def export_costs(tables: CostTables, path: str | os.PathLike[str], name: str = "layerwise") -> None:
-    """Writes the tables to `path` (.cfn), whole or not at all: LayerwiseError. `name` is the problem's."""
-    write_text(path, _parts(tables, name, decimals(tables)))
+def export_costs(
+    tables: CostTables,
+    path: str | os.PathLike[str],
+    name: str = "layerwise",
+    rows: Sequence[Costs] = (),
+    limit_bytes: float = 0.0,
+) -> None:
+    """Writes the tables to `path` (.cfn), whole or not at all: LayerwiseError. `name` is the problem's.
+
+    rows: bytes over the same configurations, of which every sum, in whole bytes, is at most `limit_bytes`.
+    """
+    write_text(path, _parts(tables, name, decimals(tables), [_Weights(tables, row) for row in rows], limit_bytes))
 
 
 def variable_names(layers: Iterable[str]) -> dict[str, str]:
@@ -60,11 +75,42 @@ def decimals(tables: CostTables) -> int:
     return digits
 
 
-def _parts(tables: CostTables, name: str, digits: int) -> Iterator[str]:
+class _Weights:
+    """One row of bytes: of values, and of the variables that edges have for their own."""
+
+    def __init__(self, tables: CostTables, row: Costs) -> None:
+        self.node = {layer: np.floor(cost).astype(np.int64) for layer, cost in row.node.items()}
+        self.edges = [(e, *np.unique(np.floor(cost), return_inverse=True)) for e, cost in row.edge.items()]
+        self.shapes = [(len(tables.configs[u]), len(tables.configs[v])) for (u, v, _), _, _ in self.edges]
+
+    def names(self, number: int) -> list[str]:
+        """Of the edges' variables."""
+        return [f"bytes_{number}_{i}" for i in range(len(self.edges))]
+
+    def functions(self, number: int, variables: dict[str, str], above: str) -> Iterator[tuple[list[str], str]]:
+        """For each edge: its variable is what the ends say."""
+        for name, ((u, v, _), values, index), shape in zip(self.names(number), self.edges, self.shapes, strict=True):
+            matches = index.reshape(shape)[..., None] == np.arange(len(values))
+            rows = ", ".join("0" if match else above for match in matches.ravel().tolist())
+            yield [variables[u], variables[v], name], f'"costs": [{rows}]'
+
+    def constraint(self, place: dict[str, int], number: int, limit_bytes: float) -> str:
+        """At least minus the limit, of negative weights."""
+        of_layers = [(place[layer], i, -int(w)) for layer, ws in self.node.items() for i, w in enumerate(ws) if w]
+        edges = zip(self.names(number), self.edges, strict=True)
+        of_edges = [(place[name], i, -int(w)) for name, (_, values, _) in edges for i, w in enumerate(values) if w]
+        weights = json.dumps([*of_layers, *of_edges])
+        return f'"type": "knapsackv", "params": {{"capacity": {-int(limit_bytes)}, "weightedvalues": {weights}}}'
+
+
+def _parts(tables: CostTables, name: str, digits: int, rows: Sequence[_Weights], limit_bytes: float) -> Iterator[str]:
     variables = variable_names(tables.node)
     (problem,) = variable_names([name]).values()
     yield f'{{"problem": {{"name": "{problem}", "mustbe": "<{above_s(tables):.{digits}f}"}},\n'
-    domains = ((variables[name], [value_name(c) for c in configs]) for name, configs in tables.configs.items())
+    domains = [(variables[name], [value_name(c) for c in configs]) for name, configs in tables.configs.items()]
+    for number, row in enumerate(rows):
+        sizes = (len(values) for _, values, _ in row.edges)
+        domains += [(v, [f"v{i}" for i in range(n)]) for v, n in zip(row.names(number), sizes, strict=True)]
     yield ' "variables": {\n' + ",\n".join(f'  "{name}": {json.dumps(values)}' for name, values in domains)
     yield '\n },\n "functions": {\n'
     functions: list[tuple[list[str], Floats]] = []
@@ -72,6 +118,13 @@ def _parts(tables: CostTables, name: str, digits: int) -> Iterator[str]:
     functions += [([variables[u], variables[v]], cost) for (u, v, _), cost in tables.transfer.items()]
     for number, (scope, cost) in enumerate(functions):
         yield (",\n" if number else "") + f'  "f{number}": {{"scope": {json.dumps(scope)}, "costs": [\n'
-        row = "   " + ", ".join([f"%.{digits}f"] * cost.shape[1])
-        yield ",\n".join(row % tuple(costs) for costs in cost.tolist()) + "]}"
+        line = "   " + ", ".join([f"%.{digits}f"] * cost.shape[1])
+        yield ",\n".join(line % tuple(costs) for costs in cost.tolist()) + "]}"
+    place = {variable: i for i, (variable, _) in enumerate(domains)}
+    place |= {layer: place[variable] for layer, variable in variables.items()}
+    for number, row in enumerate(rows):
+        for scope, costs in row.functions(number, variables, f"{above_s(tables):.{digits}f}"):
+            yield f',\n  "{scope[-1]}_of": {{"scope": {json.dumps(scope)}, {costs}}}'
+        scope = [variables[layer] for layer in row.node] + row.names(number)
+        yield f',\n  "limit{number}": {{"scope": {json.dumps(scope)}, {row.constraint(place, number, limit_bytes)}}}'
     yield "\n }\n}\n"

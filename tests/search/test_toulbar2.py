@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.cost.price import complete
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.search.additive import Choice, Costs, Problem
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
 from layerwise.search.exhaustive import exhaustive
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations, search
+from layerwise.search.limited import fastest_within
 from tests.importers.networks import chain, crossing, residual
 from tests.search.tables import random_tables
 
 pytoulbar2 = pytest.importorskip("pytoulbar2")
 
 
-def solved(t: CostTables, path: Path) -> float:
-    """toulbar2's optimum, after checking that its strategy costs that much by our tables."""
-    export_costs(t, path)
+def solved(t: CostTables, path: Path, rows: Sequence[Costs] = (), limit_bytes: float = 0.0) -> float:
+    """toulbar2's optimum, after checking that its strategy costs that much by our tables; inf where nothing fits."""
+    export_costs(t, path, "some", rows, limit_bytes)
     problem = pytoulbar2.CFN()
-    problem.Read(str(path))
-    choice, cost_s, _ = problem.Solve()
-    strategy = {name: configs[i] for (name, configs), i in zip(t.configs.items(), choice, strict=True)}
+    try:
+        problem.Read(str(path))
+        answer = problem.Solve()
+    except pytoulbar2.pytb2.Contradiction:
+        answer = None
+    if answer is None:
+        return np.inf
+    choice, cost_s, _ = answer
+    strategy = {name: configs[i] for (name, configs), i in zip(t.configs.items(), choice, strict=False)}
     assert t.price(strategy) == pytest.approx(cost_s, rel=1e-12, abs=rounding(t))
     return float(cost_s)
 
@@ -45,6 +57,29 @@ def test_it_agrees_on_random_tables(tmp_path_factory: pytest.TempPathFactory, t:
     assert solved(t, tmp_path_factory.getbasetemp() / "random.cfn") == pytest.approx(
         exhaustive(t).cost_s, rel=1e-12, abs=rounding(t)
     )
+
+
+@given(random_tables(nodes=4), st.integers(0, 2**32 - 1), st.floats(0.1, 1.0), st.integers(1, 2))
+def test_it_agrees_under_a_memory_limit(
+    tmp_path_factory: pytest.TempPathFactory, t: CostTables, seed: int, share: float, count: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    node = [{name: rng.integers(1, 10**9, len(c)) + 0.0 for name, c in t.node.items()} for _ in range(count)]
+    edge = [{e: rng.integers(0, 3, c.shape) * 1e8 for e, c in t.transfer.items()} for _ in range(count)]
+    rows = [Costs(n, e) for n, e in zip(node, edge, strict=True)]
+    base = {name: np.arange(len(cost)) for name, cost in t.node.items()}
+
+    def taken(choice: Choice) -> Floats:
+        return np.array([row.of(choice, base) for row in rows])
+
+    problem = Problem(
+        Costs(t.node, t.transfer), base, rows.__getitem__, taken, lambda choice: float(taken(choice).max())
+    )
+    limit = share * sum(float(cost.max()) for cost in (*node[0].values(), *edge[0].values()))
+    ours = fastest_within(problem, limit)
+    assert ours.proven
+    outside = solved(t, tmp_path_factory.getbasetemp() / "limited.cfn", rows, limit)
+    assert outside == pytest.approx(ours.cost_s, rel=1e-12, abs=rounding(t))
 
 
 @pytest.mark.parametrize("graph", [chain(8), residual(8), crossing(8)], ids=lambda g: g.name)
