@@ -98,7 +98,7 @@ def test_a_loop(loop: Loop, kind: str) -> None:
 
 
 RECOMPUTED = [
-    "clip_norm", "accumulation", "two_forwards", "gradient_penalty", "gradient_penalty_with_batch_norm", "gan",
+    "clip_norm", "accumulation", "two_forwards", "gradient_penalty_with_batch_norm", "gradient_penalty", "gan",
     "deep_supervision", "output_of_some_ranks", "frozen_later", "evaluation", "autocast", "autocast_inside", "scaler",
     "other_sizes", "last_batches", "another_type", "adamw_fused", "optimizer_in_hooks", "ema", "copies", "dcp_resume",
 ]  # fmt: skip

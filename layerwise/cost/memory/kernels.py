@@ -14,6 +14,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Kept, Stage
 from layerwise.ops.pointwise import Cast
 from layerwise.partition.place import Place
+from layerwise.tensor import ITEM_BYTES
 
 BEFORE = -1  # instead of a slot: the result of the stage before
 
@@ -57,6 +58,12 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights))
         running = gradients.result
     return rows
+
+
+def remembered(layer: Layer, place: Place) -> list[tuple[str, Floats]]:
+    """What training writes to, running statistics, where they are computed."""
+    rows = ((name, place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[d]) for name, p, d in layer.remembered)
+    return [(name, np.where(place.computed.active, size, 0.0)) for name, size in rows]
 
 
 def _copies(layer: Layer, stage: Stage, place: Place, slots: Sequence[int]) -> tuple[dict[int, Floats], Floats]:

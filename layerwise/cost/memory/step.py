@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
-from layerwise.cost.memory.kernels import BEFORE, StageMemory, stages_of
+from layerwise.cost.memory.kernels import BEFORE, StageMemory, remembered, stages_of
 from layerwise.cost.memory.outputs import leave
 from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.model import CostModel, Strategy
@@ -26,7 +26,6 @@ from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
 from layerwise.partition.blocks import made_again
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
-from layerwise.tensor import ITEM_BYTES
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
@@ -200,13 +199,11 @@ class _Step:
     def _keep(self, layer: Layer) -> None:
         """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
         block = self.block_of[layer.name]
-        kept, place = self.kept.setdefault(block, {}), self.places[layer.name]
+        kept = self.kept.setdefault(block, {})
         for source in layer.inputs:
             if self.block_of.get(source) != block and source not in kept:
                 kept[source] = self.tracker.hold(self.values[source])
-        for name, p, dtype in layer.remembered:
-            size = place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype]
-            kept[name] = self.tracker.new(np.where(place.computed.active, size, 0.0))
+        kept |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
 
     # ---- backward ----
 
@@ -218,7 +215,9 @@ class _Step:
         for layer in layers:
             received = [self._received(layer, slot, again=True) for slot in range(len(layer.inputs))]
             self.parameters.enter_again(layer)
+            moved_again = [self.tracker.new(size) for _, size in remembered(layer, self.places[layer.name])]
             self._compute(layer, received)
+            self._drop(moved_again)
             self.parameters.leave(layer)
             uses.subtract(source for source in layer.inputs if source not in kept)
             for name in {layer.name, *layer.inputs} - kept.keys():

@@ -162,11 +162,11 @@ class _Kernel:
         self.name, self._compute, self._inputs = scheduled.layer.name, compute, len(scheduled.layer.specs)
         self._wanted = [x is not None and x.requires_grad for x in (*inputs, *given)]
         self._places: list[ref[Place]] = []
-        moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
+        self._moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
         gathered = run.gathers[self.name].names if self.name in run.gathers else ()
         self._names = scheduled.parameters
         self.given: list[Tensor | None] = [
-            None if name is None or name in gathered else p.detach().clone() if name in moving else p.detach()
+            None if name is None or name in gathered else p.detach().clone() if name in self._moving else p.detach()
             for name, p in zip(self._names, given, strict=True)
         ]
 
@@ -191,7 +191,13 @@ class _Kernel:
         """In a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
         given = [
-            next(tied) if name is None else run.parameters[name] if p is None else p
+            next(tied)
+            if name is None
+            else run.parameters[name]
+            if p is None
+            else p.clone()
+            if name in self._moving
+            else p
             for p, name in zip(kept, self._names, strict=True)
         ]
         fresh = [
