@@ -60,7 +60,7 @@ CASES = {
 # And the states, and whether all layers that gain by it are recomputed.
 SERIAL = ("serial", "serial, recompute")
 PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")
-PLANS += ("data, recompute", "model, recompute", "model, gathered, recompute")
+PLANS += ("data, recompute", "model, recompute", "data, gathered, recompute")
 
 
 @cache

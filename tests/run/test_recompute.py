@@ -190,6 +190,24 @@ def test_spans_of_a_trace_are_those_of_the_simulated_step() -> None:
     assert {span for span in traced if span[0].endswith(AGAIN)} == again - inside
 
 
+def test_each_further_pass_makes_the_same_again() -> None:
+    """Also of a norm whose kernel moves the running statistics that it is given."""
+    given, _ = known("awkward")
+    plan = recomputed(random_plan(given.graph, 2, 3, "sample"), given.graph, 0, share=1.0)
+
+    def rank(comm: Comm) -> bool:
+        made = load(plan, given.network, comm=comm, dtype=torch.float64)
+        out = loss(made(given.inputs[0][made.share()]))
+        passes = []
+        for _ in range(3):
+            made.zero_grad()
+            out.backward(retain_graph=True)
+            passes.append([p.grad.clone() for p in made.parameters() if p.grad is not None])
+        return all(torch.equal(a, b) for other in passes[1:] for a, b in zip(passes[0], other, strict=True))
+
+    assert all(run_threads(2, rank, timeout_s=20))
+
+
 # ---- what is right or loud -------------------------------------------------------------------------------------------
 
 
@@ -262,7 +280,10 @@ def statistics_twice(patch: pytest.MonkeyPatch) -> None:
 
     def broken(kernel: Any, run: Any, scheduled: Any, compute: Any, inputs: Any, given: Any) -> None:
         first(kernel, run, scheduled, compute, inputs, given)
-        kernel.given = [None if p is None else q for p, q in zip(kernel.given, given, strict=True)]
+        kernel.given, kernel._moving = (
+            [None if p is None else q for p, q in zip(kernel.given, given, strict=True)],
+            set(),
+        )
 
     patch.setattr(room._Kernel, "__init__", broken)
 
