@@ -22,6 +22,13 @@ LIMITS = 24  # sizes of the largest block that are tried, from that of the large
 
 def blocks(graph: LayerGraph) -> dict[str, int]:
     """The number of each computed layer's block, from 0 in the plan's order."""
+    known: dict[str, dict[str, int]] = vars(graph)  # kept as functools.cached_property keeps what it makes
+    if "blocks" not in known:
+        known["blocks"] = _blocks(graph)
+    return known["blocks"]
+
+
+def _blocks(graph: LayerGraph) -> dict[str, int]:
     layers = [layer for layer in graph.layers if layer.role is Role.COMPUTE]
     across, inside, last = _sizes(graph, layers)
     numbers = np.zeros(len(layers), np.int64)

@@ -30,6 +30,7 @@ CASES = [
     ("unet3d", "serial, recompute", "sgd", 1),
     pytest.param("inception-like", "serial, recompute", "sgd", 1, marks=pytest.mark.slow),
     ("lenet5", "model, recompute", "momentum", 2),
+    ("lenet5", "data, gathered, recompute", "adam", 2),
     pytest.param("inception-like", "model, recompute", "sgd", 2, marks=pytest.mark.slow),
     pytest.param("unet3d, one sample", "model, recompute", "sgd", 2, marks=pytest.mark.slow),
 ]
