@@ -188,7 +188,8 @@ class Parameters:
         # This device's part of the sum stays.
         self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0), "gradients")
         if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
-            bucket.flat += self.tracker.new(np.sum([share.rows for share in bucket.shares], axis=0), "gradients")
+            others = np.sum([share.rows - share.row for share in bucket.shares], axis=0)
+            bucket.flat += self.tracker.new(others, "gradients")
 
     def finish(self) -> None:
         """The backward pass has ended, and the optimizer steps."""
