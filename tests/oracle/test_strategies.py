@@ -150,10 +150,7 @@ def planned(found: LayerGraph, chosen: dict[str, Config], ranks: int) -> Plan:
     cost = price(CostModel(found, devices, CostOptions(io="free")), chosen, memory_bytes=0.0)  # its bytes alone
     return Plan(
         "test", found.digest, found.batch, ranks, ranks, "free", True, chosen,
-        predicted={
-            "transfer_bytes": cost.bytes["transfer"], "sync_bytes": cost.bytes["sync"],
-            "statistics_bytes": cost.bytes["statistics"],
-        },
+        predicted={f"{kind}_bytes": size for kind, size in cost.bytes.items()},
     )  # fmt: skip
 
 
