@@ -123,9 +123,14 @@ def test_no_strategy_needs_less(
 
 
 @pytest.mark.parametrize("profile", ["h100", "cpu"])
-@pytest.mark.parametrize("form", [(False, "replicated"), (True, "replicated"), (False, "sharded")])
-def test_bounds_of_what_matters_are_near(profile: str, form: tuple[bool, States]) -> None:
-    """Of the named strategies of a network with branches and skips, on every device; else no optimum can be proven."""
+@pytest.mark.parametrize(
+    ("form", "near"), [((False, "replicated"), 0.999), ((True, "replicated"), 0.97), ((False, "sharded"), 0.85)]
+)
+def test_bounds_of_what_matters_are_near(profile: str, form: tuple[bool, States], near: float) -> None:
+    """Of the named strategies of a network with branches and skips, on every device; else no optimum can be proven.
+
+    Buckets of shared-out parameters are of several layers: what they hold meanwhile is not bounded.
+    """
     model = CostModel(fuse(load_model("unet2d", 8)), load(profile).device_graph(8), CostOptions(optimizer="adam"))
     forms = Forms.of(model.graph, 8, ())
     named = [complete(model, baseline(model, name)) for name in ("data", "owt")]
@@ -139,4 +144,4 @@ def test_bounds_of_what_matters_are_near(profile: str, form: tuple[bool, States]
     bounds = MemoryBounds(model, {name: tuple(s[name] for s in strategies) for name in strategies[0]})
     for i, strategy in enumerate(strategies):
         found = bounds.at(dict.fromkeys(strategy, i)).max(0)
-        assert (found >= 0.97 * peak_bytes(model, strategy)).all()
+        assert (found / peak_bytes(model, strategy)).min() >= near

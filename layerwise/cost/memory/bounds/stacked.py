@@ -113,8 +113,7 @@ def _inside(owned: Boxes, need: Boxes, u: Ints, v: Ints, d: Ints) -> Mask:
         for less, more in ((owned.lo[u, d, j], need.lo[v, d, j]), (need.hi[v, d, j], owned.hi[u, d, j])):
             np.logical_and(held, np.less_equal(less, more), out=held)
     empty = ~need.active | (need.hi <= need.lo).any(-1)
-    result: Mask = (held | empty[v, d]).all(1)
-    return result
+    return np.asarray((held | empty[v, d]).all(1), np.bool_)
 
 
 def _by_configuration(boxes: Boxes, count: int) -> Boxes:

@@ -1,0 +1,238 @@
+"""The backward pass of a step, as `step` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from layerwise.cost.memory.bounds.claims import Claim
+from layerwise.cost.memory.bounds.followed import ALWAYS, Gradient
+from layerwise.cost.memory.bounds.forward import Forward
+from layerwise.cost.memory.bounds.travels import Part
+from layerwise.cost.memory.kernels import BEFORE, StageMemory
+from layerwise.cost.model import EdgeName
+from layerwise.geometry.arrays import Floats, Mask
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Role
+from layerwise.partition.ahead import weights_late
+
+
+class Backward(Forward):
+    """Gradients come while what was kept goes."""
+
+    def _backward(self, layer: Layer) -> None:
+        name = layer.name
+        if layer.role is Role.TIED:
+            gradient = self.gradients.pop(name, None)
+            self.ledger.drop(gradient.claims if gradient else [])
+            self._hand_out(layer)
+        elif layer.role is not Role.SINK:
+            late = self._late(layer)
+            inward = self._differentiate(layer, late) if self.flows[name] and name in self.stages else {}
+            for user, slot in reversed(self.begun.get(name, ())):
+                self._land(self.model.graph[user], slot)
+            for slot in sorted(inward, reverse=True):
+                self._return(layer, slot, inward[slot], late=late and slot == 0)
+            self._travelling(layer, inward)  # where some run ahead they are the last
+            if late and inward:
+                self._make_weights(layer, inward[0])
+                if (name, 0) not in self.ahead:
+                    self._land(layer, 0)
+            if self.flows[name]:
+                self._hand_out(layer)
+
+    def _late(self, layer: Layer) -> bool:
+        """Whether under some configurations the gradient of its weights is made while that of its input travels."""
+        flows = any(self.model.graph.flows_back(layer)[:1])
+        return (
+            weights_late(layer, flows, self.model.devices.device_type)
+            and not self.local[layer.inputs[0], layer.name, 0].all()
+        )
+
+    def _differentiate(self, layer: Layer, late: bool) -> dict[int, Gradient]:
+        ledger, name, stages = self.ledger, layer.name, self.stages[layer.name]
+        running, inward = self.gradients.pop(name, None), dict[int, Gradient]()
+        gathered, waiting = self._new(name, self.parameters[name].gathered), list[Claim]()
+        tracked = [number for number, stage in enumerate(stages) if stage.tracked]
+        for number in reversed(tracked):
+            stage, slots, made = stages[number], stages[number].slots, list[Claim]()
+            weights, rows = list[Claim](), list[Claim]()
+            if number == tracked[0]:
+                slots = self._slots(layer, 0) if number == 0 else slots
+                weights = self._unless_late(layer, stage.weights, late)
+                made = [] if weights else self._parameters(layer, late)
+                rows = [] if weights or late else self._new(name, self.parameters[name].rows_gathered)
+            cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
+            between = sum(cast, stage.between)
+            copies = self._new(name, between)
+            read = self.saved[name][number] + (running.claims if running else [])
+            if copies or rows:
+                ledger.instant(f"backward {name} {number} first")
+                ledger.drop(rows)
+                if late and number == 0:
+                    waiting += self._waiting(layer, read, stage.between > 0)
+                read = self._only(name, read, stage.between == 0)
+            wanted = [slot for slot in slots if self.flows[layer.inputs[slot]]]
+            through = running if stage.kept.through else None
+            alone = through is not None and self._disjoint(layer, stage, wanted, through, stages[number - 1].made)
+            if not alone:
+                inward |= {slot: self._inward(layer, slot, through, stage.kept.through) for slot in wanted}
+            before = self._before(name, stages[number - 1].made, through, stage.kept.through) if stage.running else None
+            ledger.instant(f"backward {name} {number}")
+            if late and number == 0:
+                waiting += self._waiting(layer, read, np.ones(stage.made.shape, np.bool_))
+            ledger.drop(copies + read + (running.claims if running else []))
+            if alone:
+                inward |= {slot: self._inward(layer, slot, None, False) for slot in wanted}
+            if weights:
+                made = self._parameters(layer, late)
+                ledger.instant(f"backward {name} {number} weights")
+            ledger.drop(made + weights)
+            running = before
+        ledger.drop(gathered + (running.claims if running else []))
+        self.waiting = waiting
+        return inward
+
+    def _disjoint(
+        self, layer: Layer, stage: StageMemory, slots: Sequence[int], running: Gradient, made: Floats
+    ) -> bool:
+        """Whether the gradients of a stage's inputs are different parts of its result's, which nobody else holds."""
+        total = sum((self._need(layer, slot) for slot in slots), made if stage.running else np.zeros_like(made))
+        others = [claim for claim in running.storage.claims if claim.last < 0 and claim not in running.claims]
+        return not stage.running and not others and running.whole and bool((total <= running.size).all())
+
+    def _inward(self, layer: Layer, slot: int, running: Gradient | None, through: bool) -> Gradient:
+        """That of an input: a view of the output's, or made."""
+        need = self._need(layer, slot)
+        if running is not None:
+            size = np.minimum(need, running.size)
+            whole = running.whole and bool((need <= running.size).all())
+            return Gradient(running.storage, size, self.ledger.hold(running.storage, layer.name, "sure", size), whole)
+        storage = self.ledger.storage()
+        if through:  # of nothing
+            return Gradient(storage, 0 * need, [], whole=False)
+        return Gradient(storage, need, self.ledger.hold(storage, layer.name, "sure", need))
+
+    def _before(self, name: str, made: Floats, running: Gradient | None, through: bool) -> Gradient | None:
+        """That of the stage before."""
+        if through and running is None:
+            return None
+        storage = self.ledger.storage() if running is None else running.storage
+        size = made if running is None else np.minimum(made, running.size)
+        whole = running is None or running.whole
+        return Gradient(storage, size, self.ledger.hold(storage, name, "sure", size), whole)
+
+    def _only(self, name: str, claims: Sequence[Claim], where: Mask) -> list[Claim]:
+        """The claims go on where a layer's configuration says so."""
+        more = list[Claim]()
+        for claim in claims:
+            if claim.last < 0:
+                self.ledger.drop([claim])
+                of_source = claim.target is None or claim.owner[0] == name
+                source = claim.source * where if of_source else claim.source
+                target = claim.target if of_source or claim.target is None else claim.target * where
+                more += self.ledger.hold(claim.storage, claim.owner, claim.kind, source, target, claim.local)
+        return more
+
+    def _waiting(self, layer: Layer, claims: Sequence[Claim], where: Mask) -> list[Claim]:
+        """They go on where the gradient of the layer's input travels, and its own configuration says so."""
+        edge, more = (layer.inputs[0], layer.name, 0), list[Claim]()
+        for claim in claims:
+            if claim.last < 0 and claim.owner == layer.name:
+                target = claim.source * where
+            elif claim.last < 0 and claim.owner == edge and claim.target is not None and not claim.local:
+                target = claim.target * where
+            else:
+                continue
+            more += self.ledger.hold(claim.storage, edge, claim.kind, ALWAYS, target, local=False)
+        return more
+
+    def _parameters(self, layer: Layer, late: bool) -> list[Claim]:
+        """Their gradients."""
+        held = self.parameters[layer.name]
+        return self._unless_late(layer, held.gradients, late) + ([] if late else self._new(layer.name, held.rows))
+
+    def _unless_late(self, layer: Layer, size: Floats, late: bool) -> list[Claim]:
+        if not late:
+            return self._new(layer.name, size)
+        return self._of_edge(self.ledger.storage(), (layer.inputs[0], layer.name, 0), ALWAYS, size, local=True)
+
+    def _make_weights(self, layer: Layer, inward: Gradient) -> None:
+        """While the gradient of the input travels, which is a flight by now."""
+        stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
+        claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
+        claims += self._new(layer.name, held.rows)
+        self.ledger.instant(f"backward {layer.name} weights")
+        self.ledger.drop(claims + self.waiting)
+
+    def _hand_out(self, layer: Layer) -> None:
+        """Gradients that nobody shares stay."""
+        self._new(layer.name, self.parameters[layer.name].alone)
+        self.rows += self._new(layer.name, self.parameters[layer.name].rows)
+
+    def _return(self, layer: Layer, slot: int, gradient: Gradient, *, late: bool = False) -> None:
+        """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
+        source = layer.inputs[slot]
+        edge = (source, layer.name, slot)
+        if self.flows[source]:
+            if (late or (layer.name, slot) in self.ahead) and not self.local[edge].all():
+                flight = self._of_edge(gradient.storage, edge, ALWAYS, gradient.size, local=False)
+                self.flights[layer.name, slot] = replace(gradient, claims=flight)
+                if source not in self.gradients:
+                    own = self._own_bytes(source)
+                    here = self._of_edge(gradient.storage, edge, own, ALWAYS, local=True) if gradient.whole else []
+                    self.gradients[source] = Gradient(gradient.storage, own, here, gradient.whole, partial=True)
+                elif not gradient.whole:
+                    self._forget(source)
+            else:
+                self._arrive(layer, slot)
+                self._add(source, gradient)
+        self.ledger.drop(gradient.claims)
+
+    def _travelling(self, layer: Layer, slots: Iterable[int]) -> None:
+        """What comes back meanwhile, and the copies that it comes from."""
+        for slot in slots:
+            if (layer.name, slot) in self.flights:
+                edge = (layer.inputs[slot], layer.name, slot)
+                self.flights[layer.name, slot].claims.extend(self._part(edge, "sent") + self._part(edge, "back"))
+
+    def _arrive(self, layer: Layer, slot: int) -> None:
+        """What was sent comes back, from copies; then it is added up, beside what it is made of."""
+        edge = (layer.inputs[slot], layer.name, slot)
+        if edge in self.travels:
+            arrived, copies = self._part(edge, "sent"), self._part(edge, "back")
+            self.ledger.instant(f"return {layer.name} {slot}")
+            self.ledger.drop(copies)
+            arrived += self._part(edge, "returned")
+            self.ledger.instant(f"return {layer.name} {slot} added")
+            self.ledger.drop(arrived)
+
+    def _part(self, edge: EdgeName, part: Part) -> list[Claim]:
+        return self.ledger.hold_part(edge, part) if edge in self.travels else []
+
+    def _forget(self, source: str) -> None:
+        """A sum may have become a view of something smaller."""
+        before = self.gradients[source]
+        self.ledger.drop(before.claims)
+        self.gradients[source] = replace(before, claims=[], whole=False)
+
+    def _land(self, layer: Layer, slot: int) -> None:
+        """The end of a gradient's way back, where there is one."""
+        flight = self.flights.pop((layer.name, slot), None)
+        if flight is not None:
+            self._add(layer.inputs[slot], flight)
+            self.ledger.drop(flight.claims)
+
+    def _add(self, source: str, gradient: Gradient) -> None:
+        """A gradient that came back is added to those that came before, in place where nobody else has these."""
+        before = self.gradients.get(source)
+        storage, whole = gradient.storage, gradient.whole
+        if before is not None:
+            self.ledger.drop(before.claims)
+            storage = storage if before.partial else self.ledger.storage()
+            whole = whole and before.whole
+        own = self._own_bytes(source)
+        claims = self.ledger.hold(storage, source, "sure", own) if whole else []
+        self.gradients[source] = Gradient(storage, own, claims, whole)

@@ -1,0 +1,170 @@
+"""Followed: what the passes of a step share, for all configurations of every layer at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from layerwise.cost.memory.bounds.claims import Claim, Kind, Ledger, Storage
+from layerwise.cost.memory.bounds.parameters import Parameters, parameters
+from layerwise.cost.memory.bounds.stacked import Stacked, inside, stacked
+from layerwise.cost.memory.bounds.travels import Travel
+from layerwise.cost.memory.kernels import StageMemory, stages_of
+from layerwise.cost.model import Configs, CostModel, EdgeName
+from layerwise.geometry.arrays import Floats, Mask
+from layerwise.graph.layer import Layer
+from layerwise.partition.ahead import EdgeEnd, begun_before
+from layerwise.partition.blocks import blocks
+from layerwise.partition.place import input_maps
+
+WEIGHTS = -2  # instead of a slot: the copies of weights
+ALWAYS = np.ones((1, 1))  # of an edge whose bytes follow from one of its ends only
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """The result of a stage, or a copy, of its layer alone."""
+
+    storage: Storage
+    size: Floats  # (C, N) bytes
+    working: list[Claim]  # while it is computed with
+    held: Mask  # (C, N) where a stage of the layer itself keeps it for the backward pass
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """An input of a layer: what lies here already where the edge is local, else received."""
+
+    edge: EdgeName
+    there: list[tuple[Storage, Floats]]  # the source's, with (C_u, N) bytes that the source does not keep itself
+    leaf: Storage  # what is received
+    need: Floats  # (C_v, N) bytes
+    working: list[Claim]
+    held: Mask  # (C_v, N)
+    kind: Kind  # of the claims on what lies here
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """A gradient on its way: of a layer's output, of a stage's, or of an input."""
+
+    storage: Storage
+    size: Floats  # (C, N) bytes that are surely alive, by configurations of the layer that has it
+    claims: list[Claim]
+    whole: bool = True  # whether its storage is as large as itself: a view's may be smaller
+    partial: bool = False  # whether under some configurations it has not arrived
+
+
+@dataclass
+class Followed:
+    """What is known of a step, and its claims in `ledger`. All by the layer's name."""
+
+    model: CostModel
+    configs: Configs
+    ledger: Ledger = field(default_factory=Ledger)
+    at: dict[str, Stacked] = field(default_factory=dict)
+    local: dict[EdgeName, Mask] = field(default_factory=dict)  # (C_u, C_v)
+    travels: dict[EdgeName, Travel] = field(default_factory=dict)  # of edges that may be not local
+    alike: dict[object, tuple[Mask, Travel | None]] = field(default_factory=dict)  # of equal edges
+    values: dict[str, Made | Given | None] = field(default_factory=dict)
+    saved: dict[str, list[list[Claim]]] = field(default_factory=dict)
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+    flights: dict[EdgeEnd, Gradient] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph, options = self.model.graph, self.model.options
+        self.flows = self.model.has_gradient
+        self.begun = begun_before(graph, options.io)
+        self.ahead = {end for begun in self.begun.values() for end in begun}
+        self.parameters: dict[str, Parameters] = {}
+        self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
+        self.rows: list[Claim] = []  # of gradients that are yet to be summed
+        self.stages: dict[str, list[StageMemory]] = {}
+        self.recomputed, self.blocks = self._recomputed()
+        self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
+        self.again: dict[str, Made | Given | None] = {}  # values that are made again
+        self._begin()
+        for layer in graph.inner:
+            self.stages[layer.name] = self._stages(layer)
+
+    # ---- what all have ----
+
+    def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
+        """Which configurations recompute a layer, (C, 1), and the number of its block, where any layer does."""
+        rows = {name: np.array([[config.recompute] for config in configs]) for name, configs in self.configs.items()}
+        of = blocks(self.model.graph) if any(row.any() for row in rows.values()) else {}
+        return {name: row if name in of else np.zeros_like(row) for name, row in rows.items()}, of
+
+    def _begin(self) -> None:
+        """Parameters, states, places in buckets; and what arrives of parameters before the first layer computes."""
+        coming = list[Claim]()
+        for layer in self.model.graph.layers:
+            name = layer.name
+            where = self.at[name] = stacked(self.model, layer, self.configs[name])
+            found = self.parameters[name] = parameters(self.model, layer, where, self.configs[name])
+            self._new(name, found.always)
+            coming += self._new(name, found.coming)
+        if coming:
+            self.ledger.instant("begin")
+            self.ledger.drop(coming)
+
+    def _stages(self, layer: Layer) -> list[StageMemory]:
+        """With arrays (C, N)."""
+        where, flows = self.at[layer.name], self.model.graph.flows_back(layer)
+        split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
+        rows = []
+        whole = stages_of(layer, where.place, flows, False)
+        parts = stages_of(layer, where.place, flows, True) if split.any() else whole
+        for stage, part in zip(whole, parts, strict=True):
+            rows.append(
+                replace(
+                    stage,
+                    made=where.table(stage.made),
+                    extra=where.table(stage.extra),
+                    forward=np.where(split, where.table(part.forward), where.table(stage.forward)),
+                    between=np.where(split, where.table(part.between), where.table(stage.between)),
+                    copies={slot: where.table(size) for slot, size in stage.copies.items()},
+                    weights=where.table(stage.weights),
+                )
+            )
+        return rows
+
+    def _new(self, name: str, size: Floats) -> list[Claim]:
+        """A storage of a layer alone."""
+        return self.ledger.hold(self.ledger.storage(), name, "sure", size)
+
+    def _of_edge(self, storage: Storage, edge: EdgeName, source: Floats, target: Floats, *, local: bool) -> list[Claim]:
+        """Sure where the edge is local, or where it is not."""
+        mask = self.local[edge]
+        return self.ledger.hold(storage, edge, "sure", source, target, local) if (mask == local).any() else []
+
+    def _own_bytes(self, name: str) -> Floats:
+        where = self.at[name]
+        return where.table(where.place.owned.volume * self.model.graph[name].out.item_bytes)
+
+    def _need(self, layer: Layer, slot: int) -> Floats:
+        maps, epilogue = input_maps(layer, slot)
+        where = self.at[layer.name]
+        volume = where.place.at(epilogue).needs(maps).volume
+        return where.table(volume * self.model.graph[layer.inputs[slot]].out.item_bytes)
+
+    def _locality(self, layer: Layer, slot: int) -> Mask:
+        """(C_u, C_v) where nothing travels; else there is a `Travel`."""
+        name = (layer.inputs[slot], layer.name, slot)
+        edge = self.model.edge(name, self.configs[name[0]], self.configs[name[1]])
+        key = (edge, self.at[name[0]].everywhere.tobytes(), self.at[name[1]].everywhere.tobytes())
+        if key not in self.alike:
+            self.alike[key] = self._travel(layer, slot)
+        local, travel = self.alike[key]
+        if travel is not None:
+            self.travels[name] = travel
+        return local
+
+    def _travel(self, layer: Layer, slot: int) -> tuple[Mask, Travel | None]:
+        source, target = self.at[layer.inputs[slot]], self.at[layer.name]
+        maps, epilogue = input_maps(layer, slot)
+        need = target.place.at(epilogue).needs(maps)
+        local = inside(source.place.owned, need, (source.shape[0], target.shape[0])) | source.everywhere[:, None]
+        item_bytes = self.model.graph[layer.inputs[slot]].out.item_bytes
+        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local)

@@ -1,0 +1,152 @@
+"""The forward pass of a step, and the layers that are made again in the backward pass, as `step` has them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from layerwise.cost.memory.bounds.claims import Claim, Kind, Storage
+from layerwise.cost.memory.bounds.followed import ALWAYS, WEIGHTS, Followed, Given, Made
+from layerwise.cost.memory.kernels import BEFORE
+from layerwise.geometry.arrays import Floats, Mask
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Role
+from layerwise.tensor import ITEM_BYTES
+
+
+class Forward(Followed):
+    """What layers make, and what is kept of it for the backward pass."""
+
+    def _forward(self, layer: Layer) -> None:
+        if layer.role is Role.TIED:  # the parameter itself
+            self.values[layer.name] = None
+        elif layer.role in (Role.INPUT, Role.CONSTANT):  # whoever feeds it keeps it
+            size, storage = self._own_bytes(layer.name), self.ledger.storage()
+            self.ledger.hold(storage, layer.name, "sure", size)
+            self.values[layer.name] = Made(storage, size, [], np.ones(size.shape, np.bool_))
+        else:
+            given = [self._given(layer, slot) for slot in range(len(layer.inputs))]
+            again = self.recomputed[layer.name]
+            self._keep_sources(layer, again)
+            self.values[layer.name] = self._compute(layer, given, np.ones_like(again), ~again)
+
+    def _given(self, layer: Layer, slot: int) -> Given:
+        source = layer.inputs[slot]
+        self.local[source, layer.name, slot] = self._locality(layer, slot)
+        value = self.values[source]
+        there = [(value.storage, value.size * ~value.held)] if isinstance(value, Made) else []
+        return self._received(layer, slot, there, self._need(layer, slot), "shared")
+
+    def _received(
+        self, layer: Layer, slot: int, there: list[tuple[Storage, Floats]], need: Floats, kind: Kind
+    ) -> Given:
+        edge, leaf = (layer.inputs[slot], layer.name, slot), self.ledger.storage()
+        working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
+        return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
+
+    def _compute(self, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
+        """Its result. on, saving: (C, 1) which configurations compute it now, and keep what its backward pass reads."""
+        ledger, name = self.ledger, layer.name
+        saved = self.saved.setdefault(name, [[] for _ in self.stages[name]])
+        pass_ = "forward" if on.all() else "again"
+        gathered = self._new(name, self.parameters[name].gathered * on)
+        out: Made | Given | None = None
+        for number, stage in enumerate(self.stages[name]):
+            before, mine, done = out, list[Claim](), list[Claim]()
+            copies = dict[int, Made]()
+            keeps = saving if stage.tracked else np.zeros_like(saving)
+            if stage.view:
+                out = before if number else given[0]
+            else:
+                mine = self._new(name, stage.extra * keeps)
+                copies = {slot: self._made(name, size * on) for slot, size in stage.copies.items()}
+                copies[WEIGHTS], out = self._made(name, stage.weights * on), self._made(name, stage.made * on)
+                done += [claim for copy in copies.values() for claim in copy.working]
+                spike = self._new(name, stage.forward * on + stage.extra * (on & ~keeps))
+                ledger.instant(f"{pass_} {name} {number}")
+                ledger.drop(spike)
+            if stage.tracked and self.flows[name]:
+                where = np.broadcast_to(stage.kept.inputs, stage.made.size).reshape(stage.made.shape) & keeps
+                whole = np.broadcast_to(keeps, where.shape)
+                read: dict[int, Made | Given | None] = {BEFORE: before}
+                read |= {slot: given[slot] for slot in self._slots(layer, number)}
+                read |= copies
+                for slot, ref in read.items():
+                    mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
+                mine += self._keep(name, out, whole) if stage.kept.output else []
+            saved[number] += mine
+            if before is not None and before is not out and before not in given:
+                done += before.working
+            ledger.drop(done)
+        if not self.flows[name]:
+            ledger.drop([claim for mine in saved for claim in mine])
+        ledger.drop(gathered + [claim for ref in given if ref is not out for claim in ref.working])
+        return out
+
+    def _made(self, name: str, size: Floats) -> Made:
+        storage = self.ledger.storage()
+        return Made(storage, size, self.ledger.hold(storage, name, "sure", size), np.zeros(size.shape, np.bool_))
+
+    def _keep(self, name: str, ref: Made | Given | None, where: Mask) -> list[Claim]:
+        """For the backward pass. What another stage keeps until later is its own already."""
+        if ref is None:
+            return []
+        more = (where & ~ref.held).astype(np.float64)
+        ref.held = ref.held | where
+        if isinstance(ref, Made):
+            return self.ledger.hold(ref.storage, name, "own", ref.size * more)
+        claims = self.ledger.hold(ref.leaf, ref.edge, "own", ALWAYS, ref.need * more, local=False)
+        for storage, free in ref.there:
+            claims += self.ledger.hold(storage, ref.edge, ref.kind, free, (ref.need > 0) * more, local=True)
+        return claims
+
+    # ---- what is made again ----
+
+    def _keep_sources(self, layer: Layer, again: Mask) -> None:
+        """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
+        if not again.any():
+            return
+        name, where = layer.name, self.at[layer.name]
+        kept, always = self.kept.setdefault(self.blocks[name], []), np.broadcast_to(1.0 * again, where.shape)
+        for slot, source in enumerate(layer.inputs):
+            value = self.values[source]
+            if isinstance(value, Made):
+                free, edge = value.size * ~value.held * self._original(layer, source), (source, name, slot)
+                for local in (True, False):
+                    kept += self.ledger.hold(value.storage, edge, "kept", free, always, local=local)
+        for _, p, dtype in layer.remembered:
+            size = where.table(where.place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype])
+            kept += self._new(name, np.where(where.place.computed.active.reshape(where.shape) & again, size, 0.0))
+
+    def _original(self, layer: Layer, source: str) -> Mask:
+        """(C_u, 1) where a layer's source is not made again with it."""
+        same = self.blocks.get(source) == self.blocks[layer.name]
+        return ~self.recomputed[source] if same else np.ones_like(self.recomputed[source])
+
+    def _make_again(self, last: Layer) -> None:
+        """The recomputed layers of a block, before its last layer is differentiated."""
+        block = self.blocks.get(last.name)
+        names = [name for name, number in self.blocks.items() if number == block]
+        if block is None or names[-1] != last.name:
+            return
+        for name in names:
+            layer, again = self.model.graph[name], self.recomputed[name]
+            if again.any():
+                given = [self._given_again(layer, slot, again) for slot in range(len(layer.inputs))]
+                made = self.again[name] = self._compute(layer, given, again, again)
+                self.ledger.drop(made.working if made else [])
+        self.ledger.drop(self.kept.pop(block, []))
+
+    def _given_again(self, layer: Layer, slot: int, again: Mask) -> Given:
+        source, there = layer.inputs[slot], list[tuple[Storage, Floats]]()
+        value = self.values[source]
+        if isinstance(value, Made):
+            there.append((value.storage, value.size * ~value.held * self._original(layer, source)))
+        if self.blocks.get(source) == self.blocks[layer.name]:
+            made = self.again.get(source)
+            there += [(made.storage, made.size * ~made.held)] if isinstance(made, Made) else []
+        return self._received(layer, slot, there, self._need(layer, slot) * again, "again")
+
+    def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
+        """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
+        slots = self.stages[layer.name][number].slots
+        return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))
