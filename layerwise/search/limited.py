@@ -30,7 +30,8 @@ from layerwise.search.multipliers import Multipliers, best_multipliers, least_ro
 from layerwise.search.prune import SLACK, Keep
 
 GAP = 0.005  # nearer to its bound, no more is looked for
-NUMBERS = 5e7  # that an enumeration may form: about a second
+NUMBERS = 2e7  # that an enumeration may form: less than a second
+FULLER = 4  # rounds of an enumeration with the rows that the last one's choices were beyond
 CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second
 LOOKS = 4  # of what the multipliers have met, those whose true peaks are asked for
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
@@ -103,6 +104,7 @@ class _Rest:
     keep: Mapping[str, Mask]
     order: Order
     completions: list[Completion]  # of the costs
+    over: set[int] = field(default_factory=set)  # rows that are no costs, but beyond the limit of what was found
 
     @staticmethod
     def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> _Rest | None:
@@ -148,7 +150,10 @@ class _Rest:
                 return min(lower, cost)
             checks -= 1
             choice = found.choice(int(i))
-            fits = self.problem.rows(choice).max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
+            rows = self.problem.rows(choice)
+            fits = rows.max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
+            if rows.max() > limit * SLACK and len(self.over) < FULLER:
+                self.over.add(int(rows.argmax()))
             if not fits and dominance:  # what it beats may fit
                 lower = min(lower, cost)
         return min(lower, seen.cost)
@@ -192,9 +197,20 @@ def fastest_within(
     target = tighten(seen, prices, minimise)
     lower = prices.bound
     charged = sum(prices.price.values()) * limit
-    rest = _Rest.of(problem, *prices.criteria(problem, limit, seen.cost), memory_bytes)
-    if rest is not None and seen.cost > lower * SLACK:
+    rest, more = None, set[int]()
+    for _ in range(FULLER):
+        if seen.cost <= lower * SLACK:
+            break
+        costs, most = prices.criteria(problem, limit, seen.cost)
+        others = [problem.row(row) for row in sorted(more)]
+        rest = _Rest.of(problem, [*costs, *others], [*most, *(limit for _ in others)], memory_bytes)
+        if rest is None:
+            break
         lower = max(lower, rest.fastest(seen, limit, charged, dominance=True))
+        if seen.cost <= lower * (1 + GAP) or not rest.over - more:
+            break
+        more |= rest.over
+    if rest is not None and seen.cost > lower * SLACK:
         if seen.cost > lower * (1 + GAP) and target < limit:
             rest.fastest(seen, target, charged, dominance=True)
         if prove and seen.cost > lower * SLACK:
