@@ -150,10 +150,10 @@ class _Rest:
                 return min(lower, cost)
             checks -= 1
             choice = found.choice(int(i))
-            rows = self.problem.rows(choice)
-            fits = rows.max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
-            if rows.max() > limit * SLACK and len(self.over) < FULLER:
-                self.over.add(int(rows.argmax()))
+            taken = self.problem.rows(choice)
+            fits = taken.max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
+            if taken.max() > limit * SLACK and len(self.over) < FULLER:
+                self.over.add(int(taken.argmax()))
             if not fits and dominance:  # what it beats may fit
                 lower = min(lower, cost)
         return min(lower, seen.cost)

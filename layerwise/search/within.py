@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, Progress
+from layerwise.cost.model import CostModel, CostTables, Progress
 from layerwise.search.additive import Choice, Costs, Problem, by_messages, least_by_base, lower_bounds
 from layerwise.search.limited import LOOKS, Known, Limited, fastest_within, least_memory, possible, tighten
 from layerwise.search.multipliers import best_multipliers, least_rows
@@ -130,6 +130,13 @@ class LimitedSearch:
             tuple(Price(*memory.where(row), s) for row, s in results[0].price.items()),
             sum(map(len, space.configs.values())),
         )
+
+    def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
+        """All that a search under a limit chose from, and the bytes of the rows that have a price: for `export`."""
+        space = Variants.of(self.cells, self.forms)
+        bounds = Memory(self.model, space).bounds
+        priced = [bounds.tables(price.instant, price.device) for price in within.prices]
+        return self.model.tables(space.configs), [Costs(table.node, table.edge) for table in priced]
 
     def least(self, known: Sequence[Strategy]) -> LeastMemory:
         """The least memory of all strategies. known: strategies over `cells` to begin with."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostTables
+from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.cost.price import complete
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.fuse import fuse
@@ -24,6 +24,7 @@ from layerwise.search.exhaustive import exhaustive
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations, search
 from layerwise.search.limited import fastest_within
+from layerwise.search.within import LimitedSearch
 from tests.importers.networks import chain, crossing, residual
 from tests.search.tables import random_tables
 
@@ -106,3 +107,18 @@ def agree(model: CostModel, space: SearchSpace, folder: Path) -> None:
     found = search(model, space, objective="additive")
     assert found.best.price.step_time_s == pytest.approx(proven_s, rel=1e-12, abs=rounding(t))
     assert found.optimum.proven
+
+
+def test_it_bounds_the_search_under_a_limit(tmp_path: Path) -> None:
+    """The optimum of the priced rows' problem is at most that of true peaks, and more than without a limit."""
+    options = CostOptions(optimizer="adam")
+    model = CostModel(fuse(load_model("mlp:64x256x64", 64)), load("p100").device_graph(4), options)
+    named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    free = search(model, SearchSpace(4), objective="additive")
+    limited = LimitedSearch(model, configurations(model, SearchSpace(4), named, {}), offer=("shard",))
+    limit = 1.05 * limited.least(list(named.values())).bytes
+    within = limited.under(limit, [1.0], list(named.values()))
+    assert within.prices
+    tables, rows = limited.constrained(within)
+    outside_s = solved(tables, tmp_path / "limited.cfn", rows, limit)
+    assert free.additive.price.step_time_s < outside_s <= within.cost_s * (1 + 1e-9)
