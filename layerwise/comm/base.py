@@ -86,9 +86,16 @@ class Comm(ABC):
 
     @abstractmethod
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        kind: Kind,
+        what: str,
+        stream: Kind | None = None,
     ) -> Handle:
         """Starts point-to-point messages, at most one to and one from a peer. It ends when all are sent and received.
+
+        stream: the kind whose stream they go through, if not their own.
 
         Tensors are contiguous; what is received is written into the given ones. Nothing travels where a tensor has no
         elements: both sides leave it out. `what` is for error messages.
@@ -102,8 +109,12 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
+    ) -> Handle:
         """Writes into `out` the sum over the group of row i of `parts` (len(group), *out.shape), for its i-th rank.
+
+        stream: the kind whose stream it goes through, if not its own.
 
         Counts the rows of the others.
         """

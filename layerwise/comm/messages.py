@@ -18,7 +18,9 @@ class MessageComm(Comm):
             [(rank, mine) for _, rank in others], [(rank, out[row]) for row, rank in others], kind, what
         )
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
+    ) -> Handle:
         """An exchange of rows, then a sum. (gloo's own is an all-reduce in disguise, which sends twice the bytes.)"""
         mine = group.index(self.rank)
         received = list(parts.new_empty((len(group) - 1, *out.shape)))
@@ -31,7 +33,8 @@ class MessageComm(Comm):
 
         others = [(row, rank) for row, rank in enumerate(group) if rank != self.rank]
         sends = [(rank, parts[row]) for row, rank in others]
-        return Then(self.exchange(sends, [(rank, rows[row]) for row, rank in others], kind, what), add_up)
+        receives = [(rank, rows[row]) for row, rank in others]
+        return Then(self.exchange(sends, receives, kind, what, stream), add_up)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """An exchange of rows."""

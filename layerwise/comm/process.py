@@ -98,7 +98,12 @@ class ProcessComm(MessageComm):
         return DeviceMesh.from_group(mine, self.device.type, mesh=mesh, mesh_dim_names=names)
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        kind: Kind,
+        what: str,
+        stream: Kind | None = None,
     ) -> Handle:
         """gloo: one message a peer, receives first. NCCL: one batch."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
@@ -108,8 +113,8 @@ class ProcessComm(MessageComm):
         assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), what
         self._end_given_up()
         self.sent[kind] += sum(_bytes(tensor) for _, tensor in sends)
-        stream = self._stream(kind)
-        group = stream[self._everyone]
+        numbered = self._stream(stream or kind)
+        group = numbered[self._everyone]
         if self.collectives:
             with self.during(what):
                 operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in receives]
@@ -124,12 +129,12 @@ class ProcessComm(MessageComm):
             for (peer, _), tensor in zip(receives, landing, strict=True):
                 now[0] = f"receiving from rank {peer} for {what}"
                 works.append(
-                    (now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(stream, peer, sent=False))))
+                    (now[0], _sure(dist.irecv(tensor.detach(), peer, group, self._number(numbered, peer, sent=False))))
                 )
             for (peer, _), tensor in zip(sends, leaving, strict=True):
                 now[0] = f"sending to rank {peer} for {what}"
                 works.append(
-                    (now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(stream, peer, sent=True))))
+                    (now[0], _sure(dist.isend(tensor.detach(), peer, group, self._number(numbered, peer, sent=True))))
                 )
         staged = [(into, tensor) for (_, into), tensor in zip(receives, landing, strict=True) if into is not tensor]
         return UnderWay(self, what, works, [*landing, *leaving], staged, silent=True)
@@ -152,12 +157,14 @@ class ProcessComm(MessageComm):
         self.sent[kind] += (len(group) - 1) * _bytes(mine)
         return self._collective(_all_gather, out.view(-1), mine.contiguous().view(-1), group, kind, what)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str, stream: Kind | None = None
+    ) -> Handle:
         """NCCL's own, else an exchange and a sum."""
         if not self.collectives or len(group) == 1 or not parts.numel():
-            return super().reduce_scatter(out, parts, group, kind, what)
+            return super().reduce_scatter(out, parts, group, kind, what, stream)
         self.sent[kind] += (len(group) - 1) * _bytes(out)
-        return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, kind, what)
+        return self._collective(_reduce_scatter, out.view(-1), parts.contiguous().view(-1), group, stream or kind, what)
 
     def all_to_all(self, out: Tensor, parts: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         """NCCL's own, else an exchange."""

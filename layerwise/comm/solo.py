@@ -25,7 +25,12 @@ class SoloComm(MessageComm):
         """Nothing to do."""
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        kind: Kind,
+        what: str,
+        stream: Kind | None = None,
     ) -> Handle:
         """There is nobody to exchange with."""
         assert not sends, what

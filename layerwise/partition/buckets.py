@@ -8,6 +8,9 @@ BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataPara
 FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
 
 
+ALONE = 0.0  # bytes of gradients that fill no bucket: all of one group share one
+
+
 def fill(gradients: Iterable[tuple[Hashable, float]]) -> list[list[int]]:
     """The places in `gradients` of those in each bucket; buckets in the order in which they are begun.
 

@@ -69,9 +69,10 @@ class LayeredModule(WithTree):
         self._known: Mapping[str, Tensor] | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         shared_out = shardings(self.graph, plan)
+        owners = {name: layer.name for layer in self.graph.layers for name, _ in layer.own_parameters()}
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._parts = {
-            name: parts(boxes[name], one, comm.rank, gathered=states == "gathered")
+            name: parts(boxes[name], one, comm.rank, gathered=owners[name] if states == "gathered" else "")
             for name, (one, states) in shared_out.items()
         }
         self._check_compiled()
@@ -214,6 +215,8 @@ class LayeredModule(WithTree):
         gradient, leaf.grad = leaf.grad, None
         self._gathers.made(name)
         if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
+            if name in self._parts and self._parts[name].gathered:  # others may wait for its sum
+                self._pass[1].absent(name)
             return
         # A context takes longer than what is in it.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, unguarded():

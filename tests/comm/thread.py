@@ -77,7 +77,12 @@ class ThreadComm(MessageComm):
         self._prepared.update((kind, group) for group in named)
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: Kind, what: str
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        kind: Kind,
+        what: str,
+        stream: Kind | None = None,
     ) -> Handle:
         """Tensors are copied on their way."""
         for peers in ([peer for peer, _ in sends], [peer for peer, _ in receives]):
@@ -88,15 +93,15 @@ class ThreadComm(MessageComm):
             assert tensor.is_contiguous(), what
             if tensor.numel():
                 self.sent[kind] += tensor.numel() * tensor.element_size()
-                number = self._number(kind, peer, True)
-                self._put(_use(kind), (), peer, f"{kind} {what}", tensor.detach().clone(), number)
+                number = self._number(stream or kind, peer, True)
+                self._put(_use(stream or kind), (), peer, f"{kind} {what}", tensor.detach().clone(), number)
                 sent.append((tensor, tensor._version))
         for peer, tensor in receives:
             assert tensor.is_contiguous(), what
             if tensor.numel():
                 tensor.detach().fill_(77)  # for who reads it too early
-                expected.append((peer, tensor, self._number(kind, peer, False)))
-        return _Exchange(self, sent, expected, kind, what)
+                expected.append((peer, tensor, self._number(stream or kind, peer, False)))
+        return _Exchange(self, sent, expected, stream or kind, f"{kind} {what}")
 
     def _number(self, kind: Kind, peer: int, sent: bool) -> int:
         self._numbers[_use(kind), sent, peer] += 1
@@ -161,10 +166,10 @@ class _Exchange:
         comm: ThreadComm,
         sent: list[tuple[Tensor, int]],
         expected: list[tuple[int, Tensor, int]],
-        kind: Kind,
+        stream: Kind,
         what: str,
     ) -> None:
-        self.comm, self.sent, self.expected, self.kind, self.what = comm, sent, expected, kind, what
+        self.comm, self.sent, self.expected, self.stream, self.what = comm, sent, expected, stream, what
         self.calls: list[Callable[[], None]] = []
 
     def wait(self) -> None:
@@ -172,7 +177,7 @@ class _Exchange:
         for tensor, version in self.sent:
             assert tensor._version == version, f"{self.what}: a tensor was written to on its way"
         for peer, tensor, number in self.expected:
-            came = self.comm._take(_use(self.kind), (), peer, f"{self.kind} {self.what}", number)
+            came = self.comm._take(_use(self.stream), (), peer, self.what, number)
             self.comm._fill(tensor, came, self.what)
         self.sent, self.expected = [], []
         for call in self.calls:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Parameter, Role
 from layerwise.partition.boxes import Boxes
-from layerwise.partition.buckets import fill
+from layerwise.partition.buckets import ALONE, fill
 from layerwise.partition.place import Place
 from layerwise.partition.sharding import sharded, states_of
 
@@ -30,7 +30,7 @@ from layerwise.partition.sharding import sharded, states_of
 class Share:
     """One parameter; arrays are (N,), in bytes."""
 
-    key: tuple[bytes, bool]  # who shares it with whom, and whether it is gathered for a layer at a time
+    key: tuple[bytes, str]  # who shares it with whom, and the layer for which it is gathered at a time, if any
     whole: Floats  # of the box that a device computes with
     kept: Floats
     row: Floats  # of its part as it travels
@@ -39,7 +39,7 @@ class Share:
     @property
     def gathered(self) -> bool:
         """Whether it is whole while its layer computes only."""
-        return self.key[1]
+        return bool(self.key[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,8 @@ class Parameters:
         gathered, whole = states_of(layer, config) == "gathered", boxes.volume * item_bytes
         row = found.rows.astype(np.float64) * item_bytes
         kept = found.boxes.volume * item_bytes
-        share = Share((first[group.reshape(-1)].tobytes(), gathered), whole, kept, row, row * found.members)
+        key = first[group.reshape(-1)].tobytes(), layer.name if gathered else ""
+        share = Share(key, whole, kept, row, row * found.members)
         self.tracker.new(kept, "parameters")
         self.tracker.new(kept * OPTIMIZERS[self.model.options.optimizer], "states")
         if not gathered:
@@ -127,7 +128,8 @@ class Parameters:
         last = [layer.name for layer in layers if layer.role is Role.TIED]
         order = [*(layer.name for layer in layers[::-1] if layer.name not in last), *last[::-1]]
         shares = [share for name in order for share in reversed(self.of.get(name, []))]
-        for places in fill((share.key, float(share.rows.max())) for share in shares):
+        sizes = [ALONE if share.gathered else float(share.rows.max()) for share in shares]
+        for places in fill((share.key, size) for share, size in zip(shares, sizes, strict=True)):
             bucket = _Bucket([shares[i] for i in places], missing=len(places))
             self._buckets.append(bucket)
             self._in |= {id(share): bucket for share in bucket.shares}
@@ -172,11 +174,11 @@ class Parameters:
             if not bucket.flat:
                 bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0), "gradients")
             bucket.missing -= 1
-        for bucket in self._buckets:
-            if bucket.missing:
-                break
-            if not bucket.left:
-                self._send(bucket)
+        for gathered in (False, True):
+            of_kind = (bucket for bucket in self._buckets if bucket.shares[0].gathered == gathered)
+            for bucket in takewhile(lambda one: not one.missing, of_kind):
+                if not bucket.left:
+                    self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.left = True

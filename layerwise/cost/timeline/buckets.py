@@ -13,7 +13,7 @@ from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.buckets import fill
+from layerwise.partition.buckets import ALONE, fill
 from layerwise.partition.groups import replicas
 from layerwise.partition.sharding import states_of
 
@@ -40,7 +40,11 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
     number = {layer.name: i for i, layer in enumerate(model.graph.layers)}
     leaving: dict[str, list[Bucket]] = {}
-    for places in fill(((row.tobytes(), states), size) for _, row, _, size, states in gradients):
+    # Where parameters are gathered for a layer at a time, the gradients of each layer travel alone.
+    alone = [name if states == "gathered" else "" for name, *_, states in gradients]
+    rows = zip(gradients, alone, strict=True)
+    keys = (((row.tobytes(), states, layer), ALONE if layer else size) for (_, row, _, size, states), layer in rows)
+    for places in fill(keys):
         name, row, group, _, states = gradients[places[0]]
         size_bytes = sum(gradients[i][3] for i in places)
         first = min((gradients[i][0] for i in places), key=number.__getitem__)

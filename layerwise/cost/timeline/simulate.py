@@ -71,6 +71,7 @@ class _Step:
         self.begun = begun_before(self.model.graph, self.model.options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
         self.flights = dict[EdgeEnd, Traffic]()
+        self.last_sum: Traffic | None = None  # of a gathered layer's gradients
         self.late = {layer.name for layer in self.model.graph.inner if self._weights_late(layer)}
 
     def active(self, layer: Layer) -> Mask:
@@ -214,7 +215,7 @@ class _Step:
         self._note(name, category, layer, start, devices)
 
     def send(self, bucket: Bucket) -> None:
-        """Sums a bucket as soon as all its members have come to it."""
+        """Sums a bucket as soon as all its members have come to it; of a gathered layer's, when the last one is there."""
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
         if bucket.states == "replicated":
@@ -222,7 +223,12 @@ class _Step:
         else:
             seconds = reduce_scatter_s(bucket.bytes, group, model.devices)
         name = f"gradients of {bucket.name}"
-        self.stream.add(Traffic(name, bucket.row, seconds, rates.compute, rates.sync), self.clock)
+        sum_ = Traffic(name, bucket.row, seconds, rates.compute, rates.sync)
+        if bucket.states == "gathered":
+            if self.last_sum is not None:
+                self.clock = self.stream.awaited_sum(self.last_sum, self.clock)
+            self.last_sum = sum_
+        self.stream.add(sum_, self.clock)
 
     def _note(self, name: str, category: str, layer: str, start: Floats, devices: Mask) -> None:
         if self.record is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Group, Handle
+from layerwise.comm.base import Comm, Group, Handle, Kind
 from layerwise.run.execute.rows import Rows
 
 
@@ -28,7 +28,7 @@ class Bucket:
     @property
     def gathered(self) -> bool:
         """Whether this rank has room for a part of its parameters only, also while gradients are made."""
-        return self.rows is not None and self.rows.parts[self.names[0]].gathered
+        return self.rows is not None and bool(self.rows.parts[self.names[0]].gathered)
 
     def begin(self, comm: Comm, what: str) -> Handle:
         """Starts the sum."""
@@ -38,7 +38,9 @@ class Bucket:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
             self.mine = self.rows.new(self.flat, rows=1)
-            self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what)
+            # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
+            stream: Kind = "gathers" if self.gathered else "sync"
+            self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what, stream)
         return self.handle
 
     def end(self) -> None:

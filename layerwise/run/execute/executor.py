@@ -273,6 +273,8 @@ class Executor:
             with torch.no_grad(), self.spans.span(layer.name, "compute"):
                 return self._compute(run, scheduled, inputs, given)
         communicates = scheduled.work.communicates
+        if layer.name in run.gathers:
+            self._gathered.in_turn(run, scheduled, given)
         if self.spans.trace is not None:
             begun: list[int] = []
             self._end_span_behind(run, inputs, given, begun)

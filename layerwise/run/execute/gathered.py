@@ -37,6 +37,18 @@ class Gathered:
         scheduled = self._by_name[name]
         return scheduled.backward if back else run.training or scheduled.returned
 
+    def in_turn(self, run: Pass, scheduled: ScheduledLayer, given: list[Tensor | None]) -> None:
+        """Back, the token waits for the gradients of a layer's parameters, also where there are none.
+
+        So all ranks begin to sum them before they come to the next layer.
+        """
+        own = run.gathers[scheduled.layer.name].names
+        which = [i for i, name in enumerate(scheduled.parameters) if name in own]
+        tensors = {i: p for i in which if (p := given[i]) is not None and p.requires_grad}
+        run.token, *marked = ordered(run.token, *tensors.values())
+        for i, p in zip(tensors, marked, strict=True):
+            given[i] = p
+
     def end(self, run: Pass, scheduled: ScheduledLayer, out: Tensor | None) -> Tensor | None:
         """The layer has made `out`. Back, its parameters come once more before it is differentiated."""
         name = scheduled.layer.name

@@ -7,9 +7,10 @@ makes them; a full bucket is all-reduced while the pass goes on. What is summed 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import takewhile
 from types import MappingProxyType
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
-from layerwise.partition.buckets import fill
+from layerwise.partition.buckets import ALONE, fill
 from layerwise.run.execute.buckets import Bucket
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
@@ -60,7 +61,8 @@ class GradientReducer:
         for name in shared:
             p, part = local_part(parameters[name]), parts.get(name)
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
-            gradients.append(((groups[name], p.dtype, part is None or part.gathered, part is None), size))
+            layer = "" if part is None else part.gathered
+            gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
         for places in fill(gradients):
             names = [shared[i] for i in places]
             rows = Rows(names, parts) if names[0] in parts else None
@@ -175,20 +177,22 @@ class Gradients:
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
         going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.rows is not None]
-        for bucket in going:
-            if bucket.missing:
-                return
-            if bucket.left:
-                continue
-            if bucket.gathered:  # so that no more than two are there at a time
-                for earlier in going:
-                    if earlier.gathered:
-                        earlier.end()
-            what, trace = f"gradients of {bucket.names[0]}", self.trace
-            begun = None if trace is None else trace.begin(what, "sync")
-            handle = bucket.begin(self.comm, what)
-            if trace is not None and begun is not None:
-                handle.when_done(partial(trace.end, begun))
+        for bucket in _full(bucket for bucket in going if not bucket.gathered):
+            self._send(bucket)
+        # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
+        # to the next layer's, and can wait for the one before: no more than two are there at a time.
+        of_layers = [bucket for bucket in going if bucket.gathered]
+        for bucket in _full(of_layers):
+            for earlier in of_layers:
+                earlier.end()
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        what, trace = f"gradients of {bucket.names[0]}", self.trace
+        begun = None if trace is None else trace.begin(what, "sync")
+        handle = bucket.begin(self.comm, what)
+        if trace is not None and begun is not None:
+            handle.when_done(partial(trace.end, begun))
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
@@ -327,6 +331,11 @@ class Gradients:
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         bucket.tensors = _tensors_in(bucket.flat)
+
+
+def _full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    """Those that are to leave now: full ones, behind nothing that is not."""
+    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)
 
 
 def _tensors_in(flat: Tensor) -> int:

@@ -24,7 +24,7 @@ class Parts:
     shape: tuple[int, ...]  # of that box
     boxes: tuple[Box, ...]  # of it, what each of the group keeps
     row: int  # elements that each part has in a row: those of the largest
-    gathered: bool  # whether the box is there only while its layer computes
+    gathered: str  # the layer while which computes only the box is there; empty: it is there all the time
 
     @property
     def dimension(self) -> int | None:
@@ -36,8 +36,8 @@ class Parts:
         return cut if equal and size * len(self.boxes) == self.shape[cut] else None
 
 
-def parts(computed: Each, sharding: Sharding, rank: int, *, gathered: bool) -> Parts:
-    """Of a parameter with these boxes by rank."""
+def parts(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> Parts:
+    """Of a parameter with these boxes by rank. gathered: as Parts have it."""
     group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
     assert mine is not None
     kept = [box for member in group if (box := held[member]) is not None]
