@@ -1,4 +1,7 @@
-"""layerwise explain PLAN LAYER: what every other configuration of a layer would cost, the rest chosen anew."""
+"""layerwise explain PLAN LAYER: what every other configuration of a layer would cost, the rest chosen anew.
+
+And what each other form of it, recomputed or with shared-out states, would cost, the rest as in the plan.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ from layerwise.quantities import units
 from layerwise.search.alternatives import alternatives
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
+from layerwise.search.forms import forms_of
+from layerwise.search.report.forms import forms_dict, forms_table, limit_of, why
 from layerwise.search.report.text import Fitting, short, written
 
 LINK_MODELS, SYNCS = (get_args(get_type_hints(CostOptions)[name]) for name in ("link_model", "sync"))
@@ -34,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="layerwise explain",
         description="Says why a layer has its configuration: the step time (equation 1, no overlap) of the best "
-        "strategy that contains each alternative, every other layer re-optimised. The tables are not pruned.",
+        "strategy that contains each alternative, every other layer re-optimised, whatever its memory. The tables are "
+        "not pruned. Then time and memory of the plan itself with this layer kept or recomputed, and its states "
+        "replicated, sharded or gathered; and what the plan's memory limit costs, where it binds.",
     )
     p.add_argument("plan", metavar="PLAN.json", help="written by layerwise search --out")
     p.add_argument("layer", metavar="LAYER", help="a layer's name, as in the plan")
@@ -76,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = model.tables(configurations(model, space, {**named, "plan": plan.strategy}, {}))
     options = alternatives(tables, args.layer, args.search_memory * 2**30)
     best, chosen = options[0].step_time_s, plan.strategy[args.layer]
+    limit = plan.provenance.get("memory_limit_bytes", model.devices.usable_bytes)
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise LayerwiseError(f"the plan's provenance has the memory limit {limit!r}: search again")
+    forms = forms_of(model, plan.strategy, args.layer, limit)
     if args.json:
         rows = [
             {
@@ -86,7 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             for a in options
         ]
-        print(json.dumps({"layer": args.layer, "alternatives": rows}, indent=1))
+        told = {key: plan.provenance.get(key) for key in ("memory_limit_bytes", "without_limit", "memory_prices")}
+        print(
+            json.dumps(
+                {"layer": args.layer, "alternatives": rows, "forms": forms_dict(forms, chosen), **told}, indent=1
+            )
+        )
         return 0
     layer = model.graph[args.layer]
     shown: list[Table] = []
@@ -106,8 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = console()
     out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(options)} configurations\n"))
     out.print(Fitting(*shown))
-    if best < next(a.step_time_s for a in options if a.config == chosen):
+    bound = list(limit_of(plan))
+    if best < next(a.step_time_s for a in options if a.config == chosen) and not bound:
         out.print("\nThe plan was chosen by simulated time with overlap; equation 1 alone would choose the first row.")
+    if bound:
+        out.print("\nThese step times heed no memory limit.", *bound, sep="\n")
+    if len(forms) > 1:
+        out.print("", forms_table(forms, chosen), "", *why(forms, chosen, limit), sep="\n")
     return 0
 
 

@@ -26,10 +26,10 @@ from benchmarks.common.networks import NETWORKS
 from benchmarks.ranks.cluster_plan import Measured, in_short, plans
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.start import join_default_group
+from layerwise.run.execute.predicted_bytes import PREDICTED
 
 PATIENCE_S = 300
 SLOW_S = 4.0  # a first step longer than this is no different from the next
-PREDICTED = {"transfers": "transfer_bytes", "sync": "sync_bytes", "statistics": "statistics_bytes"}
 BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it is the next one's turn
 
 
@@ -198,7 +198,7 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
         "link_use": busiest * 8 / step_s / rate if rate else None,
     }
     if isinstance(variant, Ours):
-        predicted = {kind: variant.plan.predicted[key] for kind, key in PREDICTED.items()}
+        predicted = {kind: variant.plan.predicted.get(key, 0.0) for kind, key in PREDICTED.items()}
         result |= {
             "plan": in_short(variant.plan),
             "predicted_s": variant.plan.predicted["timeline_s"],

@@ -33,6 +33,7 @@ from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.machine import reserved_bytes
 from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.quantities import parse_bytes
@@ -127,16 +128,17 @@ def parallelize(
     (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. plan: run this one, without a search.
     profile: of the machine. Default: measured on these ranks and kept in ~/.cache/layerwise; what is not there yet is
     measured in about `measure_s` seconds (0: nothing is measured, a built-in profile serves instead).
-    memory_limit: bytes a device, or a text such as "14GB" (default: all that it has). device_mesh: 1-D, over all
-    ranks, or a process group. optimizer: "sgd", "momentum" or "adam", for the memory of its state. local_batch_norm:
-    statistics of each rank's own samples, as DistributedDataParallel has them. autocast: torch.bfloat16 or
-    torch.float16 where the loop calls the model within torch.autocast of that type: the plan is one for mixed precision
-    then. compile: True, or a dict of torch.compile's arguments such as {"mode": "max-autotune"}: what each rank
-    computes by itself goes through torch.compile, and what communicates stays between the compiled parts; on one device
-    that is torch.compile of the model. A compiled model has no second derivatives. sync_every=k: for data parallelism
-    only, gradients travel and the optimizer steps every k-th time, for a batch k times as large; "auto": the least k
-    whose communication is below 10 % of the time. verbose: rank 0 prints what was chosen, what it gains, and what that
-    rests on.
+    memory_limit: bytes a device, or a text such as "14GB", that a step may take; where the fastest plan takes more,
+    some layers are recomputed or share out their states (default: what a device has, of a GPU less what libraries take:
+    `layerwise.machine.reserved_bytes`). device_mesh: 1-D, over all ranks, or a process group. optimizer: "sgd",
+    "momentum" or "adam", for the memory of its state. local_batch_norm: statistics of each rank's own samples, as
+    DistributedDataParallel has them. autocast: torch.bfloat16 or torch.float16 where the loop calls the model within
+    torch.autocast of that type: the plan is one for mixed precision then. compile: True, or a dict of torch.compile's
+    arguments such as {"mode": "max-autotune"}: what each rank computes by itself goes through torch.compile, and what
+    communicates stays between the compiled parts; on one device that is torch.compile of the model. A compiled model
+    has no second derivatives. sync_every=k: for data parallelism only, gradients travel and the optimizer steps every
+    k-th time, for a batch k times as large; "auto": the least k whose communication is below 10 % of the time. verbose:
+    rank 0 prints what was chosen, what it gains, and what that rests on.
 
     Every rank calls it alike. Without torchrun (and without a process group) it returns a working model on one device.
     LayerwiseError where the model, the inputs, the strategy, the plan or the memory do not do; CommError where ranks
@@ -197,7 +199,8 @@ def parallelize(
     dtype = dtype_of(imported)
     world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
     graph = fuse(imported.graph) if wanted is None or wanted.fused else imported.graph
-    memory = float(world.memory_bytes) if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    own = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
+    memory = own if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     check_autocast(autocast, dtype)
     request = Request(_title(model), dtype, memory, optimizer, local_batch_norm, autocast)
     budget_s = measure_s if wanted is None and not isinstance(strategy, str) else 0.0

@@ -26,6 +26,18 @@ def precision(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
+RESERVED_BYTES, RESERVED_SHARE = 1.5e9, 0.1  # see `reserved_bytes`
+
+
+def reserved_bytes(memory_bytes: float, device_type: str) -> float:
+    """What plans leave of a device's memory to libraries, in bytes: an assumption, not measured.
+
+    On GPUs the contexts of CUDA, NCCL and cuDNN, workspaces, and what the allocator loses between blocks: 1.5 GB, but
+    at most a tenth of the memory. On CPUs nothing.
+    """
+    return 0.0 if device_type == "cpu" else min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """One level of the link hierarchy.
@@ -100,6 +112,11 @@ class DeviceGraph:
         """`cpu` or `cuda`, as PyTorch calls them."""
         by_threads = any(times.conditions.threads for times in self.layers)  # measured on a CPU
         return "cpu" if by_threads or "cpu" in self.processor.name.lower() else "cuda"
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a plan may take of a device's memory where nobody says otherwise."""
+        return self.processor.memory_bytes - reserved_bytes(self.processor.memory_bytes, self.device_type)
 
     @property
     def devices_per_node(self) -> int:

@@ -7,7 +7,7 @@ never worse than the best grid.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from layerwise.config import Config, SearchSpace
@@ -19,6 +19,7 @@ from layerwise.plan import Plan
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate, SearchResult, preference
+from layerwise.search.variants import OFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +116,34 @@ def study(
     wanted: Sequence[ProcessGrid],
     *,
     memory_bytes: float = 2**31,
+    memory_limit_bytes: float | None = None,
+    offer: Iterable[str] = OFFERS,
     progress: Progress | None = None,
 ) -> GridStudy:
-    """Prices grids, and searches for what is best layer by layer."""
-    priced = tuple(price_grid(model, grid) for grid in wanted)
+    """Prices grids, and searches for what is best layer by layer; the arguments are those of `search`."""
+    priced = tuple(price_grid(model, grid, memory_limit_bytes) for grid in wanted)
     if not priced:
         raise LayerwiseError(
             f"no grid of {model.devices.count} processes has a sample for every batch group ({model.graph.batch} "
             "samples) and an output for every part: take fewer processes or more samples"
         )
-    result = search(model, replace(space, spread=True), memory_bytes=memory_bytes, progress=progress)
+    result = search(
+        model,
+        replace(space, spread=True),
+        memory_bytes=memory_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        offer=offer,
+        progress=progress,
+    )
     best = min((result.fastest, *(p.tables for p in priced)), key=preference)  # ties: to the search's
     return GridStudy(priced, result, best)
 
 
-def price_grid(model: CostModel, grid: ProcessGrid) -> PricedGrid:
-    """One grid on all the devices. LayerwiseError where it does not fit the network or the devices."""
+def price_grid(model: CostModel, grid: ProcessGrid, memory_limit_bytes: float | None = None) -> PricedGrid:
+    """One grid on all the devices. LayerwiseError where it does not fit the network or the devices.
+
+    memory_limit_bytes: by default what a device has.
+    """
     graph, devices = model.graph, model.devices
     if grid.processes != devices.count:
         raise LayerwiseError(f"--grid {grid} has {grid.processes} processes, there are {devices.count}")
@@ -141,7 +154,7 @@ def price_grid(model: CostModel, grid: ProcessGrid) -> PricedGrid:
     return PricedGrid(
         grid,
         grid_s(layers, graph.batch, grid.batch_groups, grid.model_parts, within, across),
-        candidate(model, f"grid {grid}", grid_strategy(grid, graph)),
+        candidate(model, f"grid {grid}", grid_strategy(grid, graph), memory_limit_bytes),
         distribution(slice_bytes, grid.batch_groups, grid.model_parts, link_between(devices, 0, devices.count - 1)),
     )
 

@@ -25,9 +25,8 @@ from layerwise.cli import (
     training_arguments,
 )
 from layerwise.config import SearchSpace
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.errors import LayerwiseError
-from layerwise.figures import check_plot, save_plot
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model, names_code
@@ -35,18 +34,21 @@ from layerwise.machine import DeviceGraph, load
 from layerwise.mlp_grid import report as grid_report
 from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
-from layerwise.quantities import parse_bytes, parse_bytes_range
+from layerwise.quantities import parse_bytes
+from layerwise.search.additive import Costs
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
-from layerwise.search.curve import memory_curve
+from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report import as_json as report_json
 from layerwise.search.report import text as report
-from layerwise.search.report.memory import curve_dict, curve_table, draw_curve, kinds_of, kinds_table
+from layerwise.search.report.memory import kinds_of, kinds_table
 from layerwise.search.report.timeline import write_timeline
-from layerwise.search.variants import OFFERS
+from layerwise.search.result import SearchResult
+from layerwise.search.variants import OFFERS, Configs
+from layerwise.search.within import LimitedSearch
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -84,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--memory-limit",
         metavar="14GB",
-        help="that a step may take on a device (default: what the profile's devices have, less what libraries take)",
+        help="that a step may take on a device (default: what the profile's devices have, of GPUs less what libraries "
+        "take: 1.5 GB, at most a tenth)",
     )
     g.add_argument(
         "--offer",
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)
     space = search_space(args, spread=devices.nodes > 1)
-    limit = None if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
+    limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
     writes = [path for path in (args.out, args.export_costs, args.timeline) if path is not None]
     if args.price is not None and (args.out or args.export_costs or args.depth_first):
@@ -167,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(set(writes)) < len(writes):
         raise LayerwiseError("--out, --export-costs and --timeline name the same file: give each its own")
     _check_grid(args)
-    _check_curve(args)
+    check_curve(args)
     for path in writes:
         check_writable(path)
     started = time.perf_counter()
@@ -178,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm)
     model = CostModel(graph, devices, options)
     if args.price is not None:
-        return _price(model, args, console())
+        return _price(model, limit, args, console())
     if args.grid is not None:
-        return _grid(model, space, args)
+        return _grid(model, space, limit, offer, args)
     if args.memory_curve is not None:
-        return _curve(model, space, offer, args)
+        return show_curve(model, space, offer, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
         result = search(
             model,
@@ -201,9 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     enumerated: DepthFirst | None = None
     if args.export_costs is not None or args.depth_first is not None:
         named = {name: baseline(model, name) for name in NAMES}
-        tables = model.tables(configurations(model, space, named, {}))
+        configs = configurations(model, space, named, {})
+        tables = model.tables(configs)
         if args.export_costs is not None:
-            export_costs(tables, args.export_costs, args.model)
+            _export(model, configs, tables, result, args)
         if args.depth_first is not None:
             enumerated = depth_first(tables, args.depth_first)
     if args.out is not None:
@@ -215,14 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_timeline(model, result.best.strategy, args.timeline)
     if args.json:
         made = report_json.as_dict(model, result, args.model, seconds, enumerated, tried)
-        print(json.dumps(made | ({"memory_by_kind": kinds_of(model, result)} if args.memory else {}), indent=1))
+        by_kind = {"memory_by_kind": kinds_of(model, [result.best, *result.baselines.values()])} if args.memory else {}
+        print(json.dumps(made | by_kind, indent=1))
         return 0
     out = console()
     title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
     out.print(Text.assemble((args.model, "bold"), title))
     out.print(report.show(model, result, seconds, every_layer=args.layers, tried=tried))
     if args.memory:
-        out.print("", kinds_table(model, result), sep="\n")
+        out.print("", kinds_table(model, [result.best, *result.baselines.values()]), sep="\n")
     if enumerated is not None:
         out.print(report.depth_first_line(enumerated, result))
     for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
@@ -249,11 +254,21 @@ def _twice(args: argparse.Namespace, devices: DeviceGraph) -> DeviceGraph | None
         return None
 
 
+def _export(
+    model: CostModel, configs: Configs, tables: CostTables, result: SearchResult, args: argparse.Namespace
+) -> None:
+    """--export-costs: the tables, with the limit and what may save memory where the limit binds."""
+    rows: list[Costs] = []
+    if result.within is not None and result.within.prices:
+        tables, rows = LimitedSearch(model, configs, offer=result.offer).constrained(result.within)
+    export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
+
+
 def _check_grid(args: argparse.Namespace) -> None:
     """What does not go with --grid."""
     if args.grid is None:
         return
-    others = ("price", "export_costs", "timeline", "depth_first", "no_fuse", "layers")
+    others = ("price", "export_costs", "timeline", "depth_first", "no_fuse", "layers", "memory")
     wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
     if wrong or args.objective != "timeline":
         raise LayerwiseError(f"--grid prices grids: leave out {' and '.join(wrong or ['--objective'])}")
@@ -263,12 +278,20 @@ def _check_grid(args: argparse.Namespace) -> None:
         raise LayerwiseError(f"--grid {args.grid} has {processes} processes: give --gpus {processes}")
 
 
-def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int:
+def _grid(model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace) -> int:
     """--grid: process grids beside the layer-wise optimum."""
     every = args.grid == "all"
     wanted = grids(model.devices.count, model.graph) if every else [parse_grid(args.grid)]
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        studied = study(model, space, wanted, memory_bytes=args.search_memory * 2**30, progress=progress)
+        studied = study(
+            model,
+            space,
+            wanted,
+            memory_bytes=args.search_memory * 2**30,
+            memory_limit_bytes=limit,
+            offer=offer,
+            progress=progress,
+        )
     if args.out is not None:
         grid_plan(args.model, args.profile, model, space, studied, input_shape=args.input_shape).save(args.out)
     if args.json:
@@ -283,62 +306,22 @@ def _grid(model: CostModel, space: SearchSpace, args: argparse.Namespace) -> int
     return 0
 
 
-def _curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args: argparse.Namespace) -> int:
-    """--memory-curve: the fastest plan under each of some limits."""
-    least, most = parse_bytes_range(args.memory_curve, "--memory-curve")
-    with progress_bar("pricing transfers", quiet=args.json) as progress:
-        curve = memory_curve(
-            model,
-            space,
-            least,
-            most,
-            objective=args.objective,
-            offer=offer,
-            memory_bytes=args.search_memory * 2**30,
-            progress=progress,
-        )
-    title = f"{args.model} on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step"
-    if args.plot is not None:
-        save_plot(draw_curve(curve, title), args.plot)
-    if args.json:
-        print(json.dumps({"model": args.model, "gpus": args.gpus, "curve": curve_dict(curve)}, indent=1))
-        return 0
-    out = console()
-    out.print(title)
-    out.print(curve_table(curve))
-    if args.plot is not None:
-        out.print(f"figure written to {args.plot}", soft_wrap=True)
-    return 0
-
-
-def _check_curve(args: argparse.Namespace) -> None:
-    """What does not go with --memory-curve, or without it."""
-    if args.plot is not None and args.memory_curve is None:
-        raise LayerwiseError("--plot draws --memory-curve: give that, too, such as --memory-curve 8GB..80GB")
-    if args.memory_curve is None:
-        return
-    others = ("memory_limit", "price", "grid", "out", "export_costs", "timeline", "depth_first", "layers", "memory")
-    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
-    if wrong:
-        raise LayerwiseError(f"--memory-curve is about many plans: leave out {' and '.join(wrong)}")
-    parse_bytes_range(args.memory_curve, "--memory-curve")
-    if args.plot is not None:
-        check_plot(args.plot)
-        check_writable(args.plot)
-
-
-def _price(model: CostModel, args: argparse.Namespace, out: Console) -> int:
+def _price(model: CostModel, limit: float, args: argparse.Namespace, out: Console) -> int:
     """--price: one strategy beside the baselines."""
     strategy = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count)
-    yours = candidate(model, "yours", strategy)
-    baselines = {name: candidate(model, name, baseline(model, name)) for name in NAMES}
+    yours = candidate(model, "yours", strategy, limit)
+    baselines = {name: candidate(model, name, baseline(model, name), limit) for name in NAMES}
+    everyone = [yours, *baselines.values()]
     if args.timeline is not None:
         write_timeline(model, strategy, args.timeline)
     if args.json:
-        print(json.dumps(report_json.price_dict(model, yours, baselines, args.model), indent=1))
+        made = report_json.price_dict(model, yours, baselines, args.model)
+        print(json.dumps(made | ({"memory_by_kind": kinds_of(model, everyone)} if args.memory else {}), indent=1))
         return 0
     out.print(report.strategy_table(model, yours, every_layer=args.layers))
-    out.print("", report.candidates_table(model, [yours, *baselines.values()], yours), sep="\n")
+    out.print("", report.candidates_table(model, everyone, yours), sep="\n")
+    if args.memory:
+        out.print("", kinds_table(model, everyone), sep="\n")
     if args.timeline is not None:
         out.print(f"timeline written to {args.timeline}", soft_wrap=True)
     return 0

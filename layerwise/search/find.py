@@ -46,6 +46,7 @@ def search(
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
         raise LayerwiseError(f"a memory limit is a number of bytes above 0, not {memory_limit_bytes}")
+    offer = tuple(offer)
     if space.devices != model.devices.count:
         raise LayerwiseError(f"the space is for {space.devices} devices, the device graph has {model.devices.count}")
     if unknown := sorted(set(fixed or {}) - {layer.name for layer in model.graph.inner}):
@@ -99,7 +100,7 @@ def search(
     everyone = [*candidates, *reversed(baselines.values())] if not fixed else candidates
     simulated = tuple({tuple(c.strategy.items()): c for c in everyone}.values())
     return SearchResult(
-        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), unlimited, within, least
+        best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least
     )
 
 

@@ -31,8 +31,28 @@ def make_plan(
         "data_timeline_s": result.baselines["data"].timeline.total_s,
         "lower_bound_s": result.optimum.lower_bound_s,
     }
-    proof = {"additive_optimum_proven": result.optimum.proven}
+    proof = {
+        "additive_optimum_proven": result.optimum.proven,
+        "memory_limit_bytes": result.memory_bytes,
+        "offer": list(result.offer),
+        **_bound(result),
+    }
     return replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
+
+
+def _bound(result: SearchResult) -> dict[str, object]:
+    """Where the memory limit left the best plan out: what that takes, and what a byte is worth."""
+    if result.within is None:
+        return {}
+    free = result.unlimited
+    return {
+        "without_limit": {
+            "step_time_s": free.price.step_time_s,
+            "timeline_s": free.timeline.total_s,
+            "memory_bytes": free.price.memory_bytes,
+        },
+        "memory_prices": [asdict(price) for price in result.within.prices],
+    }
 
 
 def plan_for(

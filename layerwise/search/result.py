@@ -40,6 +40,7 @@ class SearchResult:
     # nothing of their memory.
     simulated: tuple[Candidate, ...]
     memory_bytes: int  # that a device may take at most
+    offer: tuple[str, ...]  # what might save memory, of `variants.OFFERS`
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: LeastMemory | None  # what needs the least memory, where nothing was found to fit

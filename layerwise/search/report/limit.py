@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerwise.config import Config
+from layerwise.cost.model import CostModel
 from layerwise.quantities import units
 from layerwise.search.remedies import Remedy
 from layerwise.search.result import SearchResult
@@ -17,14 +18,32 @@ def limit_lines(result: SearchResult) -> Iterator[str]:
     if within is None or not best.fits:
         return
     have, need = units(within.limit_bytes, "B"), units(free.price.memory_bytes, "B")
-    faster = best.timeline.total_s / free.timeline.total_s - 1
-    gain = f"be {faster:.1%} faster" if faster > 0.0005 else "not be faster"
+    gain = faster(best.timeline.total_s / free.timeline.total_s - 1)
     yield f"The {have} of a device bind: a plan of {need} ({free.name}) would {gain}."
     for price in within.prices:
         if price.s_per_byte > 0:
-            saved, when = units(price.s_per_byte * 1e9, "s"), f"device {price.device} is fullest: {price.instant}"
-            yield f"A GB more would save about {saved} of the step time ({when})."
+            yield price_line(price.s_per_byte, price.device, price.instant)
     yield from choices(best.strategy.values())
+
+
+def faster(share: float) -> str:
+    """`be 12.0% faster`."""
+    return f"be {share:.1%} faster" if share > 0.0005 else "not be faster"
+
+
+def price_line(s_per_byte: float, device: int, instant: str) -> str:
+    """What a multiplier says."""
+    saved = units(s_per_byte * 1e9, "s")
+    return f"A GB more would save about {saved} of the step time (device {device} is fullest: {instant})."
+
+
+def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
+    """Where a limit binds that nobody has given: of what it is made."""
+    devices = model.devices
+    reserved = devices.processor.memory_bytes - devices.usable_bytes
+    if result.within is not None and reserved and result.memory_bytes == int(devices.usable_bytes):
+        whole, left = units(devices.processor.memory_bytes, "B"), units(reserved, "B")
+        yield f"Of a device's {whole}, {left} are left to libraries: an assumption, which --memory-limit overrides."
 
 
 def choices(configs: Iterable[Config]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def kinds_of(model: CostModel, result: SearchResult) -> Mapping[str, Mapping[Kind, float]]:
-    """What the fullest device holds when it is fullest, by strategy: the chosen one and the baselines."""
-    candidates = {c.name: c for c in (*result.baselines.values(), result.best)}
-    return {name: peak_by_kind(model, c.strategy) for name, c in candidates.items()}
+def kinds_of(model: CostModel, candidates: Iterable[Candidate]) -> Mapping[str, Mapping[Kind, float]]:
+    """What the fullest device holds when it is fullest, by strategy."""
+    return {c.name: peak_by_kind(model, c.strategy) for c in {c.name: c for c in candidates}.values()}
 
 
-def kinds_table(model: CostModel, result: SearchResult) -> Table:
-    """A row a kind of memory, a column a strategy: the chosen one first."""
-    kinds = kinds_of(model, result)
-    names = [result.best.name, *(name for name in kinds if name != result.best.name)]
+def kinds_table(model: CostModel, candidates: Iterable[Candidate]) -> Table:
+    """A row a kind of memory, a column a strategy."""
+    kinds = kinds_of(model, candidates)
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("memory of the fullest device")
-    for name in names:
+    for name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
     for kind in KINDS:
-        table.add_row(kind, *(units(kinds[name][kind], "B") for name in names))
-    table.add_row("all", *(units(sum(kinds[name].values()), "B") for name in names))
+        table.add_row(kind, *(units(held[kind], "B") for held in kinds.values()))
+    table.add_row("all", *(units(sum(held.values()), "B") for held in kinds.values()))
     return table
 
 

@@ -22,7 +22,7 @@ from layerwise.ops.base import Role
 from layerwise.quantities import three_digits, units
 from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
-from layerwise.search.report.limit import limit_lines, nothing_fits
+from layerwise.search.report.limit import limit_lines, nothing_fits, reserve_lines
 from layerwise.search.result import Candidate, SearchResult
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
@@ -246,6 +246,7 @@ def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
     yield from limit_lines(result)
+    yield from reserve_lines(model, result)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s

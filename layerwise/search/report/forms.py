@@ -1,0 +1,74 @@
+"""What is said of one layer's forms, and of the memory limit that a plan was found under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+
+from layerwise.config import Config
+from layerwise.plan import Plan
+from layerwise.quantities import units
+from layerwise.search.report.as_json import costs_json
+from layerwise.search.report.limit import faster, price_line
+from layerwise.search.result import Candidate
+
+
+def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
+    """A row a form."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("the plan with this layer", no_wrap=True)
+    for heading in ("step time", "with overlap", "memory a device"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for config, c in forms.items():
+        memory = units(c.price.memory_bytes, "B")
+        table.add_row(
+            c.name,
+            units(c.price.step_time_s, "s"),
+            units(c.timeline.total_s, "s"),
+            memory if c.fits else f"{memory} (too much)",
+            "in the plan" if config == chosen else "",
+        )
+    return table
+
+
+def forms_dict(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict[str, Any]]:
+    """For a program: a member a form, in seconds and bytes."""
+    return [
+        {"recompute": config.recompute, "states": config.states, **costs_json(c), "in_plan": config == chosen}
+        for config, c in forms.items()
+    ]
+
+
+def why(forms: Mapping[Config, Candidate], chosen: Config, limit_bytes: float) -> Iterator[str]:
+    """Why the layer is recomputed, and why its states are shared out: what the plan would be without that."""
+    if chosen.recompute:
+        yield _without("Recomputed", "kept", forms[replace(chosen, recompute=False)], limit_bytes)
+    if chosen.states != "replicated":
+        other = forms[replace(chosen, states="replicated")]
+        yield _without(chosen.states.capitalize(), "replicated", other, limit_bytes)
+
+
+def _without(chosen: str, plain: str, other: Candidate, limit_bytes: float) -> str:
+    need, have = units(other.price.memory_bytes, "B"), units(limit_bytes, "B")
+    if other.fits:
+        return f"{chosen}: {plain}, the plan would take {need}, which fits into {have}, too."
+    return f"{chosen} to fit: {plain}, the plan would take {need}, and a device has {have}."
+
+
+def limit_of(plan: Plan) -> Iterator[str]:
+    """What the limit costs that the plan was found under, as its provenance says; nothing where it does not bind."""
+    p, now_s = plan.provenance, plan.predicted.get("timeline_s")
+    free, prices = p.get("without_limit"), p.get("memory_prices")
+    limit = p.get("memory_limit_bytes")
+    if not isinstance(free, dict) or not isinstance(prices, list) or not isinstance(limit, int) or now_s is None:
+        return
+    need = units(float(free["memory_bytes"]), "B")
+    gain = faster(now_s / float(free["timeline_s"]) - 1)
+    yield f"The plan was found under a limit of {units(limit, 'B')} a device: one of {need} would {gain}."
+    for price in prices:
+        if price["s_per_byte"] > 0:
+            yield price_line(price["s_per_byte"], price["device"], price["instant"])
