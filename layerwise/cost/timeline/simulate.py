@@ -215,7 +215,7 @@ class _Step:
         self._note(name, category, layer, start, devices)
 
     def send(self, bucket: Bucket) -> None:
-        """Sums a bucket as soon as all its members have come to it; a gathered layer's after the one before has come."""
+        """Sums a bucket when all its members have come to it; a gathered layer's after the one before has come."""
         model, group = self.model, bucket.group
         rates = overlap(group, model.devices)
         if bucket.states == "replicated":
