@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from layerwise.config import SearchSpace
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
@@ -18,6 +18,7 @@ from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.report.as_json import as_dict
 from layerwise.search.report.html import result_html
+from layerwise.search.report.limit import choices
 from layerwise.search.report.text import verdict, why_data
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
@@ -108,24 +109,56 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     assert "and no plan needs less than 20.0 kB" in said(model, unsure)[0]
 
 
-def test_an_additive_optimum_that_does_not_fit_tells_of_those_that_do() -> None:
+def test_an_additive_optimum_that_does_not_fit_gives_way_to_what_does() -> None:
     roomy = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
-    plans = search(roomy, SearchSpace(4), objective="additive").simulated
-    least, most = (pick(c.price.memory_bytes for c in plans) for pick in (min, max))
-    dear = next(c for c in plans if c.price.memory_bytes == most)
-    model = with_memory(roomy, (least + most) / 2)
-    result = replace(search(model, SearchSpace(4), objective="additive"), best=replace(dear, fits=False))
-    text, _, found = said(model, result)
-    assert f"of {len(plans)} simulated plans {found['simulated']['fit']} fit, fastest " in text
-    assert "none of" not in text
+    free = search(roomy, SearchSpace(4), objective="additive").best
+    limit = 0.7 * free.price.memory_bytes
+    result = search(roomy, SearchSpace(4), objective="additive", memory_limit_bytes=limit)
+    assert result.best.fits
+    text, _, found = said(roomy, result)
+    have, need = units(int(limit), "B"), units(free.price.memory_bytes, "B")
+    assert f"No strategy of the space that fits into {have} has a step time below" in text
+    assert f"The {have} of a device bind: a plan of {need} ({result.unlimited.name}) would " in text
+    assert "libraries" not in text  # the limit is given
+    assert found["memory_limit_bytes"] == int(limit)
+    assert found["without_limit"]["memory_bytes"] == free.price.memory_bytes
+    forms = {(layer["recompute"], layer["states"]) for layer in found["layers"].values()}
+    assert forms - {(False, "replicated")} or result.best.strategy != free.strategy
+
+
+def test_where_the_default_limit_binds_its_reserve_is_said() -> None:
+    roomy = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
+    model = with_memory(roomy, 0.8 * search(roomy, SearchSpace(4)).best.price.memory_bytes)
+    limit = model.devices.usable_bytes
+    assert limit == 0.9 * model.devices.processor.memory_bytes
+    text, *_ = said(model, search(model, SearchSpace(4), memory_limit_bytes=limit))
+    whole = units(model.devices.processor.memory_bytes, "B")
+    assert f"Of a device's {whole}, " in text
+    assert "are left to libraries: an assumption, which --memory-limit overrides." in text
+
+
+def test_choices_are_counted() -> None:
+    plain, again = Config(), Config(recompute=True)
+    assert list(choices([plain])) == []
+    assert list(choices([plain, again])) == ["To fit, 1 layer is computed once more in the backward pass."]
+    (line,) = choices([again, again, Config(states="sharded"), Config(states="gathered")])
+    assert line.startswith("To fit, 2 layers are computed once more in the backward pass, the optimizer's state of 1 ")
+    assert line.endswith(", the parameters of 1, too, which are gathered when they compute.")
 
 
 def test_one_device_has_one_plan() -> None:
-    model = with_memory(CostModel(fuse(chain(8)), load("p100").device_graph(1)), 1e4)
-    text, *_ = said(model, search(model, SearchSpace(1)))
+    roomy = CostModel(fuse(chain(8)), load("p100").device_graph(1))
+    text, *_ = said(roomy, search(roomy, SearchSpace(1)))
     assert "Data parallelism is the only plan there is. " in text
-    assert "the only plan there is, data, needs " in text
-    assert "may exist" not in text
+
+
+def test_one_device_may_recompute() -> None:
+    """Where even that does not fit, its memory is the least."""
+    model = with_memory(CostModel(fuse(chain(8)), load("p100").device_graph(1)), 1e4)
+    result = search(model, SearchSpace(1))
+    assert result.least is not None
+    assert result.least.bytes < result.baselines["data"].price.memory_bytes
+    assert f"the least that any plan needs is {units(result.least.bytes, 'B')} (proven)" in said(model, result)[0]
 
 
 def test_grids_are_compared_with_the_fastest_plan_though_data_parallelism_was_kept(

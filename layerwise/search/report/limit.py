@@ -54,11 +54,12 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
         counts[config.states] += 1
     said = []
     if counts["recompute"]:
-        said.append(f"{counts['recompute']} layers are computed once more in the backward pass")
+        layers = "1 layer is" if counts["recompute"] == 1 else f"{counts['recompute']} layers are"
+        said.append(f"{layers} computed once more in the backward pass")
     if counts["sharded"]:
-        said.append(f"{counts['sharded']} share out their optimizer's state")
+        said.append(f"the optimizer's state of {counts['sharded']} is shared out")
     if counts["gathered"]:
-        said.append(f"{counts['gathered']} their parameters, too, which are gathered when they compute")
+        said.append(f"the parameters of {counts['gathered']}, too, which are gathered when they compute")
     if said:
         yield f"To fit, {', '.join(said)}."
 
@@ -66,7 +67,7 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
 def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     """Why no plan fits, and what would."""
     have, least = units(result.memory_bytes, "B"), result.least
-    if least is None or result.configurations["largest"] == 1:
+    if least is None:  # a strategy that was given whole
         need = units(result.best.price.memory_bytes, "B")
         return f"the only plan there is, {result.best.name}, needs {need}, and a device has {have}"
     need = units(least.bytes, "B")

@@ -1,0 +1,135 @@
+"""The command line under memory limits: what it takes, writes, says and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import MLP, Run
+
+WIDE = (
+    "search",
+    "mlp:64x512x512x8",
+    "--gpus",
+    "2",
+    "--profile",
+    "pcie",
+    "--global-batch",
+    "256",
+    "--optimizer",
+    "adam",
+)
+
+
+def free_bytes(run: Run) -> float:
+    return float(json.loads(run(*WIDE, "--json"))["memory_bytes"])
+
+
+def test_a_plan_within_a_limit(run: Run, here: Path) -> None:
+    limit = int(0.6 * free_bytes(run))
+    flags = (*WIDE, "--memory-limit", str(limit), "--out", "p.json", "--export-costs", "c.cfn")
+    found = json.loads(run(*flags, "--memory", "--json"))
+    assert found["memory_limit_bytes"] == limit
+    assert found["fits"]
+    assert found["memory_bytes"] <= limit < found["without_limit"]["memory_bytes"]
+    assert found["least_memory_bytes"] is None
+    assert sum(found["memory_by_kind"]["data"].values()) == pytest.approx(found["baselines"]["data"]["memory_bytes"])
+    assert {(type(row["recompute"]), row["states"]) for row in found["layers"].values()} > set()
+    costs = (here / "c.cfn").read_text()
+    assert f'"capacity": {-limit}' in costs
+    assert "recompute" in costs
+    provenance = json.loads((here / "p.json").read_text())["provenance"]
+    assert provenance["memory_limit_bytes"] == limit
+    assert provenance["offer"] == ["recompute", "shard"]
+    assert provenance["without_limit"]["memory_bytes"] == found["without_limit"]["memory_bytes"]
+
+    layer = next(iter(found["strategy"]))
+    told = json.loads(run("explain", "p.json", layer, "--json"))
+    assert told["memory_limit_bytes"] == limit
+    assert told["memory_prices"] == found["memory_prices"]
+    assert [form["in_plan"] for form in told["forms"]].count(True) == 1
+    own = next(form for form in told["forms"] if form["in_plan"])
+    assert own["memory_bytes"] == found["memory_bytes"]
+    assert own["timeline_s"] == found["timeline_s"]
+    shown = run("explain", "p.json", layer)
+    assert "The plan was found under a limit of" in shown
+    assert "the plan with this layer" in shown
+
+
+def test_what_is_not_offered_is_not_chosen(run: Run) -> None:
+    limit = str(0.6 * free_bytes(run))
+    found = json.loads(run(*WIDE, "--memory-limit", limit, "--no-offer", "recompute,shard", "--json"))
+    assert {(row["recompute"], row["states"]) for row in found["layers"].values()} == {(False, "replicated")}
+    found = json.loads(run(*WIDE, "--memory-limit", limit, "--offer", "shard", "--json"))
+    assert not any(row["recompute"] for row in found["layers"].values())
+
+
+def test_a_limit_that_does_not_bind_changes_nothing(run: Run) -> None:
+    kept = [json.loads(run(*WIDE, *more, "--json")) for more in ((), ("--memory-limit", "40GB"))]
+    for found in kept:
+        del found["seconds"], found["memory_limit_bytes"]
+    assert kept[0] == kept[1]
+
+
+def test_below_the_least_it_warns_and_says_what_would_fit(run: Run, here: Path) -> None:
+    text = run(*MLP, "--memory-limit", "1kB", "--out", "p.json", "--export-costs", "c.cfn")
+    assert "WARNING: no plan fits into the 1.00 kB of a device: the least that any plan needs is" in text
+    assert "(proven)" in text
+    assert (here / "p.json").exists()
+    assert json.loads((here / "p.json").read_text())["provenance"]["fits"] is False
+    found = json.loads(run(*MLP, "--memory-limit", "1kB", "--json"))
+    assert found["fits"] is False
+    assert found["least_memory_bytes"] > 1000
+    assert {remedy["what"] for remedy in found["remedies"]} >= {"k in --dims", "8 GPUs"}
+
+
+def test_a_priced_strategy_is_held_against_the_limit(run: Run, here: Path) -> None:
+    strategy = json.loads(run(*MLP, "--json"))["strategy"]
+    (here / "s.json").write_text(json.dumps(strategy))
+    priced = [json.loads(run(*MLP, "--price", "s.json", "--memory-limit", m, "--json")) for m in ("1kB", "1GB")]
+    assert [p["fits"] for p in priced] == [False, True]
+    assert "memory of the fullest device" in run(*MLP, "--price", "s.json", "--memory")
+
+
+def test_a_grid_is_held_against_the_limit(run: Run) -> None:
+    assert "(too much)" in run(*MLP, "--grid", "2x2", "--memory-limit", "1kB")
+    assert "(too much)" not in run(*MLP, "--grid", "2x2")
+
+
+def test_a_curve(run: Run, here: Path) -> None:
+    free = free_bytes(run)
+    flags = (*WIDE, "--memory-curve", f"{free / 3:.0f}..{2 * free:.0f}")
+    text = run(*flags, "--plot", "c.png")
+    assert text.rstrip().endswith("figure written to c.png")
+    assert (here / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert "against no limit" in text
+    curve = json.loads(run(*flags, "--json"))["curve"]
+    assert curve[0]["memory_bytes"] <= free
+    assert len(curve) > 1
+
+
+MISTAKES = [
+    ("--memory-limit 0", "--memory-limit is '0': it must be above 0, and finite"),
+    ("--memory-limit=-2GB", "--memory-limit is '-2GB': it must be above 0"),
+    ("--memory-limit inf", "it must be above 0, and finite"),
+    ("--memory-limit much", "--memory-limit is 'much': give a number of bytes, such as 14GB or 14GiB"),
+    ("--memory-limit 14GByte", "the unit 'GByte' is none of B, KB, MB, GB, TB, KiB … TiB"),
+    ("--memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
+    ("--memory-curve 8GB..2GB", "--memory-curve is '8GB..2GB': the first must be less than the second"),
+    ("--memory-curve 0..2GB", "it must be above 0"),
+    ("--memory-curve 1GB..2GB --out p.json", "--memory-curve is about many plans: leave out --out"),
+    ("--memory-curve 1GB..2GB --memory --memory-limit 3GB", "leave out --memory-limit and --memory"),
+    ("--memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
+    ("--memory-curve 1GB..2GB --plot missing/c.png", "cannot be written"),
+    ("--plot c.png", "--plot draws --memory-curve"),
+    ("--offer swap", "'swap': choose of recompute, shard, joined by commas"),
+    ("--no-offer ,", "choose of recompute, shard"),
+    ("--grid 2x2 --memory", "--grid prices grids: leave out --memory"),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), MISTAKES, ids=[flags for flags, _ in MISTAKES])
+def test_bad_input(refuse: Run, flags: str, reason: str) -> None:
+    assert reason in refuse(*MLP, *flags.split())
