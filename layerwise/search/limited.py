@@ -3,8 +3,9 @@
 1. The best multipliers bound the least time from below, and meet choices that fit.
 2. Variants that the bound excludes go.
 3. What is left is enumerated with exact costs to go, layer by layer. First only what no other partial choice dominates
-   in time and in all priced rows: it solves the problem of the rows. Where rows are below the true peak of what that
-   finds, everything within the bounds is enumerated, and the fastest whose true peak fits is the answer.
+   in time and in what its bytes cost in all priced rows together: that bounds the least time better, as the multipliers
+   leave what a mixture of choices gains, and finds choices whose true peaks fit. Where there is room for it, then all
+   that is within the bounds: the fastest whose true peak fits is the answer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from layerwise.search.multipliers import Multipliers, best_multipliers, least_ro
 from layerwise.search.prune import SLACK, Keep
 
 GAP = 0.005  # nearer to its bound, no more is looked for
-NUMBERS = 2e7  # that an enumeration may form: less than a second
-FULLER = 4  # rounds of an enumeration with the rows that the last one's choices were beyond
+NUMBERS = 1e8  # that an enumeration may form: one or two seconds
+WINDOWS = 4  # enumerations of what is within GAP of the bound: each raises it, or finds what fits
 CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second
 LOOKS = 4  # of what the multipliers have met, those whose true peaks are asked for
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
@@ -97,6 +98,15 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounded:
+    """What an enumeration says."""
+
+    lower_s: float  # nothing within the limit takes less
+    missed: float  # bytes by which rows are below true peaks
+    complete: bool  # whether there was room for everything
+
+
+@dataclass(frozen=True, slots=True)
 class _Rest:
     """The variants that bounds leave, to be enumerated. The first cost decides what goes where there is no room."""
 
@@ -104,7 +114,6 @@ class _Rest:
     keep: Mapping[str, Mask]
     order: Order
     completions: list[Completion]  # of the costs
-    over: set[int] = field(default_factory=set)  # rows that are no costs, but beyond the limit of what was found
 
     @staticmethod
     def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> _Rest | None:
@@ -132,15 +141,36 @@ class _Rest:
         width = max(1, int(NUMBERS / (variants * len(criteria))))
         return within(criteria, self.order, self.problem.base, width, dominance)
 
-    def fastest(self, seen: Known, limit: float, charged: float, *, dominance: bool) -> float:
-        """Looks for the fastest choice within `limit`: a lower bound of all that are.
+    def undominated(self, seen: Known, limit: float, charged: float, cost: float) -> Bounded:
+        """Looks for choices of at most `cost` that no others beat in time and in what their bytes cost together.
+
+        The costs are those of `Multipliers.surrogate`. True peaks are asked for where rows are so far within the limit
+        as they were seen to be below peaks.
+        """
+        found = self.enumerate([cost + charged, cost, charged], (1, 2))
+        lower, checks, missed = min(found.dropped - charged, cost), self.checks, 0.0
+        for i in np.argsort(found.costs[:, 1], kind="stable"):
+            time = float(found.costs[i, 1])
+            if time >= seen.cost or checks == 0:
+                break
+            choice = found.choice(int(i))
+            taken = float(self.problem.rows(choice).max())
+            if taken <= limit * SLACK:  # what it beats may fit, even if it does not
+                lower = min(lower, time)
+            if taken + missed <= seen.limit * SLACK:
+                checks -= 1
+                below = seen.see(outside(choice, self.keep)) - taken
+                missed = below if missed == 0.0 else min(missed, below)
+
+        return Bounded(lower, missed, bool(np.isinf(found.dropped)))
+
+    def fastest(self, seen: Known, charged: float) -> float:
+        """Looks for the fastest choice that fits: a lower bound of all that do.
 
         The costs are the Lagrangian, of which the limit's share is `charged`, the time, and the priced rows.
-        dominance: without partial choices that others beat in time and rows, though of these they alone may truly fit.
         """
         rows = len(self.completions) - 2
-        most = [seen.cost + charged, seen.cost / SLACK, *(limit for _ in range(rows))]
-        found = self.enumerate(most, range(1, rows + 2) if dominance else ())
+        found = self.enumerate([seen.cost + charged, seen.cost / SLACK, *(seen.limit for _ in range(rows))])
         lower, checks = found.dropped - charged, self.checks
         for i in np.argsort(found.costs[:, 1], kind="stable"):
             cost = float(found.costs[i, 1])
@@ -150,12 +180,8 @@ class _Rest:
                 return min(lower, cost)
             checks -= 1
             choice = found.choice(int(i))
-            taken = self.problem.rows(choice)
-            fits = taken.max() <= limit * SLACK and seen.see(outside(choice, self.keep)) <= limit
-            if taken.max() > limit * SLACK and len(self.over) < FULLER:
-                self.over.add(int(taken.argmax()))
-            if not fits and dominance:  # what it beats may fit
-                lower = min(lower, cost)
+            if self.problem.rows(choice).max() <= seen.limit * SLACK:
+                seen.see(outside(choice, self.keep))
         return min(lower, seen.cost)
 
     def smallest(self, seen: Known) -> float:
@@ -194,28 +220,43 @@ def fastest_within(
         if least.bound > limit * SLACK:
             return Limited(limit, None, np.inf, np.inf, prices.price)
         prices = replace(prices, met=least.met, solved=least.solved)
-    target = tighten(seen, prices, minimise)
+    tighten(seen, prices, minimise)
     lower = prices.bound
-    charged = sum(prices.price.values()) * limit
-    rest, more = None, set[int]()
-    for _ in range(FULLER):
+    if prove and seen.cost > lower * SLACK:
+        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
+    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+
+
+def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float) -> float:
+    """Looks for the fastest choice among all that bounds leave: a lower bound of all that fit."""
+    found = _by_windows(seen, prices, seen.limit, memory_bytes)
+    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0:
+        target = seen.limit - found.missed
+        _by_windows(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes)
+    lower = found.lower_s
+    if found.complete and seen.cost > lower * SLACK:
+        rest = _Rest.of(seen.problem, *prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
+        lower = lower if rest is None else max(lower, rest.fastest(seen, sum(prices.price.values()) * seen.limit))
+    return lower
+
+
+def _by_windows(seen: Known, prices: Multipliers, limit: float, memory_bytes: float) -> Bounded:
+    """Enumerates what is little above the bound, then what is above that: little enough for there to be room."""
+    lower, missed, charged = prices.bound, 0.0, sum(prices.price.values()) * limit
+    for _ in range(WINDOWS if prices.price else 0):
         if seen.cost <= lower * SLACK:
             break
-        costs, most = prices.criteria(problem, limit, seen.cost)
-        others = [problem.row(row) for row in sorted(more)]
-        rest = _Rest.of(problem, [*costs, *others], [*most, *(limit for _ in others)], memory_bytes)
+        cost = min(seen.cost, lower * (1 + GAP))
+        rest = _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, cost), memory_bytes)
         if rest is None:
+            return Bounded(lower, missed, False)
+        found = rest.undominated(seen, limit, charged, cost)
+        lower, missed = max(lower, found.lower_s), found.missed or missed
+        if not found.complete:
+            return Bounded(lower, missed, False)
+        if found.lower_s < cost:  # there is something within the rows
             break
-        lower = max(lower, rest.fastest(seen, limit, charged, dominance=True))
-        if seen.cost <= lower * (1 + GAP) or not rest.over - more:
-            break
-        more |= rest.over
-    if rest is not None and seen.cost > lower * SLACK:
-        if seen.cost > lower * (1 + GAP) and target < limit:
-            rest.fastest(seen, target, charged, dominance=True)
-        if prove and seen.cost > lower * SLACK:
-            lower = max(lower, rest.fastest(seen, limit, charged, dominance=False))
-    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+    return Bounded(lower, missed, True)
 
 
 def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) -> Keep:
@@ -228,8 +269,8 @@ def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) ->
     return keep
 
 
-def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> float:
-    """Looks for what truly fits, with limits that are lower by what rows miss: the last of them."""
+def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> None:
+    """Looks for what truly fits, with limits that are lower by what rows miss."""
     target = seen.limit
     for _ in range(TIGHTER):
         missed = _look(seen, prices, target)
@@ -237,7 +278,6 @@ def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> float:
             break
         target -= missed
         prices = best_multipliers(seen.problem, target, minimise, prices)
-    return target
 
 
 def _look(seen: Known, prices: Multipliers, target: float) -> float:

@@ -61,6 +61,13 @@ class Multipliers:
         most = [cost + sum(self.price.values()) * limit, cost, *(limit for _ in rows)]
         return [paid, problem.time, *rows], most
 
+    def surrogate(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
+        """The same, with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968)."""
+        charge = weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
+        charged = sum(self.price.values()) * limit
+        paid = weighted_sum([1.0, 1.0], [problem.time, charge])
+        return [paid, problem.time, charge], [cost + charged, cost, charged]
+
     def mixed(self) -> list[Costs]:
         """Of shares of rows: the rows' mean, and each of them."""
         rows = [self.solved[row] for row in self.price]
