@@ -28,7 +28,7 @@ from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
-from layerwise.run.guards.changes import Places, check_frozen, check_values, versions
+from layerwise.run.guards.changes import Places, Version, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.options import RuntimeOptions, check_types
@@ -180,7 +180,8 @@ class LayeredModule(WithTree):
             names = sorted(differentiated)
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
-        came = partial(self._came, shaped.graph)
+        held_then = versions(self._reducer.parameters) if self.comm.size > 1 and token.requires_grad else {}
+        came = partial(self._came, shaped.graph, held_then)
         try:
             outputs = executor.forward(run, fed)
             known.finish()
@@ -198,8 +199,9 @@ class LayeredModule(WithTree):
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
-    def _came(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
-        """A backward pass comes to the outputs of a call."""
+    def _came(self, graph: LayerGraph, held_then: Mapping[str, Version], has_gradient: Sequence[bool]) -> None:
+        """A backward pass comes to the outputs of a call. held_then: its parameters' versions."""
+        check_unwritten(self._reducer.parameters, held_then)
         self.begin()
         self._unused.came(graph, has_gradient)
 

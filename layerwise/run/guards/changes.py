@@ -70,6 +70,21 @@ def version(p: nn.Parameter) -> Version:
     return p._version, local_part(p)._version
 
 
+def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str, Version]) -> None:
+    """LayerwiseError where a parameter was written to since the forward pass that a backward pass belongs to.
+
+    PyTorch sees that itself in tensors that kernels have saved, but not in a DTensor's part, nor in what is recomputed.
+    """
+    changed = next(
+        (name for name, one in before.items() if name in parameters and version(parameters[name]) != one), None
+    )
+    if changed is not None:
+        raise LayerwiseError(
+            f"parameter {changed!r} was written to between its forward pass and its backward pass, which needs the "
+            "values of before: step the optimizer after the backward pass"
+        )
+
+
 def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
     """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
     others = (name for name, before in initial.items() if version(parameters[name]) != before)

@@ -71,4 +71,4 @@ def limit_of(plan: Plan) -> Iterator[str]:
     yield f"The plan was found under a limit of {units(limit, 'B')} a device: one of {need} would {gain}."
     for price in prices:
         if price["s_per_byte"] > 0:
-            yield price_line(price["s_per_byte"], price["device"], price["instant"])
+            yield price_line(price["s_per_byte"], price["device"], price["instant"], limit)

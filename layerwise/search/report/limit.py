@@ -22,7 +22,7 @@ def limit_lines(result: SearchResult) -> Iterator[str]:
     yield f"The {have} of a device bind: a plan of {need} ({free.name}) would {gain}."
     for price in within.prices:
         if price.s_per_byte > 0:
-            yield price_line(price.s_per_byte, price.device, price.instant)
+            yield price_line(price.s_per_byte, price.device, price.instant, within.limit_bytes)
     yield from choices(best.strategy.values())
 
 
@@ -31,10 +31,10 @@ def faster(share: float) -> str:
     return f"be {share:.1%} faster" if share > 0.0005 else "not be faster"
 
 
-def price_line(s_per_byte: float, device: int, instant: str) -> str:
-    """What a multiplier says."""
-    saved = units(s_per_byte * 1e9, "s")
-    return f"A GB more would save about {saved} of the step time (device {device} is fullest: {instant})."
+def price_line(s_per_byte: float, device: int, instant: str, limit_bytes: float) -> str:
+    """What a multiplier says, of a hundredth of the limit."""
+    saved, little = units(s_per_byte * limit_bytes / 100, "s"), units(limit_bytes / 100, "B")
+    return f"{little} more would save about {saved} of the step time (device {device} is fullest: {instant})."
 
 
 def reserve_lines(model: CostModel, result: SearchResult) -> Iterator[str]:
