@@ -141,7 +141,7 @@ class _Rest:
         width = max(1, int(NUMBERS / (variants * len(criteria))))
         return within(criteria, self.order, self.problem.base, width, dominance)
 
-    def undominated(self, seen: Known, limit: float, charged: float, cost: float) -> Bounded:
+    def undominated(self, seen: Known, charged: float, cost: float) -> Bounded:
         """Looks for choices of at most `cost` that no others beat in time and in what their bytes cost together.
 
         The costs are those of `Multipliers.surrogate`. True peaks are asked for where rows are so far within the limit
@@ -151,12 +151,11 @@ class _Rest:
         lower, checks, missed = min(found.dropped - charged, cost), self.checks, 0.0
         for i in np.argsort(found.costs[:, 1], kind="stable"):
             time = float(found.costs[i, 1])
+            lower = min(lower, time)  # what it beats may fit, even if it does not
             if time >= seen.cost or checks == 0:
                 break
             choice = found.choice(int(i))
             taken = float(self.problem.rows(choice).max())
-            if taken <= limit * SLACK:  # what it beats may fit, even if it does not
-                lower = min(lower, time)
             if taken + missed <= seen.limit * SLACK:
                 checks -= 1
                 below = seen.see(outside(choice, self.keep)) - taken
@@ -243,6 +242,7 @@ def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_byt
 def _by_windows(seen: Known, prices: Multipliers, limit: float, memory_bytes: float) -> Bounded:
     """Enumerates what is little above the bound, then what is above that: little enough for there to be room."""
     lower, missed, charged = prices.bound, 0.0, sum(prices.price.values()) * limit
+    complete = True
     for _ in range(WINDOWS if prices.price else 0):
         if seen.cost <= lower * SLACK:
             break
@@ -250,13 +250,17 @@ def _by_windows(seen: Known, prices: Multipliers, limit: float, memory_bytes: fl
         rest = _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, cost), memory_bytes)
         if rest is None:
             return Bounded(lower, missed, False)
-        found = rest.undominated(seen, limit, charged, cost)
+        found = rest.undominated(seen, charged, cost)
         lower, missed = max(lower, found.lower_s), found.missed or missed
-        if not found.complete:
-            return Bounded(lower, missed, False)
-        if found.lower_s < cost:  # there is something within the rows
+        complete = found.complete
+        if not complete or found.lower_s < cost:  # there is something within the rows
             break
-    return Bounded(lower, missed, True)
+    if seen.best is None and (
+        rest := _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, np.inf), memory_bytes)
+    ):
+        found = rest.undominated(seen, charged, np.inf)
+        lower, missed = max(lower, found.lower_s), found.missed or missed
+    return Bounded(lower, missed, complete)
 
 
 def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) -> Keep:
