@@ -242,18 +242,18 @@ def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_byt
 def _by_windows(seen: Known, prices: Multipliers, limit: float, memory_bytes: float) -> Bounded:
     """Enumerates what is little above the bound, then what is above that: little enough for there to be room."""
     lower, missed, charged = prices.bound, 0.0, sum(prices.price.values()) * limit
-    complete = True
+    complete, cost = True, lower
     for _ in range(WINDOWS if prices.price else 0):
         if seen.cost <= lower * SLACK:
             break
-        cost = min(seen.cost, lower * (1 + GAP))
+        cost = min(seen.cost, cost * (1 + GAP))
         rest = _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, cost), memory_bytes)
         if rest is None:
             return Bounded(lower, missed, False)
         found = rest.undominated(seen, charged, cost)
         lower, missed = max(lower, found.lower_s), found.missed or missed
         complete = found.complete
-        if not complete or found.lower_s < cost:  # there is something within the rows
+        if not complete or seen.cost <= cost:
             break
     if seen.best is None and (
         rest := _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, np.inf), memory_bytes)
