@@ -90,13 +90,18 @@ class WithTree(Refusing, ParallelModule):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This one and the model's, by their names."""
+        """This one and the model's, by their names.
+
+        Under another name also the model's root: there a module around this one looks for the root's own parameters.
+        """
         memo = set() if memo is None else memo
         if self in memo:
             return
         if remove_duplicate:
             memo.update((self, self._tree))
         yield prefix, self
+        if prefix:
+            yield prefix, self._tree
         for name, child in self._tree._modules.items():
             if child is not None:
                 yield from child.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)

@@ -52,6 +52,19 @@ class Parts(nn.Module):
         return self.head(self.tied(self.norm(self.again(x))))
 
 
+class Rooted(nn.Module):
+    """A parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 6)
+        self.register_buffer("scale", torch.ones(6))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.place) * self.scale
+
+
 @cache
 def parts() -> tuple[nn.Module, Network]:
     module = Parts()
@@ -66,6 +79,18 @@ def seen(model: nn.Module) -> list[object]:
     children = [(name, type(m)) for name, m in model.named_children()]
     held = [name for name, _ in model.named_parameters() if name != "unused"]
     return [named[1:], children, held, [type(m) for m in model.modules()][1:], repr(model.blocks), model.act]
+
+
+def test_a_module_around_it_has_all_parameters_and_buffers() -> None:
+    """Also those of the model's root."""
+    network = traced(module := Rooted())
+
+    def look(made: Any) -> tuple[list[str], list[str]]:
+        around = nn.ModuleList([made])
+        return [name for name, _ in around.named_parameters()], [name for name, _ in around.named_buffers()]
+
+    for found in on_ranks(network, look, 2, plan_of(network, 2, SPLIT)):
+        assert found == look(module)
 
 
 def test_modules_are_of_the_models_names_and_classes() -> None:
