@@ -41,6 +41,9 @@ class End:
         return self.stderr.rstrip().rpartition("\n")[2]
 
 
+LOST = 255  # what multiprocessing says where its server did not tell a process's exit code in time
+
+
 class Run:
     """Ranks of a world of `size` that all do `scenario`; each of `arriving` is started."""
 
@@ -92,12 +95,15 @@ class Run:
                 over = time.monotonic() > until or left <= set(stopped)
                 if rank not in found and (process.exitcode is not None or over):
                     code = process.exitcode
+                    if code == LOST and _code_of(self.outputs[rank]).exists():
+                        code = int(_code_of(self.outputs[rank]).read_text())
                     process.kill()
                     found[rank] = End(code, self.outputs[rank].read_text(), time.monotonic() - self.began)
             time.sleep(0.02)
         for rank, process in self.processes.items():
             process.join()
             self.outputs[rank].unlink()
+            _code_of(self.outputs[rank]).unlink(missing_ok=True)
         return found
 
 
@@ -115,7 +121,13 @@ def _rank(scenario: Scenario, variables: dict[str, str], timeout_s: float, stder
     except BaseException:
         traceback.print_exc()
         code = 1
+    _code_of(Path(stderr)).write_text(str(code))
     leave(code)
+
+
+def _code_of(stderr: Path) -> Path:
+    """Where a rank writes its exit code."""
+    return stderr.with_suffix(".code")
 
 
 def ring(comm: Comm, steps: int = 10**6, at: Callable[[int], None] = lambda step: None) -> None:
