@@ -23,7 +23,7 @@ from layerwise.search.variants import OFFERS, Configs, Forms, Memory, Strategy, 
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class MemoryPrice:
     """What memory costs: the seconds of a step that a byte less takes, at one instant on one device."""
 
     instant: str
@@ -39,7 +39,7 @@ class Within:
     strategies: tuple[Strategy, ...]  # the best that were found, for each weight of t_S: that of equation 1 first
     cost_s: float  # of the first: inf where none was found
     lower_bound_s: float  # of equation 1, of all strategies that fit: inf where it is proven that none does
-    prices: tuple[Price, ...]
+    prices: tuple[MemoryPrice, ...]
     configurations: int  # that were left after bounds
 
     @property
@@ -127,7 +127,7 @@ class LimitedSearch:
             tuple(strategies),
             cost,
             min(cost, results[0].lower_bound_s),
-            tuple(Price(*memory.where(row), s) for row, s in results[0].price.items()),
+            tuple(MemoryPrice(*memory.where(row), s) for row, s in results[0].price.items()),
             sum(map(len, space.configs.values())),
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -72,3 +74,8 @@ class Bucket:
         assert self.rows is not None
         assert self.mine is not None
         return self.rows.part(self.mine, name, self.group.index(rank))
+
+
+def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    """Those that are to leave now: full ones, behind nothing that is not."""
+    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)

@@ -92,7 +92,7 @@ class Executor:
                 run.token = held_only(run.token, copies)
             if segment is None:
                 if role is not Role.COMPUTE:
-                    values[name] = self._source(run, scheduled, fed)
+                    values[name] = run.source(scheduled, fed)
                 else:
                     values[name] = self._layer(run, scheduled, received, values)
                 types[name] = getattr(values[name], "dtype", scheduled.dtype or torch.int64)
@@ -108,13 +108,6 @@ class Executor:
             received = []
             self._done(run, values, types, i, blocks)
         return outputs
-
-    def _source(self, run: Pass, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
-        """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""
-        name = scheduled.layer.name
-        if scheduled.layer.role is Role.TIED:
-            return None if scheduled.copies else run.parameters[name]
-        return fed.get(name)
 
     def _segment(
         self,
@@ -132,7 +125,7 @@ class Executor:
             elif source in values:
                 inputs.append(values[source])
             else:  # it comes between the segment's layers
-                inputs.append(self._source(run, self._by_name[source], fed))
+                inputs.append(run.source(self._by_name[source], fed))
         given, begun = [run.parameters[name] for name in segment.parameters], list[int]()
         traced = self.spans.trace is not None and run.differentiate and segment.backward
         if traced:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
-from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import unguarded
-from layerwise.run.guards.changes import Version, version
+from layerwise.run.guards.changes import Version, check_unwritten, version
 from layerwise.run.parts import local_part
 
 
@@ -60,9 +59,9 @@ class Gather:
                     part.copy_(there)
             self._known = now
 
-    def changed(self) -> str | None:
-        """A parameter of which this rank's part was written to since the leaves were filled."""
-        return next((name for name, p in self._parameters.items() if version(p) != self._known.get(name)), None)
+    def check(self) -> None:
+        """LayerwiseError where this rank's part of a parameter was written to since the leaves were filled."""
+        check_unwritten(self._parameters, self._known)
 
 
 class LayerGathers:
@@ -98,12 +97,7 @@ class LayerGathers:
         LayerwiseError where parameters are others than in the forward pass.
         """
         for gather in self._gathers:
-            changed = gather.changed()
-            if changed is not None:
-                raise LayerwiseError(
-                    f"parameter {changed!r} was written to between its forward pass and its backward pass, which needs "
-                    "the values of before: step the optimizer after the backward pass"
-                )
+            gather.check()
         if differentiated:
             self._kept = torch.is_grad_enabled()  # it is differentiated once more
         self.finish()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from layerwise.ops.base import Role
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
 from layerwise.run.execute.weights import LateWeights
 
 if TYPE_CHECKING:
     from layerwise.run.execute.recompute import Block
+    from layerwise.run.schedule.layers import ScheduledLayer
 
 
 @dataclass(slots=True)
@@ -34,6 +36,13 @@ class Pass:
     def differentiate(self) -> bool:
         """Whether a backward pass may follow."""
         return self.token.requires_grad
+
+    def source(self, scheduled: ScheduledLayer, fed: Mapping[str, Tensor]) -> Tensor | None:
+        """This rank's part of what is not computed: a parameter that is used twice, an input, a constant."""
+        name = scheduled.layer.name
+        if scheduled.layer.role is Role.TIED:
+            return None if scheduled.copies else self.parameters[name]
+        return fed.get(name)
 
     def wait_for_one(self, inputs: list[Tensor | None], given: list[Tensor | None]) -> None:
         """The token waits, in the backward pass, for what a layer computes last."""

@@ -7,10 +7,9 @@ makes them; a full bucket is all-reduced while the pass goes on. What is summed 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
 from types import MappingProxyType
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket
+from layerwise.run.execute.buckets import Bucket, full
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
@@ -177,12 +176,12 @@ class Gradients:
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
         going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.rows is not None]
-        for bucket in _full(bucket for bucket in going if not bucket.gathered):
+        for bucket in full(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
         # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
         # to the next layer's, and can wait for the one before: no more than two are there at a time.
         of_layers = [bucket for bucket in going if bucket.gathered]
-        for bucket in _full(of_layers):
+        for bucket in full(of_layers):
             for earlier in of_layers:
                 earlier.end()
             self._send(bucket)
@@ -331,11 +330,6 @@ class Gradients:
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         bucket.tensors = _tensors_in(bucket.flat)
-
-
-def _full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Those that are to leave now: full ones, behind nothing that is not."""
-    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)
 
 
 def _tensors_in(flat: Tensor) -> int:
