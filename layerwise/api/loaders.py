@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from layerwise.api.split import Share
 from layerwise.errors import LayerwiseError
 from layerwise.ops.ends import Input
-from layerwise.ops.loss import Loss
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.schedule.place import samples
 from layerwise.train.loop import least
@@ -100,7 +99,7 @@ class Feeding:
         layers, batch = module.graph.layers, module.graph.batch
         self._by_sample = [layer.out.index("n") == 0 for layer in layers if type(layer.op) is Input]
         sink = layers[-1]
-        losses = any(isinstance(module.graph[name].main, Loss) for name in sink.inputs)
+        losses = any(module.graph[name].main.loss for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)

@@ -10,6 +10,7 @@ from layerwise.tensor import LABELS
 Labels = Sequence[str | None]
 
 IMAGES: dict[int, tuple[str | None, ...]] = {1: ("n",), 4: ("n", "c", "h", "w"), 5: ("n", "c", "d", "h", "w")}
+CLASSES: dict[int, tuple[str | None, ...]] = {3: ("n", "h", "w"), 4: ("n", "d", "h", "w")}  # of pixels, of voxels
 
 
 def asked_labels(name: str, rank: int, asked: Labels) -> tuple[str | None, ...]:
@@ -26,6 +27,8 @@ def usual_labels(rank: int, dtype: str, *, signal: bool) -> tuple[str | None, ..
     """By rank and element type; signal: the first operator that uses the input slides along its last dimension."""
     if rank == 2:
         return ("n", "c") if "float" in dtype else ("n", "s")
+    if rank in CLASSES and dtype in ("int32", "int64"):
+        return CLASSES[rank]
     if rank == 3:
         return ("n", "c", "l") if signal else ("n", "s", "c")
     return IMAGES.get(rank, ("n",) + (None,) * (rank - 1) if rank else ())

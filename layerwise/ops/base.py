@@ -203,6 +203,11 @@ class Op(ABC):
         return False
 
     @property
+    def loss(self) -> Literal["mean", "sum"] | None:
+        """Where its result is a loss, a number a sample: what PyTorch's is of them, over the batch."""
+        return None
+
+    @property
     def elementwise(self) -> bool:
         """Whether it makes every element of its one input into another, in a tensor of any shape."""
         return False

@@ -11,7 +11,6 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.torch.structure import Structure
-from layerwise.ops.loss import Loss
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.layers import Schedule
 
@@ -20,9 +19,9 @@ def returned(schedule: Schedule, outputs: Sequence[Tensor], structure: Structure
     """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples."""
     made = list(outputs)
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
-        op = schedule.graph[name].main
-        if isinstance(op, Loss) and op.reduction != "none":
-            made[i] = made[i].sum() if op.reduction == "sum" else made[i].mean()
+        loss = schedule.graph[name].main.loss
+        if loss is not None:
+            made[i] = made[i].sum() if loss == "sum" else made[i].mean()
     if structure is not None:
         return structure.of(made)
     return made[0] if len(made) == 1 else tuple(made)

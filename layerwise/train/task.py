@@ -102,9 +102,8 @@ def task(graph: LayerGraph) -> Task:
             )
     ends = [graph[name] for name in graph.layers[-1].inputs]
     for answer, end in enumerate(ends):
-        loss = end.main
-        if isinstance(loss, Loss):
-            return _with_own_loss(graph, feeds, end, loss, answer)
+        if end.main.loss is not None:
+            return _with_own_loss(graph, feeds, end if isinstance(end.main, Loss) else graph[end.inputs[0]], answer)
     first = ends[0].out
     for end in ends:
         spec = end.out
@@ -116,7 +115,9 @@ def task(graph: LayerGraph) -> Task:
     return Task(graph.batch, tuple(feeds), tuple(end.out for end in ends))
 
 
-def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, loss: Loss, answer: int) -> Task:
+def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answer: int) -> Task:
+    loss = end.main
+    assert isinstance(loss, Loss)
     source = end.inputs[1]
     while not graph[source].end and len(graph[source].inputs) == 1:
         source = graph[source].inputs[0]  # a view of the target

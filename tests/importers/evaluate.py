@@ -216,15 +216,21 @@ def _named(fn: str):  # type: ignore[no-untyped-def]
     return getattr(torch, fn)
 
 
-def _loss(op: Loss, x: Tensor, target: Tensor) -> Tensor:
+def _loss(op: Loss, x: Tensor, target: Tensor, *weights: Tensor) -> Tensor:
     names = {
         "cross_entropy": "cross_entropy", "nll": "nll_loss", "mse": "mse_loss", "l1": "l1_loss", "kl": "kl_div",
         "smooth_l1": "smooth_l1_loss", "bce": "binary_cross_entropy", "bce_logits": "binary_cross_entropy_with_logits",
     }  # fmt: skip
-    each = getattr(F, names[op.fn])(x, target, reduction="none", **dict(op.arguments))
+    each = getattr(F, names[op.fn])(
+        x, target, reduction="none", **dict(op.arguments), **dict(zip(op.weighted, weights, strict=True))
+    )
     if op.reduction == "none":
         return each
     rest = each.flatten(1) if each.dim() > 1 else each[:, None]
+    if op.reduction == "mean" and op.classes and weights:
+        counted = target != int(dict(op.arguments).get("ignore_index", -100))
+        total = (weights[0][target.where(counted, 0)] * counted).sum()
+        return rest.sum(1) * len(rest) / total
     return rest.mean(1) if op.reduction == "mean" else rest.sum(1)
 
 

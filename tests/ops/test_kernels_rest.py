@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from layerwise.errors import LayerwiseError
 from layerwise.ops.base import space
-from layerwise.ops.loss import Loss
-from layerwise.ops.reduce import Reduce
+from layerwise.ops.loss import Loss, LossSum
+from layerwise.ops.reduce import PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import images, values
 from tests.ops.kernels import check_kernel, degrees
@@ -29,6 +32,32 @@ def test_reduce(data: st.DataObject) -> None:
     dims = [d - rank if data.draw(st.booleans()) else d for d in dims]
     op = Reduce(data.draw(st.sampled_from([*REDUCTIONS, "prod"])), tuple(dims), data.draw(st.booleans()))  # type: ignore[arg-type]
     check_kernel(op, [x], data.draw(degrees(space(op, (x,)))), lambda t: reduced(op, t))
+
+
+@given(st.data())
+def test_partial_reduce(data: st.DataObject) -> None:
+    """What is divided can be split between parts, and the parts' numbers give the whole's."""
+    x = data.draw(images(ranks=(0, 3), low=1, high=3))
+    x = replace(x, shape=(*x.shape[:1], *(2 * extent for extent in x.shape[1:])))
+    dims = tuple(data.draw(st.lists(st.integers(1, len(x.shape) - 1), min_size=1, unique=True)))
+    parts = tuple(data.draw(st.sampled_from([1, x.shape[d] // 2, x.shape[d]])) for d in dims)
+    op = PartialReduce(data.draw(st.sampled_from(["mean", "sum", "prod", "norm2"])), dims, parts)  # type: ignore[arg-type]
+
+    def reference(t: Tensor) -> Tensor:
+        for d, count in zip(dims, parts, strict=True):
+            pieces = t.chunk(count, d)
+            t = torch.cat([reduced(Reduce(op.mode, (d,), keepdim=True), p) for p in pieces], d)
+        return t
+
+    check_kernel(op, [x], data.draw(degrees(space(op, (x,)))), reference)
+    (t,) = values([x])
+    rest = Reduce(op.mode, dims)
+    torch.testing.assert_close(reduced(rest, reference(t)), reduced(rest, t))
+
+
+def test_parts_must_divide() -> None:
+    with pytest.raises(LayerwiseError, match=r"dimension 1 of \(n=2, l=9\) cannot be divided into 4 equal parts"):
+        PartialReduce("sum", (1,), (4,)).output(TensorSpec((2, 9), ("n", "l")))
 
 
 def test_the_norm_of_nothing_has_no_slope() -> None:
@@ -85,6 +114,51 @@ def test_loss(data: st.DataObject) -> None:
         return losses if reduction == "none" else rows.mean(1) if reduction == "mean" else rows.sum(1)
 
     check_kernel(op, [x, target], data.draw(degrees(space(op, (x, target)))), reference, inputs=[a, b])
+
+
+WEIGHED = {
+    "classes": ("cross_entropy", (), ("weight",), [(3,)]),
+    "classes smoothed": ("cross_entropy", (("label_smoothing", 0.1),), ("weight",), [(3,)]),
+    "classes, some ignored": ("cross_entropy", (("ignore_index", 1),), ("weight",), [(3,)]),
+    "nll": ("nll", (), ("weight",), [(3,)]),
+    "elements": ("bce_logits", (), ("weight", "pos_weight"), [(4, 1, 4, 6), (3, 1, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize("parts", [(), (2, 3)])
+def test_weights_and_parts(name: str, parts: tuple[int, ...]) -> None:
+    """The mean over all samples is PyTorch's, whatever is split."""
+    fn, arguments, weighted, shapes = WEIGHED[name]
+    x = TensorSpec((4, 3, 4, 6), ("n", "c", "h", "w"))
+    classes = fn != "bce_logits"
+    target = TensorSpec((4, 4, 6), ("n", "h", "w"), "int64") if classes else x
+    parts = parts if classes else parts and (1, *parts)
+    weights = [TensorSpec(shape, (None,) * len(shape)) for shape in shapes]
+    op = Loss(fn, "mean", arguments, weighted, parts)  # type: ignore[arg-type]
+    inputs = [x, target, *weights]
+    a, b, *w = (t.abs() if i > 1 else t for i, t in enumerate(values(inputs)))
+    w = [t.detach() for t in w]
+    real = LOSSES[fn] if classes else F.binary_cross_entropy_with_logits
+    kinds = {k: TYPES.get(k, float)(v) for k, v in arguments}
+
+    def reference(p: Tensor, t: Tensor, *given: Tensor) -> Tensor:
+        named = {k: t.detach() for k, t in zip(weighted, given, strict=True)}
+        each = real(p, t, reduction="none", **kinds, **named)
+        whole_of = real(p, t, **kinds, **named)
+        total = each * (whole_of.detach() / each.sum().detach()) * len(p)  # those of positions, which mean to the loss
+        return total.flatten(1).sum(1) if not parts else _by_part(total, parts)
+
+    check_kernel(op, inputs, (2, *(1,) * (len(parts) - 1), *(3,)[: len(parts)]), reference, inputs=[a, b, *w])
+    made = op.run(whole(op, inputs), [a, b, *w], {})
+    taken = LossSum("mean").run(whole(LossSum(), [op.output(*inputs)]), [made], {}) if parts else made
+    torch.testing.assert_close(taken.mean(), real(a, b, **kinds, **dict(zip(weighted, w, strict=True))))
+
+
+def _by_part(t: Tensor, parts: tuple[int, ...]) -> Tensor:
+    for d, count in enumerate(parts, start=1):
+        t = torch.stack([p.sum(d) for p in t.chunk(count, d)], d)
+    return t
 
 
 def test_tokens_merged_with_samples() -> None:

@@ -10,7 +10,6 @@ from layerwise.cost.memory.allocations import AllocationTracker, Ref
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
-from layerwise.ops.loss import Loss
 
 TARGET_BYTES = 8  # a class is an int64
 
@@ -29,7 +28,7 @@ def leave(
     _drop(tracker, received)
     scored: list[Floats] = []
     for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
-        ends = not spec.differentiable or len(spec.shape) < 2 or isinstance(model.graph[name].main, Loss)
+        ends = not spec.differentiable or len(spec.shape) < 2 or model.graph[name].main.loss is not None
         scored.append(0 * size if ends else size)
         if not ends:
             elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes

@@ -25,7 +25,7 @@ from layerwise.importers.onnx.place import Held, OnnxPlacer, Sharing, sharing_of
 from layerwise.importers.onnx.rows import merged_rows, split_again, takes_rows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows
-from layerwise.ops.loss import Loss
+from layerwise.ops.loss import Loss, LossSum
 from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
 
@@ -191,7 +191,7 @@ class _Importer:
             if result is None:
                 raise LayerwiseError(f"layer {name!r}: output {i} of {node.op_type} is used, but not supported")
             self.values[output] = value = self.placed(node, name, result, by_row)
-            loss = isinstance(result, Built) and isinstance(result.op, Loss)
+            loss = isinstance(result, Built) and result.op.kind in (Loss.kind, LossSum.kind)
             if loss or self.losses.intersection(node.input):
                 self.losses.add(output)
             else:

@@ -97,7 +97,7 @@ def _labels(graph: GraphProto, info: ValueInfoProto, rank: int, asked: Labels | 
         return asked_labels(info.name, rank, asked)
     use = _first_use(graph, info.name)
     signal = use is not None and use.op_type in SIGNALS
-    labels = usual_labels(rank, element_type(info.type.tensor_type.elem_type) if rank == 2 else "", signal=signal)
+    labels = usual_labels(rank, element_type(info.type.tensor_type.elem_type), signal=signal)
     if rank >= 4 and use is not None and use.op_type == "Transpose":
         order = next((tuple(a.ints) for a in use.attribute if a.name == "perm"), ())
         if order == (0, rank - 1, *range(1, rank - 1)):  # channels last, as TensorFlow has them

@@ -27,7 +27,6 @@ from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
 from layerwise.importers.torch.types import typed
 from layerwise.importers.torch.writes import check_written, separate_writes
-from layerwise.ops.loss import Loss
 from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
 
@@ -155,9 +154,9 @@ class _Importer:
                 where = f"layer {self.names[node.name]!r} ({node.target})"
                 raise LayerwiseError(f"{where} gives {value.shape} in PyTorch, but {operand.shape} here")
             self.values[value.name] = Rows(operand, value.shape) if by_row else operand
-            own = made.op.reduction if isinstance(made, Built) and isinstance(made.op, Loss) else "none"
-            if reduction or (own != "none" and not value.shape):
-                self.losses[value.name] = reduction or own.removeprefix("batch")
+            reduction = reduction or (made.op.loss if isinstance(made, Built) and not value.shape else None)
+            if reduction:
+                self.losses[value.name] = reduction
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""

@@ -44,7 +44,8 @@ def from_torch(
     modules: `features.0`, and `layer1.0.add` for an addition in the forward of `layer1.0`.
 
     `dims` labels the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for what
-    goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers and (n, s) for integers.
+    goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s), (n, h, w), (n, d, h, w)
+    for integers.
     Sizes that are constants of the network are told from the batch by their value: give an example batch of another
     size than the sequence where a model builds masks or positions from it.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from layerwise.comm.base import Comm
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.loss import Loss
 from layerwise.run.execute.spans import Move
 from layerwise.run.schedule.redistribute import Flight
 
@@ -216,8 +215,8 @@ class _Ends(torch.autograd.Function):
 
 def factors(graph: LayerGraph, part: float) -> list[float]:
     """What makes gradients those of the mean over the global batch, where a rank's loss is the mean over its `part`."""
-    ops = [graph[name].main for name in graph.layers[-1].inputs]
-    return [1.0 if isinstance(op, Loss) and op.reduction == "sum" else part for op in ops]
+    losses = [graph[name].main.loss for name in graph.layers[-1].inputs]
+    return [1.0 if loss == "sum" else part for loss in losses]
 
 
 def sum_of_losses(mine: Tensor, comm: Comm) -> Tensor:

@@ -257,7 +257,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "norm": (lambda x: torch.linalg.vector_norm(x, 3), "order 3"),
     "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data"),
     "gather": (lambda x: x[:, x[0, :, 0, 0].long()], "computed from the input"),
-    "class weights": (lambda x: F.cross_entropy(x, x, weight=torch.ones(4, dtype=x.dtype)), "weight is not supported"),
 }
 
 

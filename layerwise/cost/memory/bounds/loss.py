@@ -11,7 +11,6 @@ from layerwise.cost.memory.outputs import TARGET_BYTES
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
-from layerwise.ops.loss import Loss
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import input_maps, place
 
@@ -34,8 +33,7 @@ def scored(model: CostModel, sink: Layer, slot: int, configs: tuple[Config, ...]
     rows = [_moved(model, sink, slot, config, ends[0]) for config in configs]
     size = np.stack([row.need for row in rows]) * spec.item_bytes
     local = np.array([row.local for row in rows])
-    loss = isinstance(model.graph[name].main, Loss)
-    ends_here = not spec.differentiable or len(spec.shape) < 2 or loss
+    ends_here = not spec.differentiable or len(spec.shape) < 2 or model.graph[name].main.loss is not None
     twice = spec.item_bytes == 2
     score = np.zeros_like(size) if ends_here else size * (1 + twice)
     elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes

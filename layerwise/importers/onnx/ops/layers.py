@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import (
     axes,
@@ -26,7 +27,7 @@ from layerwise.ops.linear import MatMul
 from layerwise.ops.loss import Loss
 from layerwise.ops.pointwise import Unary
 from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Reduce
+from layerwise.ops.reduce import Mode
 from layerwise.ops.softmax import Softmax
 
 Ints = tuple[int, ...]
@@ -179,7 +180,7 @@ def flat_softmax(log: bool) -> Build:
     return build
 
 
-def reduction(mode: str, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Build:
+def reduction(mode: Mode, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Build:
     """Over `axes`, an attribute once, an input now; element-wise functions before and after."""
 
     def build(call: Call) -> Result:
@@ -194,7 +195,7 @@ def reduction(mode: str, before: tuple[str, ...] = (), after: tuple[str, ...] = 
         for fn in before:
             result = Built(Unary(fn), (result,))
         if dims:
-            result = Built(Reduce(mode, dims, call.flag("keepdims")), (result,))  # type: ignore[arg-type]
+            result = reductions.reduction(mode, result, x.spec, dims, call.flag("keepdims"))
         for fn in after:
             result = Built(Unary(fn), (result,))
         return result
@@ -213,13 +214,13 @@ def nll_loss(call: Call) -> Result:
 
 
 def _loss(call: Call, fn: str, prediction: Operand, target: Operand) -> Built:
-    if call.get("weights") is not None or call.get("weight") is not None:
-        raise LayerwiseError(f"{call.target}: weights of the classes are not supported")
+    weights = [w for name in ("weights", "weight") if isinstance(w := call.get(name), Operand)]
     ignored = call.get("ignore_index")
     plain = ignored in (None, -100)  # which is also the default of ours
     arguments = () if plain else (("ignore_index", call.integer("ignore_index")),)
     reduction = text(call, "reduction", "mean")
-    return Built(Loss(fn, reduction, arguments), (prediction, target))  # type: ignore[arg-type]
+    op = Loss(fn, reduction, arguments, ("weight",) * len(weights))  # type: ignore[arg-type]
+    return reductions.loss(op, prediction, target, *weights)
 
 
 def attention(call: Call) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
 from layerwise.importers.torch.patterns import BATCH_MEAN
@@ -184,12 +185,11 @@ def loss(
     fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"], **defaults: float
 ) -> Build:
     def build(call: Call) -> Result:
-        for name in ("weight", "pos_weight"):
-            if call.get(name) is not None:
-                raise LayerwiseError(f"{fn} with {name} is not supported; scale the loss outside of the model")
         own = tuple((n, call.number(n)) for n, default in defaults.items() if call.number(n) != default)
-        op = Loss(fn, REDUCTIONS[call.integer("reduction")], own)
-        return _first(call, Built(op, (call.operand("self"), call.operand("target"))))
+        weights = tuple(name for name in ("weight", "pos_weight") if call.get(name) is not None)
+        op = Loss(fn, REDUCTIONS[call.integer("reduction")], own, weights)
+        inputs = (call.operand(name) for name in ("self", "target", *weights))
+        return _first(call, reductions.loss(op, *inputs))
 
     return build
 
@@ -198,7 +198,7 @@ def huber_loss(call: Call) -> Result:
     """delta * smooth_l1(beta=delta)."""
     delta = call.number("delta")
     op = Loss("smooth_l1", REDUCTIONS[call.integer("reduction")], (("beta", delta),) if delta != 1 else ())
-    return scaled(Built(op, (call.operand("self"), call.operand("target"))), delta)
+    return scaled(reductions.loss(op, call.operand("self"), call.operand("target")), delta)
 
 
 MODES: dict[str, Literal["constant", "reflect", "replicate", "circular"]] = {

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
 from layerwise.importers.tensors import wrapped
 from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.ops.along import Cumsum
 from layerwise.ops.pointwise import Binary, Cast, Unary
-from layerwise.ops.reduce import Reduce
+from layerwise.ops.reduce import Mode, Reduce
 
 LARGE = 1e38  # a finite number, of float32 and bfloat16 too
 
 
-def reduction(mode: Literal["mean", "sum", "max", "min", "prod", "norm2"]) -> Build:
+def reduction(mode: Mode) -> Build:
     def build(call: Call) -> Result:
         x = call.operand("self")
         if len(call.tensors) > 1:  # max(x, y)
             return binary({"max": "maximum", "min": "minimum"}[mode], *call.tensors)
         if mode == "norm2" and call.number("ord") != 2:
             raise LayerwiseError(f"a norm of order {call['ord']} is not supported; write it as powers and sums")
-        made = Built(Reduce(mode, reduced(call, x), call.flag("keepdim")), (x,))
+        made = reductions.reduction(mode, x, x.spec, reduced(call, x), call.flag("keepdim"))
         return (made, None) if len(call.outputs) > 1 else made  # max and min have positions, too
 
     return build
@@ -42,8 +42,8 @@ def variance(call: Call) -> Result:
     """var and std, written out."""
     x = call.operand("self")
     dims = reduced(call, x)
-    away = Built(Binary("sub"), (x, Built(Reduce("mean", dims, keepdim=True), (x,))))
-    mean = Built(Reduce("mean", dims, call.flag("keepdim")), (Built(Unary("square"), (away,)),))
+    away = Built(Binary("sub"), (x, reductions.reduction("mean", x, x.spec, dims, keepdim=True)))
+    mean = reductions.reduction("mean", Built(Unary("square"), (away,)), x.spec, dims, call.flag("keepdim"))
     count, less = prod(x.shape[d] for d in dims), call.get("correction", call.get("unbiased", 1))
     assert isinstance(less, (int, float))
     if count <= less:
