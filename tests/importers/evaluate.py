@@ -33,6 +33,7 @@ from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.pool import AdaptivePool, Pool
 from layerwise.ops.reduce import Reduce
 from layerwise.ops.resample import Interpolate, Pad
+from layerwise.ops.scatter import OneHot, Scatter
 from layerwise.ops.softmax import Softmax
 from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
 
@@ -166,6 +167,12 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return x.cumsum(op.dim)
         case Gather():
             return x.gather(op.dim, inputs[1])
+        case OneHot():
+            return F.one_hot(x.squeeze(op.dim), op.count).movedim(-1, op.dim).to(getattr(torch, op.dtype)) * int(op.on)
+        case Scatter(mode="add"):
+            return x.scatter_add(op.dim, *inputs[1:])
+        case Scatter():
+            return x.scatter(op.dim, *inputs[1:], *([] if op.value is None else [op.value]))
         case Loss():
             return _loss(op, *inputs)
     raise AssertionError(f"no way to run {op}")

@@ -23,9 +23,9 @@ EXTENT = 26  # 26 ** 3 voxels are enough to be reduced in parts
 
 
 def soft_dice(y: Tensor, t: Tensor, w: Tensor) -> Tensor:
-    """Of each class and sample, then of the batch; with a penalty."""
-    p, axes = y.softmax(1), (2, 3, 4)
-    target = torch.stack([t == c for c in range(3)], 1).to(p.dtype)
+    """Of each class and sample, then of the batch; with a penalty. Written as MONAI and nnU-Net do."""
+    p, axes = y.softmax(1), torch.arange(2, y.dim()).tolist()
+    target = torch.zeros(y.shape, dtype=torch.bool).scatter_(1, t[:, None], 1).to(p.dtype)
     shared, both = (p * target).sum(axes), p.sum(axes) + target.sum(axes)
     batch = (p * target).sum((0, *axes)) / (p + target).sum((0, *axes))
     return 1 - ((2 * shared + 1e-5) / (both + 1e-5)).mean() - (w * batch).sum() + 0.1 * y.square().mean()

@@ -23,6 +23,9 @@ _LIMIT = (
 )
 
 
+FILLED = {"zeros": 0, "ones": 1, "full": None}  # with which number, whatever the size
+
+
 @dataclass(frozen=True, slots=True)
 class Missing:
     """Reads a constant that has no value: LayerwiseError."""
@@ -125,6 +128,8 @@ class Constants:
     def _evaluate(self, node: Node) -> object:
         small = all(v is None or np.prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
         name = node.target.partition("::")[2].partition(".")[0]
+        if not small and name.removeprefix("new_").removesuffix("_like") in FILLED:
+            return _filled(node, name)
         if not small or node.overload is None or not node.target.startswith("aten::"):
             return None
         if not {name, base_name(node.target)} & FOLDED or torch.Tag.nondeterministic_seeded in node.overload.tags:
@@ -172,3 +177,13 @@ class Constants:
         if isinstance(value, tuple):
             return [self._real(v, device, node) for v in value]
         return torch.device(device) if isinstance(value, torch.device) else value
+
+
+def _filled(node: Node, name: str) -> torch.Tensor | None:
+    """A large tensor of one number: it takes the memory of one."""
+    (out,) = node.outputs
+    number = FILLED[name.removeprefix("new_").removesuffix("_like")]
+    value = node.arguments.get("fill_value") if number is None else number
+    if out is None or not isinstance(value, int | float):
+        return None
+    return torch.full((), value, dtype=getattr(torch, out.dtype)).expand(out.shape)

@@ -6,13 +6,17 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from threading import Lock
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
 
@@ -141,6 +145,7 @@ def _export(
             _quiet(),
             Watch().on(model) as watch,
             _synchronised_anywhere(),
+            _ranges_as_lists(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             without_cache(model),
@@ -162,6 +167,31 @@ def _synchronised_anywhere() -> Iterator[None]:
         yield
     finally:
         kind.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _ranges_as_lists() -> Iterator[None]:
+    """`torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor."""
+    arange = torch.arange
+
+    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = arange(*args, **kwargs)
+        if args and not kwargs and all(type(a) is int for a in args):
+            made.layerwise_range = list(range(*args))  # type: ignore[attr-defined]
+        return made
+
+    def listed(tolist: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def known_or_listed(tensor: torch.Tensor) -> Any:
+            known = getattr(tensor, "layerwise_range", None)
+            return tolist(tensor) if known is None else known
+
+        return known_or_listed
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "arange", marked))
+        for kind in (torch.Tensor, FakeTensor, FunctionalTensor):
+            stack.enter_context(mock.patch.object(kind, "tolist", listed(kind.tolist)))
+        yield
 
 
 @contextmanager

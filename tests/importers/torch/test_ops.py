@@ -154,6 +154,13 @@ ONE: dict[str, Callable[[Tensor], object]] = {
     ),
     "slices": lambda x: (x[:, 1:3], x[..., ::2], x[:, -1], x[:, None, 0, 1:], x.narrow(2, 1, 2), x[:, :, 4:100], x[:]),
     "index": lambda x: (x[:, [0, 2, 3]], x[:, :, torch.tensor([1, 3, 5])], x.index_select(3, torch.tensor([4, 0, 1]))),
+    "scatters": lambda x: (
+        torch.zeros(len(x), 5, *x.shape[2:], dtype=x.dtype).scatter_(1, x[:, :1].long(), 1),
+        torch.zeros(len(x), 4, *x.shape[2:], dtype=torch.bool).scatter_(1, x[:, 1:2].long(), 1) * 1.0,
+        x.scatter(1, x[:, :2].round().long(), 2.5),
+        x.scatter_add(2, x.long(), x * 2),
+        F.one_hot(x[:, 0].long(), 4) * 1.5,
+    ),
     "flips": lambda x: (x.roll(2, 1), x.roll((1, -2), (2, 3)), x.roll(4, 1)),
     "views": lambda x: (
         x.flatten(1),

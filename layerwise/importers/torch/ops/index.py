@@ -13,6 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import axis, gathered, joined, permuted, places_of, reshaped, runs
 from layerwise.ops.along import Gather
+from layerwise.ops.scatter import OneHot, Scatter
 from layerwise.ops.view import Expand, Select
 
 
@@ -77,4 +78,32 @@ def gather(call: Call) -> Result:
     return Built(Gather(axis(call)), (call.operand("self"), call.operand("index")))
 
 
-INDEXING: Table = {"index": index, "index_select": index_select, "gather": gather}
+def scatter(call: Call) -> Result:
+    """Into zeros, one position of each: classes as vectors. Losses make those of their targets so."""
+    x, index, dim = call.operand("self"), call.operand("index"), axis(call)
+    value, source = call.get("value"), call.get("src")
+    if call.get("reduce") is not None:
+        raise LayerwiseError("scatter with reduce= is not supported; use scatter_add")
+    one = index.shape == (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+    if one and isinstance(value, int | float) and x.value is not None and not np.any(x.value):
+        return Built(OneHot(dim, x.shape[dim], x.spec.dtype, float(value)), (index,))
+    if isinstance(source, Operand):
+        return Built(Scatter(dim, "add" if "add" in call.target else "write"), (x, index, source))
+    return Built(Scatter(dim, value=call.number("value")), (x, index))
+
+
+def one_hot(call: Call) -> Result:
+    x, count = call.operand("self"), call.integer("num_classes")
+    if count < 0:
+        raise LayerwiseError("one_hot without num_classes takes as many as the data has; name the number")
+    return Built(OneHot(len(x.shape), count, "int64"), (reshaped(x, (*x.shape, 1)),))
+
+
+INDEXING: Table = {
+    "index": index,
+    "index_select": index_select,
+    "gather": gather,
+    "scatter": scatter,
+    "scatter_add": scatter,
+    "one_hot": one_hot,
+}
