@@ -12,6 +12,7 @@ from layerwise.version import __version__
 
 _HOME = {
     "Box": "layerwise.geometry",
+    "BoxLoader": "layerwise.volumes.loader",
     "Config": "layerwise.config",
     "CostModel": "layerwise.cost.model",
     "CostOptions": "layerwise.cost.model",
@@ -41,6 +42,7 @@ _HOME = {
 
 __all__ = [
     "Box",
+    "BoxLoader",
     "Config",
     "CostModel",
     "CostOptions",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     from layerwise.ops.base import Op
     from layerwise.plan import Plan, load_plan
     from layerwise.tensor import TensorSpec
+    from layerwise.volumes.loader import BoxLoader
 
 
 def __getattr__(name: str) -> Any:

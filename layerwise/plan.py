@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError
@@ -35,7 +35,7 @@ class Plan:
     batch: int
     gpus: int
     gpus_per_node: int
-    io: str
+    io: Literal["sample", "free", "boxes"]
     fused: bool
     strategy: Mapping[str, Config]  # of every layer but inputs and sink
     device_order: tuple[int, ...] = ()  # the rank that is each of the planned devices
@@ -118,8 +118,8 @@ def _plan(value: object, where: str) -> Plan:
             raise LayerwiseError(f"{where}: {key!r} must be a whole number of at least 1, not {raw.get(key)!r}")
         if key == "batch" and raw[key] > MAX_BATCH:
             raise LayerwiseError(f"{where}: {key!r} must be at most {MAX_BATCH:,}, not {str(raw[key])[:40]}")
-    if raw["io"] not in ("sample", "free"):
-        raise LayerwiseError(f"{where}: 'io' must be 'sample' or 'free', not {raw['io']!r}")
+    if raw["io"] not in ("sample", "free", "boxes"):
+        raise LayerwiseError(f"{where}: 'io' must be 'sample', 'free' or 'boxes', not {raw['io']!r}")
     order = raw.get("device_order")
     sound = isinstance(order, list) and len(order) == raw["gpus"] and all(type(rank) is int for rank in order)
     if not isinstance(order, list) or not sound or sorted(order) != list(range(raw["gpus"])):

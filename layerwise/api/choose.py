@@ -51,6 +51,7 @@ class Request:
     optimizer: str = "sgd"  # for the memory of its state
     local_batch_norm: bool = False
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
+    io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
 
     @property
     def precision(self) -> str:
@@ -72,7 +73,7 @@ class Planner:
         """What the cost model assumes: each rank feeds its own samples where there are enough."""
         dtype = self.request.precision
         return CostOptions(
-            io="sample" if self.graph.batch >= self.world.size else "free",
+            io=self.request.io or ("sample" if self.graph.batch >= self.world.size else "free"),
             optimizer=self.request.optimizer,
             dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
             local_batch_norm=self.request.local_batch_norm,
@@ -121,8 +122,7 @@ class Planner:
                 f"script with torchrun --nproc-per-node {plan.gpus}, or leave plan= out to search for {size}"
             )
         plan.check(self.graph, size)
-        io: Literal["sample", "free"] = "sample" if plan.io == "sample" else "free"
-        model = CostModel(self.graph, self.devices, replace(self.options, io=io))
+        model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
         best = candidate(model, "the given plan", complete(model, plan.strategy))
         if not best.fits:
             raise _over_memory(model, best, None)

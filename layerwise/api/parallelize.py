@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from layerwise.api import loaders as loaders_of
 from layerwise.api.accumulate import Accumulate, auto
-from layerwise.api.arguments import check, check_autocast, facts
+from layerwise.api.arguments import check, check_autocast, check_io, facts
 from layerwise.api.choose import Planner, Request, Strategy
 from layerwise.api.guards import watch
 from layerwise.api.keywords import ByPosition, by_name
@@ -55,6 +55,7 @@ class How(TypedDict, total=False):
     profile: Profile | str | os.PathLike[str] | None
     strategy: Strategy | None
     batch: int | None
+    io: Literal["boxes"] | None
     memory_limit: float | str | None
     device_mesh: DeviceMesh | dist.ProcessGroup | None
     measure_s: float
@@ -87,6 +88,7 @@ def parallelize(
     profile: Profile | str | os.PathLike[str] | None = None,
     strategy: Strategy | None = None,
     batch: int | None = None,
+    io: Literal["boxes"] | None = None,
     memory_limit: float | str | None = None,
     device_mesh: DeviceMesh | dist.ProcessGroup | None = None,
     measure_s: float = 30.0,
@@ -123,7 +125,10 @@ def parallelize(
     example_inputs: what one rank calls the model with: a tensor, a tuple, or a dict for a model that is called by
     names. It tells the device and the batch. Or a DataLoader of (inputs, target) or of tensors by name.
     batch: samples of all ranks together (default: the example's times the number of ranks); with fewer samples than
-    ranks every rank feeds the whole batch.
+    ranks every rank feeds the whole batch. io: "boxes" where each rank reads only the boxes of the inputs that it
+    needs (`BoxLoader` does, `read_boxes` says which), and gets its box of each output: then example_inputs are those of
+    the whole batch, which may be on the meta device, and a loss that is to be one number is inside the model, its
+    target an input.
     strategy: "data", "model" or "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
     (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. plan: run this one, without a search.
     profile: of the machine. Default: measured on these ranks and kept in ~/.cache/layerwise; what is not there yet is
@@ -175,12 +180,15 @@ def parallelize(
         raise LayerwiseError("device_mesh needs torch.distributed's process group: start the script with torchrun")
     world = join(device, device_mesh, comm, timeout_s)
     wanted = plan if isinstance(plan, Plan) or plan is None else load_plan(plan)
-    samples = _batch(batch, examples, wanted, world)
+    check_io(io, wanted, loaders)
+    boxes = io == "boxes" or (wanted is not None and wanted.io == "boxes")
+    samples = _batch(batch, examples, wanted, 1 if boxes else world.size)
     arguments = {
         "layerwise": __version__,
         "torch": torch.__version__,
         "batch": samples,
         "strategy": repr(strategy),
+        "io": io,
         "sync_every": sync_every,
         "optimizer": optimizer,
         "local_batch_norm": local_batch_norm,
@@ -202,7 +210,7 @@ def parallelize(
     own = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = own if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     check_autocast(autocast, dtype)
-    request = Request(_title(model), dtype, memory, optimizer, local_batch_norm, autocast)
+    request = Request(_title(model), dtype, memory, optimizer, local_batch_norm, autocast, io)
     budget_s = measure_s if wanted is None and not isinstance(strategy, str) else 0.0
     machine = _machine(world, graph, request, budget_s) if profile is None else given_profile(profile)
     planner = Planner(graph, world, machine.profile, request)
@@ -253,14 +261,14 @@ def _accumulate(module: ParallelModule, every: int | Literal["auto"]) -> tuple[s
     return (note,)
 
 
-def _batch(batch: int | None, examples: tuple[Tensor, ...], plan: Plan | None, world: World) -> int:
-    """Samples of all ranks together."""
+def _batch(batch: int | None, examples: tuple[Tensor, ...], plan: Plan | None, ranks: int) -> int:
+    """Samples of all ranks together. ranks: of which each has as many as the example."""
     if batch is None:
         if plan is not None:
             return plan.batch
         if not examples:
             raise LayerwiseError("give example_inputs, or batch=, the number of samples of all ranks together")
-        return examples[0].shape[0] * world.size
+        return examples[0].shape[0] * ranks
     if plan is not None and plan.batch != batch:
         raise LayerwiseError(f"the plan is for a global batch of {plan.batch}, not {batch}: leave batch= out")
     return batch

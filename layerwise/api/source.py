@@ -70,7 +70,8 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
     """
     if isinstance(model, nn.Module):
         where = next((t.device for t in (*model.parameters(), *model.buffers())), examples[0].device)
-        made = network_of(model, [x.to(where) for x in examples], batch, type(model).__name__)
+        there = [torch.empty_like(x, device=where) if x.is_meta else x.to(where) for x in examples]
+        made = network_of(model, there, batch, type(model).__name__)
         _check_types(made)
         return made
     if isinstance(model, ExportedProgram):

@@ -32,7 +32,8 @@ class CostOptions:
 
     link_model: Literal["port", "sum"] = "port"  # the busiest port with latencies; all bytes over bandwidth (Jia)
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"  # the latter is Jia's
-    io: Literal["sample", "free"] = "sample"  # every device feeds and gets its own samples; not counted
+    # Every device feeds and gets its own samples; all of the batch; or the boxes that it needs. It is not counted.
+    io: Literal["sample", "free", "boxes"] = "sample"
     optimizer: str = "sgd"
     dtype: str = "float32"  # one of machine.DTYPES, also in other spellings
     local_batch_norm: bool = False  # statistics of each device's own samples, as DistributedDataParallel has them
@@ -111,7 +112,7 @@ class Setting:
         What every device computes does not travel either (see `CostModel.edge_costs`).
         """
         source, target = self.graph[name[0]], self.graph[name[1]]
-        if source.role is Role.CONSTANT or (self.options.io == "free" and (source.end or target.end)):
+        if source.role is Role.CONSTANT or (self.options.io != "sample" and (source.end or target.end)):
             return 0
         return 2 if self.has_gradient[source.name] and self.has_gradient[target.name] else 1
 

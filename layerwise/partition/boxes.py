@@ -67,6 +67,19 @@ class Boxes:
         overlap: Floats = np.where(self.active & other.active, lengths.astype(np.float64).prod(-1), 0.0)
         return overlap
 
+    def hull(self, other: Boxes) -> Boxes:
+        """The smallest boxes that hold those of both; of a device that has only one, that one."""
+        lo = np.where(other.active[:, None], other.lo, self.lo)
+        hi = np.where(other.active[:, None], other.hi, self.hi)
+        both = (self.active & other.active)[:, None]
+        lo, hi = np.where(both, np.minimum(lo, self.lo), lo), np.where(both, np.maximum(hi, self.hi), hi)
+        return Boxes(lo, hi, self.active | other.active)
+
+    def filled(self) -> Boxes:
+        """Devices that have none have an empty one."""
+        lo, hi = (np.where(self.active[:, None], side, 0) for side in (self.lo, self.hi))
+        return Boxes(lo, hi, np.ones_like(self.active))
+
     def first_of_each(self) -> Mask:
         """(N,) whether no device before it has the same box."""
         rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)

@@ -63,13 +63,17 @@ def _parts(boxes: Boxes, dim: int, lo: Ints, hi: Ints) -> tuple[Floats, Mask]:
     return lengths.sum(1).astype(np.float64), whole | outermost
 
 
-def outputs(source: Place, spec: TensorSpec, *, alone: bool) -> Moved:
+def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool = False) -> Moved:
     """Where every device feeds the whole batch (io free): a box of all classes for each different one, and its loss.
 
-    With several outputs all devices get all of each, and go back with their own part of what they computed alike.
+    With several outputs all devices get all of each, and go back with their own part of what they computed alike. Where
+    each reads boxes (io boxes) it keeps its own box of an output, and gets all of a number or of a loss.
     """
     own, devices = source.owned, len(source.owned.lo)
-    if not alone or len(spec.shape) < 2:
+    if io == "boxes" and not (loss or not spec.shape):
+        zero = np.zeros(devices)
+        return Moved(own.volume, own.volume, zero, zero, True, zero, zero)
+    if io == "boxes" or not alone or len(spec.shape) < 2:
         whole, zero = np.full(devices, float(spec.volume)), np.zeros(devices)
         received = whole - own.volume
         return Moved(whole, own.volume, received, zero, bool((received == 0).all()), zero, zero)

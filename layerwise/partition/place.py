@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from layerwise.config import Config
 from layerwise.geometry.arrays import Ints
-from layerwise.graph.layer import Layer
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Dim, Maps, Parameter, Role, Space
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells, layout
@@ -45,15 +45,31 @@ class Place:
 
 
 def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = False) -> Place:
-    """What `devices` devices have of a layer under a configuration; io: as a plan has it.
+    """What `devices` devices have of a layer under a configuration; io: as a plan has it (see `read`, too).
 
     unfed: whether no input of the network leads to it (`LayerGraph.unfed`). Where it is not cut either, every device
     computes it, as it does with DistributedDataParallel.
     """
-    if layer.role is Role.CONSTANT or (layer.end and io == "free"):
+    if layer.role is Role.CONSTANT or (layer.end and io != "sample"):
         whole = Boxes.whole(layer.out.shape, devices)
         return Place(whole, whole, np.arange(devices), everywhere=True)
     return place_in(layer.space, config, devices, everywhere=unfed and config.total == 1)
+
+
+def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
+    """Of each input what every device reads where all read boxes (io boxes): the hull of what its layers need of it.
+
+    places: of all layers. A device that needs nothing reads an empty box.
+    """
+    found: dict[str, Place] = {}
+    for layer in graph.layers:
+        for slot, source in enumerate(layer.inputs):
+            if graph[source].role is Role.INPUT and layer.role is not Role.SINK:
+                maps, epilogue = input_maps(layer, slot)
+                need = places[layer.name].at(epilogue).needs(maps)
+                hull = need if source not in found else found[source].owned.hull(need)
+                found[source] = Place(hull, hull, places[source].mirrored, everywhere=True)
+    return {name: replace(one, computed=one.owned.filled(), owned=one.owned.filled()) for name, one in found.items()}
 
 
 def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = False) -> Place:

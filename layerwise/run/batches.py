@@ -71,7 +71,7 @@ class Batch:
             raise LayerwiseError(
                 f"the ranks were given samples of unlike shapes, {' and '.join(shapes)}: pad all of a batch alike"
             )
-        free = self._plan.io == "free"
+        free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)
         whole = given[0] or fed
         any_will_do = whole == fed and not self._as_planned

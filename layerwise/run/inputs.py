@@ -49,6 +49,8 @@ class Inputs:
         for layer, x in zip(self._layers, inputs, strict=True):
             if not isinstance(x, Tensor):
                 raise LayerwiseError(f"input {layer.name!r} is of type {type(x).__name__}: give a tensor")
+        if self.plan.io == "boxes":
+            return self.plan.batch
         pairs = zip(self._layers, inputs, strict=True)
         return next((x.shape[0] for layer, x in pairs if layer.out.index("n") == 0), self.plan.batch)
 
@@ -60,7 +62,7 @@ class Inputs:
         if not torch.is_grad_enabled():
             return frozenset()
         names = frozenset(layer.name for layer, x in zip(self._layers, inputs, strict=True) if x.requires_grad)
-        if names and self.comm.size > 1 and (self.plan.io == "free" or any(scale != 1 for scale in scales)):
+        if names and self.comm.size > 1 and (self.plan.io != "sample" or any(scale != 1 for scale in scales)):
             raise LayerwiseError(
                 f"input {min(names)!r} requires a gradient, which is made only where all ranks feed equally many "
                 "samples and the loss is a mean: give it detached, or such a batch"

@@ -155,13 +155,14 @@ class LayeredModule(WithTree):
         if self.loss is not None and self.io == "free":
             *before, target = inputs
             inputs = tuple(before)
-        samples = self._shapes.inputs.fed_samples(inputs, target=target is not None)
-        sizes = self._shapes.sizes_of(inputs)
+        samples, sizes = self._shapes.inputs.fed_samples(inputs, target=target is not None), self._shapes.sizes
+        if self.io != "boxes":
+            sizes = self._shapes.sizes_of(inputs)
         whole = Batch(self.plan, self.comm, samples, batch, sizes, training=self.training).whole
         shaped = self._shapes.at(sizes, training=self.training)
         given = shaped.inputs
         share = self.share(whole)
-        part = 1.0 if self.io == "free" else (share.stop - share.start) / whole
+        part = 1.0 if self.io != "sample" else (share.stop - share.start) / whole
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
         differentiated = given.differentiated(inputs, scales)
         executor = self._executor(whole, shaped, differentiated)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
+from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
@@ -152,6 +154,18 @@ class ParallelModule(nn.Module):
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
             "ranks' parts of parameters with rank 0's"
         )
+
+    def read_boxes(self) -> dict[str, Box]:
+        """By input, which box of the whole batch's this rank is to be given: with io "boxes" what its layers need."""
+        places, rank = self.schedule.places, self.comm.rank
+        inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
+        boxes = {layer.name: places[layer.name].owned.each[rank] for layer in inputs}
+        whole = {layer.name: Box((0,) * len(layer.out.shape), layer.out.shape) for layer in inputs}
+        return {name: whole[name] if box is None else box for name, box in boxes.items()}
+
+    def output_boxes(self) -> tuple[Box | None, ...]:
+        """The box of each of the whole batch's outputs that this rank is returned."""
+        return tuple(boxes[self.comm.rank] for boxes in self.schedule.sinks)
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""

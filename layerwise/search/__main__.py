@@ -121,8 +121,9 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--io",
-        choices=["sample", "free"],
-        help="each device feeds and gets its own samples, or batches come for free (default: sample, if each has one)",
+        choices=["sample", "free", "boxes"],
+        help="each device feeds and gets its own samples, or batches come for free, or each reads the boxes that it "
+        "needs (default: sample, if each has one)",
     )
     g.add_argument(
         "--local-batch-norm", action="store_true", help="statistics of each device's own samples, as DDP has them"
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw = load_model(args.model, batch, args.input_shape)
     graph = raw if args.no_fuse else fuse(raw)
     seconds = {"import": time.perf_counter() - started}
-    io: Literal["sample", "free"] = args.io or ("sample" if batch >= args.gpus else "free")
+    io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
     options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm)
     model = CostModel(graph, devices, options)
     if args.price is not None:

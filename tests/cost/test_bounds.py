@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle, product
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from tests.cost import brute
 from tests.cost.test_price import NETWORKS
 from tests.examples import examples
 
+Io = Literal["sample", "free", "boxes"]
 FORMS = tuple(product((False, True), get_args(States)))
 
 
@@ -93,18 +94,18 @@ def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.D
 @given(
     NETWORKS,
     st.sampled_from(["p100", "cpu"]),
-    st.sampled_from(["sample", "free"]),
+    st.sampled_from(["sample", "free", "boxes"]),
     st.sampled_from(list(OPTIMIZERS)),
     st.sampled_from(["float32", "autocast-bfloat16"]),
     st.data(),
 )
 @examples(30)
 def test_no_strategy_needs_less(
-    network: LayerGraph, profile: str, io: str, optimizer: str, dtype: str, data: st.DataObject
+    network: LayerGraph, profile: str, io: Io, optimizer: str, dtype: str, data: st.DataObject
 ) -> None:
     """At every instant and on every device; and `at` is the sum of the tables."""
     devices = data.draw(st.sampled_from([1, 4, 6]))
-    options = CostOptions(io="free" if io == "free" else "sample", optimizer=optimizer, dtype=dtype)
+    options = CostOptions(io=io, optimizer=optimizer, dtype=dtype)
     model = CostModel(network, load(profile).device_graph(devices, min(devices, 2)), options)
     configs = all_configs(model)
     bounds = MemoryBounds(model, configs)

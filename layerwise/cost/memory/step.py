@@ -25,7 +25,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
 from layerwise.partition.blocks import made_again
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, place
+from layerwise.partition.place import Place, input_maps, place, read
 
 
 def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
@@ -81,6 +81,8 @@ class _Step:
                 layer, self.strategy[layer.name], devices, options.io, unfed=layer.name in self.model.graph.unfed
             )
             self.parameters.hold(layer, self.strategy[layer.name], target)
+        if options.io == "boxes":
+            self.places |= read(self.model.graph, self.places)
         self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
@@ -95,8 +97,10 @@ class _Step:
 
     def _moved(self, layer: Layer, slot: int) -> Moved:
         source, target = self.places[layer.inputs[slot]], self.places[layer.name]
-        if layer.role is Role.SINK and self.model.options.io == "free":
-            return outputs(source, layer.specs[slot], alone=len(layer.specs) == 1)
+        io, graph = self.model.options.io, self.model.graph
+        if layer.role is Role.SINK and io != "sample":
+            loss = graph[layer.inputs[slot]].main.loss is not None
+            return outputs(source, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
         maps, epilogue = input_maps(layer, slot)
         return moved(source, maps, target.at(epilogue))
 

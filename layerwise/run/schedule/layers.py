@@ -82,7 +82,7 @@ class Schedule:
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places = places(graph, plan)
-        self.free, self.whole_classes = plan.io == "free", whole_classes
+        self.free, self.boxes, self.whole_classes = plan.io != "sample", plan.io == "boxes", whole_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
@@ -165,9 +165,11 @@ class Schedule:
         return ScheduledEdge(source, redistribution, backward, ahead, stays, late)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
-        """What each rank gets of an output: its samples; all of it (io free); or, with a loss, a box of all classes."""
-        spec = sink.specs[slot]
-        if self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
+        """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""
+        spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
+        if self.boxes and spec.shape and source.main.loss is None:
+            need = self.places[source.name].owned.each
+        elif self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each

@@ -12,7 +12,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import boundaries
 from layerwise.graph.layer import LayerGraph
 from layerwise.partition.boxes import Each
-from layerwise.partition.place import Place, data_parallel, place
+from layerwise.partition.place import Place, data_parallel, place, read
 from layerwise.partition.sharding import Sharding, sharded, states_of
 from layerwise.plan import Plan
 
@@ -24,12 +24,12 @@ def places(graph: LayerGraph, plan: Plan) -> dict[str, Place]:
         config = data_parallel(layer, plan.gpus) if layer.end else plan.strategy[layer.name]
         unfed = layer.name in graph.unfed
         result[layer.name] = place(layer, config, plan.gpus, plan.io, unfed=unfed).on(ranks)
-    return result
+    return result | read(graph, result) if plan.io == "boxes" else result
 
 
 def samples(plan: Plan, batch: int) -> tuple[slice, ...]:
     """Which samples of a global batch each rank feeds: cell i of min(N, batch), by the plan's order of devices."""
-    if plan.io == "free":
+    if plan.io != "sample":
         return (slice(0, batch),) * plan.gpus
     cuts = boundaries(batch, min(plan.gpus, batch)).tolist()
     shares = [slice(a, b) for a, b in pairwise(cuts)]

@@ -41,7 +41,7 @@ class Lifetimes(Backward):
         ledger, rows = self.ledger, list[Scored]()
         for slot, name in enumerate(sink.inputs):
             rows.append(scored(self.model, sink, slot, self.configs[name], self.configs[sink.name]))
-            local = rows[-1].local[:, None] if self.model.options.io == "free" else self._locality(sink, slot)
+            local = rows[-1].local[:, None] if self.model.options.io != "sample" else self._locality(sink, slot)
             self.local[name, sink.name, slot] = local
         received = [self._new(name, row.received) for name, row in zip(sink.inputs, rows, strict=True)]
         copies = [self._new(name, row.size) for name, row in zip(sink.inputs, rows, strict=True)]

@@ -44,7 +44,9 @@ def scored(model: CostModel, sink: Layer, slot: int, configs: tuple[Config, ...]
 def _moved(model: CostModel, sink: Layer, slot: int, config: Config, end: Config) -> Moved:
     layer, options, devices = model.graph[sink.inputs[slot]], model.options, model.devices.count
     source = place(layer, config, devices, options.io, unfed=layer.name in model.graph.unfed)
-    if options.io == "free":
-        return outputs(source, sink.specs[slot], alone=len(sink.specs) == 1)
+    if options.io != "sample":
+        return outputs(
+            source, sink.specs[slot], options.io, alone=len(sink.specs) == 1, loss=layer.main.loss is not None
+        )
     maps, epilogue = input_maps(sink, slot)
     return moved(source, maps, place(sink, end, devices, options.io).at(epilogue))

@@ -53,8 +53,10 @@ class Stacked:
 def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stacked:
     """Of a layer under these configurations."""
     shape, dims, rank = (len(configs), model.devices.count), layer.space.dims, len(layer.out.shape)
-    if layer.role is Role.CONSTANT or (layer.end and model.options.io == "free"):
-        whole = Boxes.whole(layer.out.shape, shape[0] * shape[1])
+    if layer.role is Role.CONSTANT or (layer.end and model.options.io != "sample"):
+        # What is read of an input follows from several layers, so nothing is claimed for it.
+        read = layer.role is Role.INPUT and model.options.io == "boxes"
+        whole = Boxes.whole((0,) * len(layer.out.shape) if read else layer.out.shape, shape[0] * shape[1])
         mirrored = np.arange(shape[0] * shape[1])
         ones = np.ones((shape[0], len(dims)), np.int64)
         place = Place(whole, whole, mirrored, everywhere=True)

@@ -1,0 +1,78 @@
+"""predict: every rank writes its box of an output, and no rank has all of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from layerwise.errors import LayerwiseError
+from layerwise.run.parallel import ParallelModule
+from layerwise.volumes.loader import BoxLoader
+
+
+def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: int = 0) -> None:
+    """Writes the output number `output` of every sample that `loader` has into `out`; every rank calls it alike.
+
+    out: the path of a .npy file, which rank 0 makes, (samples, ...) of float32 or the output's own integers, on a disk
+    that all ranks see; or anything that takes `out[index] = values`, such as a zarr array with chunks that no two ranks
+    share. The model is in evaluation mode meanwhile. LayerwiseError where the loader shuffles, leaves samples out or
+    feeds more than the inputs of the plan, and where the plan has no such output.
+    """
+    boxes = model.output_boxes()
+    if not 0 <= output < len(boxes):
+        raise LayerwiseError(f"the model has {len(boxes)} outputs: there is no number {output}")
+    if loader.shuffle or len(loader) * loader.batch != loader.samples:
+        raise LayerwiseError(
+            f"predict writes every sample in its place: give a loader that does not shuffle, of a multiple of "
+            f"{loader.batch} samples (it has {loader.samples})"
+        )
+    if model.io != "boxes":
+        raise LayerwiseError(f"the plan has io {model.io!r}: parallelize the model with io='boxes'")
+    spec, box = model.graph.layers[-1].specs[output], boxes[output]
+    made: Any = out
+    if isinstance(out, str | os.PathLike):
+        made = _file(os.fspath(out), (loader.samples, *spec.shape[1:]), spec.dtype, model)
+    mode = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for number, inputs in enumerate(loader):
+                values = _numbered(model(*inputs), output)
+                if box is not None and box.volume:
+                    first, *rest = box.slices()
+                    here = slice(number * loader.batch + first.start, number * loader.batch + first.stop)
+                    values = values.float() if values.is_floating_point() else values
+                    made[(here, *rest)] = values.cpu().numpy()
+    finally:
+        model.train(mode)
+    if isinstance(made, np.memmap):
+        made.flush()
+    model.comm.barrier()
+
+
+def _numbered(returned: object, output: int) -> Tensor:
+    """One of what the model returns, in the order of a plan's outputs."""
+    tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+    return tensors[output]
+
+
+def _file(path: str, shape: tuple[int, ...], dtype: str, model: ParallelModule) -> Any:
+    if Path(path).suffix.lower() != ".npy":
+        raise LayerwiseError(f"predict makes .npy files, not {path!r}: give an array to write into")
+    kind = np.dtype(dtype) if "int" in dtype or dtype == "bool" else np.dtype(np.float32)
+    wrong = ""
+    if model.comm.rank == 0:
+        try:
+            np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
+        except OSError as error:
+            wrong = f"cannot write {path!r}: {error.strerror or error}"
+    wrong = model.comm.broadcast_text(wrong)
+    if wrong:
+        raise LayerwiseError(wrong)
+    return np.lib.format.open_memmap(path, mode="r+")

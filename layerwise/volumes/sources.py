@@ -1,0 +1,161 @@
+"""Sources: where samples lie, and how a box of one is read: arrays, files, functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.errors import LayerwiseError
+
+Array = NDArray[Any]
+Slices = tuple[slice, ...]
+Reader = Callable[[int, Slices], Array]
+KINDS = ".npy, .zarr, .h5::name or .hdf5::name"
+
+
+class Source(Protocol):
+    """Samples, of which boxes are read."""
+
+    def __len__(self) -> int: ...
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Of one sample."""
+        ...
+
+    def read(self, index: int, slices: Slices) -> Array:
+        """A box of one sample."""
+        ...
+
+
+class Stacked:
+    """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
+
+    def __init__(self, array: Any, where: str) -> None:
+        self.array, self.where = array, where
+        if len(array.shape) < 1:
+            raise LayerwiseError(f"{where} has no dimension of samples")
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return tuple(int(extent) for extent in self.array.shape[1:])
+
+    def read(self, index: int, slices: Slices) -> Array:
+        return np.asarray(self.array[(index, *slices)])
+
+
+class File:
+    """A file that holds a `Stacked`, opened by every process that reads it, for none can use another's."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._opened: tuple[int, Stacked] | None = None  # by which process
+        self._stacked()
+
+    def __len__(self) -> int:
+        return len(self._stacked())
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self._stacked().shape(index)
+
+    def read(self, index: int, slices: Slices) -> Array:
+        try:
+            return self._stacked().read(index, slices)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise LayerwiseError(f"file {self.path!r}, sample {index}: {error}") from error
+
+    def _stacked(self) -> Stacked:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), Stacked(_open(self.path), f"file {self.path!r}")
+        return self._opened[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_opened": None}
+
+
+class Listed:
+    """A source for every sample: files or arrays without a dimension of samples."""
+
+    def __init__(self, given: Sequence[Any], where: str) -> None:
+        self.given, self.where = list(given), where
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return tuple(int(extent) for extent in self._array(index).shape)
+
+    def read(self, index: int, slices: Slices) -> Array:
+        try:
+            return np.asarray(self._array(index)[slices])
+        except (OSError, RuntimeError, ValueError) as error:
+            raise LayerwiseError(f"{self.where}, sample {index} ({self.given[index]}): {error}") from error
+
+    def _array(self, index: int) -> Any:
+        one = self.given[index]
+        return _open(os.fspath(one)) if isinstance(one, str | os.PathLike) else one
+
+
+class Computed:
+    """A function (index, slices) -> array, of samples of one shape."""
+
+    def __init__(self, reader: Reader, samples: int, shape: tuple[int, ...]) -> None:
+        self.reader, self.samples, self._shape = reader, samples, shape
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self._shape
+
+    def read(self, index: int, slices: Slices) -> Array:
+        return np.asarray(self.reader(index, slices))
+
+
+def source_of(given: object, name: str, samples: int | None, shape: tuple[int, ...]) -> Source:
+    """What the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError for anything else."""
+    if isinstance(given, str | os.PathLike):
+        return File(os.fspath(given))
+    if hasattr(given, "shape") and hasattr(given, "__getitem__"):
+        return Stacked(given, f"input {name!r}")
+    if isinstance(given, Sequence) and len(given):
+        return Listed(given, f"input {name!r}")
+    if callable(given):
+        if samples is None:
+            raise LayerwiseError(f"input {name!r} is read by a function: say how many samples there are (samples=)")
+        return Computed(given, samples, shape)
+    raise LayerwiseError(
+        f"input {name!r} is of type {type(given).__name__}: give an array (samples, ...), a file ({KINDS}), a list of "
+        "files, one a sample, or a function (index, slices) -> array"
+    )
+
+
+def _open(path: str) -> Any:
+    """The array in a file, of which nothing is read yet. LayerwiseError where there is none; nothing is unpickled."""
+    name, _, inside = path.partition("::")
+    kind = Path(name).suffix.lower()
+    if not Path(name).exists():
+        raise LayerwiseError(f"file {name!r} does not exist")
+    try:
+        if kind == ".npy":
+            return np.load(name, mmap_mode="r", allow_pickle=False)
+        if kind in (".h5", ".hdf5") and inside:
+            import h5py
+
+            return h5py.File(name, "r")[inside]
+        if kind == ".zarr":
+            import zarr
+
+            opened = zarr.open(name, mode="r")
+            return opened[inside] if inside else opened
+    except ImportError as error:
+        raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise LayerwiseError(f"file {path!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    raise LayerwiseError(f"file {path!r}: there are {KINDS}")

@@ -1,0 +1,226 @@
+"""Laws of io "boxes": ranks read only what they need, and together they train as one device does on whole volumes."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.plan import Plan
+from layerwise.run.load import load
+from layerwise.run.parallel import ParallelModule
+from layerwise.volumes.loader import BoxLoader
+from layerwise.volumes.predict import predict
+from tests.comm.thread import run_threads
+from tests.run.plans import priced, random_plan
+from tests.volumes.networks import EXTENT, samples, segments
+
+AUGMENTED: dict[str, Any] = {
+    "crop": "random",
+    "flip": "dhw",
+    "shuffle": True,
+    "seed": 3,
+    "intensity": lambda box, rng: box * rng.uniform(0.5, 1.5) + rng.normal(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def spatial(batch: int, ranks: int, *, loss: bool = True) -> Plan:
+    """Every layer cut along d, as far as it goes."""
+    graph = segments(batch, loss=loss)[2]
+    plan = random_plan(graph, ranks, 0, "boxes", choose=lambda configs: max(configs, key=lambda c: (c["d"], -c.total)))
+    return priced(plan, graph)
+
+
+def trained(module: ParallelModule, batches: BoxLoader) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        for inputs in batches:
+            optimizer.zero_grad()
+            loss = module(*inputs)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, module.full_state_dict()
+
+
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 3), (2, 4)])
+def test_any_plan_trains_as_one_device_does(seed: int, ranks: int) -> None:
+    """Cropped, mirrored, scaled: the samples are the same whatever is split, and so is all that follows."""
+    _, network, graph = segments(2)
+    x, target = samples(4, EXTENT + 5)
+
+    def run(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
+        plan = random_plan(graph, comm.size, seed, "boxes")
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        return trained(module, BoxLoader(module, x, target, **AUGMENTED))
+
+    losses, state = run(SoloComm())
+    assert len(set(losses)) == 4
+    for mine, held in run_threads(ranks, run):
+        assert mine == pytest.approx(losses, rel=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(held[name], value, rtol=1e-9, atol=1e-9)
+
+
+class Counting:
+    """An array that knows what was read of it: the largest piece, and every element."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array, self.shape = array, array.shape
+        self.largest, self.elements = defaultdict[int, int](int), defaultdict[int, int](int)
+
+    def __getitem__(self, index: tuple[Any, ...]) -> NDArray[Any]:
+        read = self.array[index]
+        self.largest[0] = max(self.largest[0], read.size)
+        self.elements[0] += read.size
+        return read
+
+
+def test_no_rank_reads_or_makes_a_whole_volume() -> None:
+    """One sample on four ranks: each reads a quarter of it and a halo, and no tensor of it is larger."""
+    _, network, _ = segments(1)
+    plan, whole = spatial(1, 4), EXTENT**3
+
+    def run(comm: Comm) -> tuple[int, int, int]:
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        x, target = (Counting(array) for array in samples(1))
+        (inputs,) = BoxLoader(module, x, target)
+        module(*inputs).backward()
+        return x.largest[0], target.largest[0], max(t.numel() for t in inputs)
+
+    for read, classes, held in run_threads(4, run):
+        assert 0 < read <= whole * 9 / EXTENT  # 6 or 7 of 26 slices, and two of a halo
+        assert 0 < classes <= whole * 8 / EXTENT  # two slices are a part
+        assert held == max(read, classes)
+
+
+def test_what_is_read_is_the_box() -> None:
+    x, target = samples(2, EXTENT)
+    _, network, graph = segments(2)
+    module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    ((mine, classes),) = BoxLoader(module, x, target)
+    assert torch.equal(mine, torch.from_numpy(x))
+    assert torch.equal(classes, torch.from_numpy(target))
+    flipped = [t for t, _ in BoxLoader(module, x, target, flip="w", seed=1)]
+    for given, read in zip(torch.from_numpy(x), flipped[0], strict=True):
+        assert torch.equal(read, given) != torch.equal(read, given.flip(-1))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, object]:
+    x, target = samples(2)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "t.npy", target)
+    for i in range(2):
+        np.save(tmp_path / f"x{i}.npy", x[i])
+    return {
+        "file": str(tmp_path / "x.npy"),
+        "files": [tmp_path / f"x{i}.npy" for i in range(2)],
+        "function": lambda index, slices: x[index][slices],
+        "array": x,
+        "target": tmp_path / "t.npy",
+    }
+
+
+@pytest.mark.parametrize("kind", ["file", "files", "function", "array"])
+def test_where_samples_lie(kind: str, files: dict[str, object]) -> None:
+    _, network, graph = segments(2)
+    module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    ((x, target),) = BoxLoader(module, files[kind], files["target"], samples=2, workers=int(kind == "file"))
+    assert torch.equal(x, torch.from_numpy(samples(2)[0]))
+    assert target.dtype == torch.int64
+
+
+Wrong = tuple[tuple[object, ...], dict[str, Any], str]  # sources, options, what is said
+
+
+def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]:
+    nan = x.copy()
+    nan[1, 0, 3, 3, 3] = np.nan
+    (path / "broken.npy").write_bytes(b"\x93NUMPY\x01")
+    np.save(path / "short.npy", x)
+    data = (path / "short.npy").read_bytes()
+    (path / "short.npy").write_bytes(data[: len(data) // 2])
+    return {
+        "one input": ((x,), {}, "takes 2 inputs"),
+        "counts": ((x, target[:1]), {}, "have 1 and 2 samples"),
+        "smaller": ((x[:, :, :20], target), {}, "sample 0 has shape"),
+        "larger": ((np.pad(x, ((0, 0),) * 4 + ((0, 2),)), target), {}, "crop= cuts larger ones"),
+        "one larger": ((np.pad(x, ((0, 0),) * 4 + ((0, 2),)), target), {"crop": "center"}, "input 'target', sample 0"),
+        "nan": ((nan, target), {}, "input 'x', sample 1 has values that are no finite numbers"),
+        "types": ((x, target * 1.5), {}, "sample 0 is float64, and the model takes int64"),
+        "missing": ((path / "none.npy", target), {}, "does not exist"),
+        "broken": ((path / "broken.npy", target), {}, "broken.npy' cannot be read"),
+        "truncated": ((path / "short.npy", target), {}, "short.npy' cannot be read"),
+        "kind": ((path / "x.txt", target), {}, "x.txt'"),
+        "function": ((lambda i, s: x[i][s], target), {}, "say how many samples"),
+        "flip": ((x, target), {"flip": "z"}, "'z' is none of"),
+        "few": ((x[:1], target[:1]), {}, "1 samples are no batch of 2"),
+        "number": ((3, target), {}, "is of type int"),
+    }
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    _, network, graph = segments(2)
+    module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    (tmp_path / "x.txt").write_text("")
+    for name, (sources, options, said) in wrong(*samples(2), tmp_path).items():
+        for workers in (0, 1) if name == "nan" else (0,):
+            with pytest.raises(LayerwiseError) as caught:
+                list(BoxLoader(module, *sources, workers=workers, **options))
+            assert said in str(caught.value), name
+            assert "\n" not in str(caught.value), name
+
+
+@pytest.mark.parametrize("kind", ["file", "array"])
+def test_ranks_write_their_boxes(kind: str, tmp_path: Path) -> None:
+    model, network, graph = segments(2, loss=False)
+    x, _ = samples(4)
+    written = np.zeros((4, 3, *(EXTENT,) * 3))
+    out = tmp_path / "out.npy" if kind == "file" else written
+
+    def run(comm: Comm) -> list[object]:
+        module = load(random_plan(graph, comm.size, 5, "boxes"), network, comm=comm, dtype=torch.float64)
+        predict(module, BoxLoader(module, x), out)
+        return list(module.output_boxes())
+
+    boxes = run_threads(3, run)
+    assert sum(box.volume for (box,) in boxes if box is not None) == written.size / 2
+    found = np.load(tmp_path / "out.npy") if kind == "file" else written
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_predict_refuses(tmp_path: Path) -> None:
+    _, network, graph = segments(2, loss=False)
+    x, _ = samples(3)
+    module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    whole = x[:2]
+    refused: list[tuple[BoxLoader, object, int, str]] = [
+        (BoxLoader(module, x), tmp_path / "a.npy", 0, "a multiple of 2 samples"),
+        (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", 0, "does not shuffle"),
+        (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
+        (BoxLoader(module, whole), tmp_path / "a.txt", 0, "makes .npy files"),
+        (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "cannot write"),
+    ]
+    for loader, out, output, said in refused:
+        with pytest.raises(LayerwiseError, match=said):
+            predict(module, loader, out, output=output)
