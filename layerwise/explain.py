@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown.append(table)
     out = console()
     out.print(Text.assemble((args.layer, "bold"), f" {layer.out.describe()}: {len(options)} configurations\n"))
+    if layer.whole:
+        out.print(f"It is not split: nothing is known of {layer.stages[0].label} but what it makes.\n")
     out.print(Fitting(*shown))
     bound = list(limit_of(plan))
     if best < next(a.step_time_s for a in options if a.config == chosen) and not bound:

@@ -8,7 +8,7 @@ from math import prod
 from layerwise.errors import LayerwiseError
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "complex128": 16, "complex64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
@@ -52,7 +52,7 @@ class TensorSpec:
     @property
     def differentiable(self) -> bool:
         """Whether a gradient flows through it."""
-        return "float" in self.dtype
+        return "float" in self.dtype or "complex" in self.dtype
 
     def index(self, label: str) -> int | None:
         """Which dimension carries `label`."""

@@ -16,6 +16,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
 from layerwise.ops.base import Op, Parameter, Role, Space, Stage, space
 from layerwise.ops.specs import same
+from layerwise.ops.torch_op import TorchOp
 from layerwise.tensor import ITEM_BYTES, TensorSpec
 
 SINK = "outputs"  # the name of the sink
@@ -86,6 +87,11 @@ class Layer:
     def kinds(self) -> str:
         """`conv+batch_norm+relu`: what it is made of, for people."""
         return "+".join(stage.label for stage in self.stages)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is known of its operator but what it makes, so that it is not split."""
+        return isinstance(self.main, TorchOp) and not self.main.free
 
     @property
     def end(self) -> bool:
@@ -242,8 +248,9 @@ class LayerGraph:
         for weighted in (True, False):
             for layer in self.layers:
                 main = layer.stages[0]
-                if (main.op.weights or not weighted) and main.space.out.differentiable:
-                    return layer.all_types.parameters[0]
+                found = layer.all_types.parameters[0]
+                if (main.op.weights or not weighted) and "float" in found:
+                    return found
         return "float32"
 
     @cached_property

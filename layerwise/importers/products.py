@@ -31,16 +31,18 @@ def is_matrix(x: Tensor) -> TypeGuard[Operand]:
 def einsum(call: Call) -> Result:
     equation = call["equation"]
     assert isinstance(equation, str)
-    terms, result = _letters(equation, call.tensors)
+    terms, result = letters(equation, call.tensors)
+    if any(len(set(term)) < len(term) for term in (*terms, result)):
+        raise LayerwiseError(f"einsum {equation!r}: diagonals are not supported")
     if len(terms) == 1:
-        x, letters = _summed(call.tensors[0], terms[0], set(result))
-        return permuted(x, [letters.index(c) for c in result])
+        x, left = _summed(call.tensors[0], terms[0], set(result))
+        return permuted(x, [left.index(c) for c in result])
     if len(terms) > 2:
         raise LayerwiseError(f"einsum {equation!r}: more than two operands are not supported; multiply them in turn")
     return _product(call.tensors[0], terms[0], call.tensors[1], terms[1], result)
 
 
-def _letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], str]:
+def letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], str]:
     """The letters of each operand and of the result; an ellipsis becomes upper-case letters that are free."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -53,8 +55,6 @@ def _letters(equation: str, tensors: tuple[Operand, ...]) -> tuple[list[str], st
     ]
     once = sorted(c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots)
     right = right.replace("...", dots) if arrow else dots + "".join(once)
-    if any(len(set(term)) < len(term) for term in (*terms, right)):
-        raise LayerwiseError(f"einsum {equation!r}: diagonals are not supported")
     return terms, right
 
 

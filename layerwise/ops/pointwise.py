@@ -69,7 +69,8 @@ BINARY_REAL = frozenset({"atan2", "copysign", "div", "hypot", "logaddexp"})
 BINARY_TESTING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"})
 
 # https://pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc
-_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+          "complex64", "complex128")  # fmt: skip
 _DEFAULT = "float32"  # what integers become
 
 
@@ -77,7 +78,9 @@ def promoted(first: str, *others: str) -> str:
     """The common element type of several tensors."""
     result = first
     for other in others:
-        if {result, other} in ({"float16", "bfloat16"}, {"uint8", "int8"}):
+        if {result, other} == {"complex64", "float64"}:
+            result = "complex128"
+        elif {result, other} in ({"float16", "bfloat16"}, {"uint8", "int8"}):
             result = "float32" if "float16" in (result, other) else "int16"
         else:
             result = max(result, other, key=_ORDER.index)
@@ -85,7 +88,7 @@ def promoted(first: str, *others: str) -> str:
 
 
 def _real(dtype: str) -> str:
-    return dtype if "float" in dtype else _DEFAULT
+    return dtype if "float" in dtype or "complex" in dtype else _DEFAULT
 
 
 class _Pointwise(Op):
@@ -115,6 +118,8 @@ class Unary(_Pointwise):
         dtype = x.dtype
         if self.fn in TESTING:
             dtype = "bool"
+        elif self.fn == "abs" and "complex" in dtype:
+            dtype = "float64" if dtype == "complex128" else "float32"
         elif self.fn in REAL or any(a != int(a) for a in self.arguments if np.isfinite(a)):
             dtype = _real(dtype)
         elif self.arguments:

@@ -35,6 +35,7 @@ from layerwise.ops.reduce import Reduce
 from layerwise.ops.resample import Interpolate, Pad
 from layerwise.ops.scatter import OneHot, Scatter
 from layerwise.ops.softmax import Softmax
+from layerwise.ops.torch_op import TorchOp
 from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
 
 
@@ -175,6 +176,8 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return x.scatter(op.dim, *inputs[1:], *([] if op.value is None else [op.value]))
         case Loss():
             return _loss(op, *inputs)
+        case TorchOp():
+            return op.called(inputs, [p[str(i)] for i in range(len(op.held))])
     raise AssertionError(f"no way to run {op}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,19 +14,21 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.types import effective
-from layerwise.importers.registry import Argument, Built, Call, Operand
+from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
+from layerwise.importers.torch.decompose import decomposed
 from layerwise.importers.torch.losses import follows
 from layerwise.importers.torch.memory import Memory, in_place
 from layerwise.importers.torch.names import input_spec, layer_names
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
-from layerwise.importers.torch.ops.table import CHECKS, ROWWISE, base_name, row
+from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
 from layerwise.importers.torch.parameters import shared_parameters
 from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
 from layerwise.importers.torch.types import typed
+from layerwise.importers.torch.whole import torch_call, why_not
 from layerwise.importers.torch.writes import check_written, separate_writes
 from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
@@ -41,7 +44,7 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = separate_writes(program)
+        self.program = program = decomposed(separate_writes(program))
         self.constants = Constants()
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
@@ -125,7 +128,6 @@ class _Importer:
         """A call that computes something."""
         self.placer.builder.autocast = effective(node.autocast, self.program.device)
         by_row = self.works_by_row(node)
-        build = row(node.target)
         given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
         reduction = follows(node, given)
         if given and reduction is None:
@@ -133,20 +135,27 @@ class _Importer:
                 f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "
                 "last, so inside a model losses can be scaled and added only: do it with what the model returns"
             )
-        if build is None:
-            if all(v is None or v.name not in self.memory.last for v in node.outputs):
-                return
-            raise LayerwiseError(self.unknown(node))
+        unused = all(v is None or v.name not in self.memory.last for v in node.outputs)
+        if unused and row(node.target) is None:
+            return
+        builds = self.builds(node)
         try:
             bound = {k: self.argument(v, whole=by_row) for k, v in node.arguments.items()}
             shapes = [(v, (*_whole(bound).shape[:-1], v.shape[-1]) if by_row else v.shape) for v in node.outputs if v]
             outputs = tuple(_spec(replace(v, shape=shape)) for v, shape in shapes)
             call = Call(node.target, self.names[node.name], bound, outputs, self.batch)
-            result = typed(node, build, call, self.placer)
+            try:
+                result = typed(node, builds[0], call, self.placer)
+            except LayerwiseError:
+                if len(builds) == 1:
+                    raise
+                result = typed(node, builds[1], call, self.placer)
         except LayerwiseError as error:
             raise LayerwiseError(f"layer {self.names[node.name]!r} ({node.target}): {error}") from None
         results = result if isinstance(result, tuple) else (result,)
         for value, made in zip(node.outputs, results, strict=False):
+            if made is None and value and value.name in self.memory.last and not by_row:
+                made = self.beside(node, call, value.name)
             if value is None or made is None or isinstance(made, tuple):
                 continue
             operand = self.placer.place(made, self.names[node.name])
@@ -248,9 +257,7 @@ class _Importer:
         """A tensor; None for one without elements."""
         name = self.memory.current(ref.name)
         if name not in self.values and name not in self.nothing:
-            raise LayerwiseError(
-                f"the model uses {name!r}, an output that layerwise does not make (positions of maxima?)"
-            )
+            raise LayerwiseError(f"the model uses {name!r}, an output that layerwise does not make")
         return self.values.get(name)
 
     def role(self, name: str) -> str:
@@ -260,16 +267,29 @@ class _Importer:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         return self.values[self.memory.current(ref.name)].shape
 
-    def unknown(self, node: Node) -> str:
-        if all(self.role(ref.name) != "activation" for ref in node.operands):
-            return (
-                f"layer {self.names[node.name]!r}: operator {node.target} computes a parameter from others, which is "
-                "not supported (torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
+    def builds(self, node: Node) -> list[Build]:
+        """How to build a call: by its row, or else as PyTorch computes it. LayerwiseError where it cannot be."""
+        special = any(isinstance(value, complex) for value in node.arguments.values())  # a number that no row takes
+        build = None if special else row(node.target)
+        why = why_not(node, from_file=self.program.from_file)
+        if build is None and why is not None:
+            raise LayerwiseError(
+                f"layer {self.names[node.name]!r}: operator {node.target} {why}; register it with "
+                f"layerwise.register_op({node.target!r}, ...)"
             )
-        return (
-            f"layer {self.names[node.name]!r}: operator {node.target} is unknown; register it with "
-            f"layerwise.register_op({node.target!r}, ...)"
-        )
+        as_it_is = partial(torch_call, node, used=self.memory.last.__contains__, shapes=self.placer.shapes)
+        if build is None:
+            return [as_it_is]
+        return [build, as_it_is] if why is None and base_name(node.target) in ELSE_AS_IT_IS else [build]
+
+    def beside(self, node: Node, call: Call, output: str) -> Result:
+        """A further output of a call, such as the positions of maxima, which its row does not make."""
+        unsound = why_not(node, from_file=self.program.from_file) is not None
+        if unsound or any(x.role == "parameter" for x in call.tensors):
+            return None
+        results = torch_call(node, call, used=output.__eq__, shapes=self.placer.shapes)
+        assert isinstance(results, tuple)
+        return next(made for made in results if made is not None)
 
 
 def _spec(value: Value) -> TensorSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
 from layerwise.importers.torch.program import Node, Program
@@ -12,9 +13,13 @@ from layerwise.importers.torch.program import Node, Program
 def shared_parameters(program: Program) -> set[str]:
     """Parameters that are used more than once, also by way of transposes and other views."""
     users: dict[str, list[Node]] = defaultdict(list)
+    read = {ref.name for node in program.nodes for ref in node.operands} | {ref.name for ref in program.outputs}
     for node in program.nodes:
+        layers = (
+            sum(v is not None and v.name in read for v in node.outputs) if base_name(node.target) in RECURRENT else 1
+        )
         for ref in node.operands:
-            users[ref.name].append(node)
+            users[ref.name] += [node] * max(layers, 1)
     lazy = (*SHAPED, *UNCHANGED, "t", "transpose", "permute", "numpy_T", "mT")
 
     def uses(name: str) -> int:

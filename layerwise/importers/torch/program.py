@@ -83,6 +83,7 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
     device: str = "cpu"  # the type of the one that it was traced on
+    from_file: bool = False  # so whoever wrote that has chosen the operators
 
 
 def refs(value: object) -> Iterator[Ref]:

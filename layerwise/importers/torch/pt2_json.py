@@ -99,7 +99,8 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
             outputs.append(text(mapping(arg["as_tensor"])["name"]))
         elif kind == "loss_output":
             outputs.append(text(arg["name"]))
-    return Program(name, tuple(sources), tuple(reader.nodes), tuple(reader.ref(o) for o in outputs), reader.device())
+    returned = tuple(reader.ref(o) for o in outputs)
+    return Program(name, tuple(sources), tuple(reader.nodes), returned, reader.device(), from_file=True)
 
 
 class _Reader:

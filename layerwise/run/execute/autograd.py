@@ -200,7 +200,7 @@ class _Ends(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)  # so that PyTorch refuses a second backward pass here, alike on all ranks
         made = tuple(out.clone() for out in outputs)
-        ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
+        ctx.mark_non_differentiable(*(out for out in made if not (out.is_floating_point() or out.is_complex())))
         return made
 
     @staticmethod

@@ -13,6 +13,7 @@ from layerwise.plan import as_json
 from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.whole import whole_shares
 from layerwise.search.result import Candidate, SearchResult
 
 
@@ -44,6 +45,7 @@ def as_dict(
         "memory_prices": [] if result.within is None else [asdict(price) for price in result.within.prices],
         "baselines": {n: costs_json(c) for n, c in result.baselines.items()},
         **strategy_json(model, best),
+        "whole": whole_shares(model, best),
         "layers": {n: layer_json(p) for n, p in best.price.layers.items()},
         "additive_optimum": {"step_time_s": result.additive.price.step_time_s, **strategy_json(model, result.additive)},
         "optimal": optimum.proven,

@@ -23,6 +23,7 @@ from layerwise.quantities import three_digits, units
 from layerwise.search.baselines import DepthFirst
 from layerwise.search.remedies import Remedy
 from layerwise.search.report.limit import limit_lines, nothing_fits, reserve_lines
+from layerwise.search.report.whole import whole_lines
 from layerwise.search.result import Candidate, SearchResult
 
 NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
@@ -247,6 +248,7 @@ def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()
         )
     yield from limit_lines(result)
     yield from reserve_lines(model, result)
+    yield from whole_lines(model, best)
     yield describe(model, basis(model, best.price))
     yield from warnings(model)
     statistics = sum(p.seconds["statistics"] for p in data.price.layers.values()) / data.price.step_time_s

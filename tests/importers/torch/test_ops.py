@@ -258,12 +258,7 @@ def test_function_of_one_image(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "unknown": (lambda x: torch.fft.fft(x).real, "aten::fft_fft"),
-    "sum of all einsum": (lambda x: torch.einsum("nchh->nch", x[..., :5, :]), "diagonals"),
-    "three": (lambda x: torch.einsum("nchw,ndhw,nehw->cde", x, x, x), "more than two operands"),
-    "norm": (lambda x: torch.linalg.vector_norm(x, 3), "order 3"),
     "positions of a mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "depends on data"),
-    "gather": (lambda x: x[:, x[0, :, 0, 0].long()], "computed from the input"),
 }
 
 

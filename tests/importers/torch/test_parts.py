@@ -55,7 +55,6 @@ def test_parts(name: str) -> None:
     [
         (lambda x: x[COLUMNS[:3], x[:, 0, 0].long()], "positions that are computed from the input"),
         (lambda x: x[ROWS, :, ROWS], "several dimensions at once"),
-        (lambda x: x.argmax() * x, "argmax of all dimensions"),
     ],
 )
 def test_parts_that_are_not_supported(call: Callable[[Tensor], Tensor], message: str) -> None:

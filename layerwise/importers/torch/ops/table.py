@@ -10,11 +10,17 @@ from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
 from layerwise.importers.torch.ops.matrix import MATRICES
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
+from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
-TABLE: Table = {**LAYERS, **MATRICES, **POINTWISE, **REDUCTIONS, **VIEWS, **INDEXING}
+TABLE: Table = {**LAYERS, **MATRICES, **POINTWISE, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING}
+
+# Run as they are: of equal largest elements the gradient goes to one, and what reduces them would share it out.
+AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
+# Run as they are, too, where a call of them is of a kind that the table does not know.
+ELSE_AS_IT_IS = {"einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat", "index_select"}
 
 # Of what the importer rewrites: patterns, writes.
 OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
@@ -61,4 +67,6 @@ def row(target: str) -> Build | None:
         return own
     if target in OWN:
         return OWN[target]
+    if target in AS_IT_IS:
+        return None
     return TABLE.get(base_name(target)) if target.startswith("aten::") else None

@@ -1,0 +1,178 @@
+"""Any operator that PyTorch has, computed as PyTorch does: what no class of layerwise's own describes.
+
+Nothing is known of such an operator but what it makes of tensors that have shapes and no values: so it is not split,
+and every device that computes it has all of its inputs. Where it is known to treat the indices of a dimension alone
+(samples in a Fourier transform along another dimension), the table of the importer says so, and it is split there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm, prod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.dry_run import Made, dry_run
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor stands among the arguments: which of the operator's inputs, or of its parameters."""
+
+    number: int
+    parameter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """An element type as an argument: `float32`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The device that computes, as an argument."""
+
+
+Argument: TypeAlias = Union[Slot, ElementType, Here, bool, int, float, complex, str, "tuple[Argument, ...]", None]
+Free: TypeAlias = tuple[tuple[int | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOp(Op):
+    """Output number `result` of `target(**arguments)`; backward it is autograd's.
+
+    free: for each input and each of its dimensions, the output's dimension that it goes along with, index by index;
+    None: it is needed whole. Output dimensions that none goes along with are not split: () splits nothing.
+    """
+
+    kind: ClassVar[str] = "torch_op"
+    target: str  # "aten::topk", "mylib::swoosh.out": an overload that is registered with torch
+    arguments: tuple[tuple[str, Argument], ...]  # by the names of its schema; those that are not the default's
+    result: int = 0
+    held: tuple[tuple[tuple[int, ...], str], ...] = ()  # shapes and element types of its parameters
+    free: Free = ()
+
+    @property
+    def fn(self) -> str:
+        """What people know it by."""
+        return self.target
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        """Shape and type as PyTorch says; a dimension that goes along with an input's has its label.
+
+        So has one that is as long as the same of an input: it is not split here, but may be by those that come after.
+        """
+        made = made_by(self, inputs)
+        dims: list[str | None] = []
+        units: list[int] = []
+        for i, extent in enumerate(made.shape):
+            labels, unit = self._named(i, extent, inputs)
+            dims.append(next((label for label in labels if label not in dims), None))
+            units.append(unit)
+        return TensorSpec(made.shape, tuple(dims), made.dtype, tuple(units))
+
+    def _named(self, dim: int, extent: int, inputs: Sequence[TensorSpec]) -> tuple[list[str], int]:
+        """Labels that a dimension of the output may have, and its unit."""
+        along = [(x, i) for x, row in zip(inputs, self.free, strict=False) for i, to in enumerate(row) if to == dim]
+        if any(x.shape[i] != extent for x, i in along):
+            raise LayerwiseError(f"{self.target}: dimension {dim} of {extent} is not as long as its input's")
+        alike = [x for x in inputs if len(x.shape) > dim and x.shape[dim] == extent and x.dims[dim]]
+        if not along:
+            return [str(x.dims[dim]) for x in alike[:1]], alike[0].units[dim] if alike else 1
+        named = [str(x.dims[i]) for x, i in along if x.dims[i]]
+        others = [label for x in inputs[:1] if len(x.dims) > dim and (label := x.dims[dim]) not in (None, "n")]
+        return [*named, *map(str, others)] if named else [], lcm(*(x.units[i] for x, i in along))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        rows = self.free or tuple((None,) * len(x.shape) for x in inputs)
+        return tuple(
+            tuple(
+                whole(extent) if to is None else identity(extent, to) for extent, to in zip(x.shape, row, strict=True)
+            )
+            for x, row in zip(inputs, rows, strict=True)
+        )
+
+    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
+        return frozenset(range(len(out.shape))) - {to for row in self.free for to in row if to is not None}
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        return tuple(Parameter(str(i), shape, tuple(map(whole, shape))) for i, (shape, _) in enumerate(self.held))
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        """Of its matrix products, as torch counts them, and one an element that it reads or makes."""
+        made = made_by(self, tuple(inputs))
+        share: Counts = np.prod(extents, axis=-1, dtype=np.float64) / prod(made.shape)
+        return share * (made.flops + prod(made.shape) + sum(x.volume for x in inputs))
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """What autograd is seen to save, and all that is made on the way, of a box by its share of the elements."""
+        made = made_by(self, tuple(inputs))
+        share = np.prod(hi - lo, axis=-1, dtype=np.float64) / prod(made.shape)
+        return Kept(extra=share * made.saved, forward=share * made.forward, between=share * made.backward)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return self.called(inputs, [parameters[str(i)] for i in range(len(self.held))])
+
+    def called(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        """The result, without a conjugation or negation that is only marked: what travels are numbers."""
+        device = (*inputs, *parameters)[0].device
+
+        def real(value: Argument) -> Any:
+            import torch
+
+            match value:
+                case Slot():
+                    return (parameters if value.parameter else inputs)[value.number]
+                case ElementType():
+                    return getattr(torch, value.name)
+                case Here():
+                    return device
+                case tuple():
+                    return [real(v) for v in value]
+            return value
+
+        made = overload_of(self.target)(**{name: real(value) for name, value in self.arguments})
+        result: Tensor = made[self.result] if isinstance(made, (tuple, list)) else made
+        return result.resolve_conj().resolve_neg()
+
+
+@lru_cache(maxsize=4096)
+def made_by(op: TorchOp, inputs: tuple[TensorSpec, ...]) -> Made:
+    """What it makes of tensors of these shapes. LayerwiseError where PyTorch does not take them."""
+    count = len(inputs)
+    shapes = [*((x.shape, x.dtype) for x in inputs), *op.held]
+    try:
+        return dry_run(lambda tensors: op.called(tensors[:count], tensors[count:]), shapes)
+    except LayerwiseError:
+        raise
+    except Exception as error:  # torch raises whatever a shape leads to
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise LayerwiseError(
+            f"{op.target} of shapes {', '.join(str(x.shape) for x in inputs)} fails in PyTorch "
+            f"({said[:160].rstrip('.')}); sizes among its arguments are those of the example inputs"
+        ) from None
+
+
+def overload_of(target: str) -> torch._ops.OpOverload:
+    """`aten::sort.stable`, `aten::topk` (its default overload). LayerwiseError where torch has none of that name."""
+    import torch
+
+    domain, _, name = target.partition("::")
+    packet = getattr(getattr(torch.ops, domain), name.partition(".")[0], None)
+    overload = getattr(packet, name.partition(".")[2] or "default", None)
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise LayerwiseError(f"operator {target} is not registered with torch here: import the package that has it")
+    return overload

@@ -1,0 +1,93 @@
+"""Operators that PyTorch has and layerwise no class for: what they need, and that their cells make the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.ops.base import space
+from layerwise.ops.recurrent import Recurrent
+from layerwise.ops.torch_op import ElementType, Slot, TorchOp
+from layerwise.tensor import TensorSpec
+from tests.ops.harness import Reference, check_needs
+from tests.ops.kernels import check_kernel
+
+X = TensorSpec((4, 3, 6), ("n", "s", "c"), "float64")
+IMAGE = TensorSpec((4, 2, 6, 6), ("n", "c", "h", "w"), "float64")
+GRID = TensorSpec((4, 3, 5, 2), ("n", "h", "w", None), "float64")
+ONE = ("self", Slot(0))
+
+OPS: dict[str, tuple[TorchOp, tuple[TensorSpec, ...], Reference]] = {
+    "whole": (TorchOp("aten::linalg_pinv.atol_rtol_float", (ONE,)), (X,), torch.linalg.pinv),
+    "topk": (TorchOp("aten::topk", (ONE, ("k", 2), ("dim", 2)), 0, (), ((0, 1, None),)), (X,),
+             lambda x: x.topk(2, 2)[0]),
+    "maximum": (TorchOp("aten::max.dim", (ONE, ("dim", 1)), 0, (), ((0, None, 1),)), (X,), lambda x: x.max(1)[0]),
+    "flip": (TorchOp("aten::flip", (ONE, ("dims", (1, 2))), 0, (), ((0, None, None),)), (X,), lambda x: x.flip(1, 2)),
+    "unfold": (TorchOp("aten::im2col", (ONE, ("kernel_size", (2, 2)), ("dilation", (1, 1)), ("padding", (0, 0)),
+                                        ("stride", (1, 1))), 0, (), ((0, None, None, None),)), (IMAGE,),
+               lambda x: torch.nn.functional.unfold(x, 2)),
+    "grid": (TorchOp("aten::grid_sampler", (("input", Slot(0)), ("grid", Slot(1)), ("interpolation_mode", 0),
+                                            ("padding_mode", 0), ("align_corners", False)), 0, (),
+                     ((0, 1, None, None), (0, 2, 3, None))), (IMAGE, GRID),
+             lambda x, grid: torch.nn.functional.grid_sample(x, grid, align_corners=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cells_make_the_whole(name: str) -> None:
+    """Cut in two wherever it may be; what the first of the cells does not need may be anything."""
+    op, specs, reference = OPS[name]
+    where = space(op, specs)
+    cuts = [min(2, d.max_degree) for d in where.dims]
+    check_kernel(op, specs, cuts, reference)
+    first = Box((0,) * len(cuts), tuple(-(-d.extent // cut) for d, cut in zip(where.dims, cuts, strict=True)))
+    check_needs(op, specs, first, reference, tight=False, poison=0.0 if name == "grid" else torch.nan)
+
+
+def test_a_whole_operator_is_not_split_but_named() -> None:
+    """What comes after it may be split."""
+    where = space(TorchOp("aten::linalg_pinv.atol_rtol_float", (ONE,)), (X,))
+    assert [d.max_degree for d in where.dims] == [1, 1, 1]
+    assert where.out.shape == (4, 6, 3)
+    assert where.out.dims == ("n", None, None)
+
+
+def test_types_of_arguments() -> None:
+    op = TorchOp("aten::cumprod", (ONE, ("dim", 1), ("dtype", ElementType("float64"))))
+    assert op.output(TensorSpec((2, 3), ("n", "c"))).dtype == "float64"
+
+
+def test_what_pytorch_does_not_take_is_one_sentence() -> None:
+    with pytest.raises(LayerwiseError, match=r"aten::topk of shapes \(4, 3, 6\) fails in PyTorch") as raised:
+        TorchOp("aten::topk", (ONE, ("k", 9))).output(X)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(LayerwiseError, match="not registered"):
+        TorchOp("nobody::has", (ONE,)).output(X)
+
+
+@pytest.mark.parametrize("options", [{}, {"both": True, "layers": 2}, {"batch_first": False, "bias": False},
+                                     {"given": True}, {"result": 1, "both": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("fn", ["lstm", "gru"])
+def test_recurrent(fn: str, options: dict[str, int]) -> None:
+    op = Recurrent(fn, 5, **options)  # type: ignore[arg-type]
+    x = TensorSpec((4, 3, 6), ("n", "s", "c") if op.batch_first else ("s", "n", "c"))
+    depth, n = op.layers * op.directions, 4 if op.batch_first else 3
+    state = TensorSpec((depth, n, 5), (None, "n", None))
+    specs = (x, *(state,) * (fn == "lstm"), state) if op.given else (x,)
+    module = getattr(torch.nn, fn.upper())(
+        6, 5, op.layers, batch_first=op.batch_first, bidirectional=op.both, bias=op.bias, dtype=torch.float64
+    )
+
+    def reference(x: Tensor, *states: Tensor, **held: Tensor) -> Tensor:
+        given = None if not states else states if fn == "lstm" else states[0]
+        out, last = torch.func.functional_call(module, held, (x, given))
+        return out if not op.result else last[0] if fn == "lstm" else last
+
+    where = space(op, specs)
+    assert [d.max_degree for d in where.dims if d.label] == [n]
+    assert {p.name: p.shape for p in where.parameters} == {k: p.shape for k, p in module.named_parameters()}
+    cuts = [2 if d.label else 1 for d in where.dims]
+    check_kernel(op, specs, cuts, reference)
