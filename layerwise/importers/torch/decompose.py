@@ -21,7 +21,7 @@ from layerwise.importers.registry import canonical
 from layerwise.importers.torch.constants import constant_names
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
-from layerwise.importers.torch.program import Node, Program, Ref, Value, bind
+from layerwise.importers.torch.program import TRACING, Node, Program, Ref, Value, bind
 from layerwise.importers.torch.whole import why_not, without_underscore
 
 MOST_NODES = 64  # that one call becomes
@@ -158,7 +158,7 @@ def _trace(node: Node, values: Mapping[str, Value]) -> fx.Graph | None:
         return overload(**{key: _real(value, given) for key, value in node.arguments.items()})
 
     try:
-        with FakeTensorMode():
+        with TRACING, FakeTensorMode():
             examples = [torch.empty(values[r.name].shape, dtype=getattr(torch, values[r.name].dtype)) for r in refs]
             traced = make_fx(call, decomposition_table=dict(_table()))(*examples)
     except Exception:  # whatever it is: the call stays as it is

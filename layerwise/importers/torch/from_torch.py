@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -25,12 +24,11 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
 from layerwise.importers.torch.cache import without_cache
 from layerwise.importers.torch.patterns import rewrite
-from layerwise.importers.torch.program import Program, read_program
+from layerwise.importers.torch.program import TRACING, Program, read_program
 from layerwise.importers.torch.structure import Structure, structure_of
 from layerwise.importers.torch.unseen import Watch
 
 Dims = Sequence[Sequence[str | None]]
-_EXPORTING = Lock()  # torch.export keeps its modes, and `_quiet` the log and stderr, for the process, not for a thread
 
 
 def from_torch(
@@ -141,7 +139,7 @@ def _export(
             )
     try:
         with (
-            _EXPORTING,
+            TRACING,
             _quiet(),
             Watch().on(model) as watch,
             _synchronised_anywhere(),

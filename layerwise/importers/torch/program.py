@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from layerwise.graph.types import Region, Regions
 from layerwise.importers.registry import canonical
 
 T = TypeVar("T")
+TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
 Stack = tuple[tuple[str, str, str], ...]  # (key, path, class) of the modules around a call, outermost first
 
 # Regions that run their graph as it stands, and how many arguments stand between the graph and its operands.

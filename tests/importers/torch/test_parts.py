@@ -50,16 +50,9 @@ def test_parts(name: str) -> None:
     imported(Function(PICKED[name]), (x * (1 + x % 3),))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: x[COLUMNS[:3], x[:, 0, 0].long()], "positions that are computed from the input"),
-        (lambda x: x[ROWS, :, ROWS], "several dimensions at once"),
-    ],
-)
-def test_parts_that_are_not_supported(call: Callable[[Tensor], Tensor], message: str) -> None:
-    with pytest.raises(LayerwiseError, match=message):
-        from_torch(Function(call), (torch.randn(3, 5, 4),))
+@pytest.mark.parametrize("call", [lambda x: x[COLUMNS[:3], x[:, 0, 0].long()], lambda x: x[ROWS, :, ROWS]])
+def test_positions_that_no_slices_tell_are_whole(call: Callable[[Tensor], Tensor]) -> None:
+    assert [layer.whole for layer in from_torch(Function(call), (torch.randn(3, 5, 4),)).inner][-1]
 
 
 def test_what_is_seen_through_another_view_is_not_rewritten() -> None:
