@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) -e '.[data,dev,notebooks]'
+	$(PIP) -e '.[data,dev,notebooks,volumes]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -40,7 +40,7 @@ def test_an_example_learns_on_one_process(
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_and_hides_no_package(path: Path) -> None:
     """Python puts a script's folder first: examples/onnx.py would be imported in the place of onnx."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 70
     assert path.stem not in ("onnx", "torch", "transformers", "layerwise")
 
 

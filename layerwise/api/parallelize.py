@@ -126,9 +126,9 @@ def parallelize(
     names. It tells the device and the batch. Or a DataLoader of (inputs, target) or of tensors by name.
     batch: samples of all ranks together (default: the example's times the number of ranks); with fewer samples than
     ranks every rank feeds the whole batch. io: "boxes" where each rank reads only the boxes of the inputs that it
-    needs (`BoxLoader` does, `read_boxes` says which), and gets its box of each output: then example_inputs are those of
-    the whole batch, which may be on the meta device, and a loss that is to be one number is inside the model, its
-    target an input.
+    needs (`BoxLoader` does, `read_boxes` says which), and gets its box of each output with samples, all of a loss
+    and of numbers of the whole batch. Then example_inputs are those of the whole batch, also on the meta device, and a
+    loss is inside the model, its target an input.
     strategy: "data", "model" or "owt", or {layer: {dimension: degree}} for some layers, such as {"fc": {"c": 4}}
     (outputs) or {"fc": {"k": 4}} (inputs); the others are optimised around them. plan: run this one, without a search.
     profile: of the machine. Default: measured on these ranks and kept in ~/.cache/layerwise; what is not there yet is

@@ -67,10 +67,10 @@ def outputs(source: Place, spec: TensorSpec, io: str, *, alone: bool, loss: bool
     """Where every device feeds the whole batch (io free): a box of all classes for each different one, and its loss.
 
     With several outputs all devices get all of each, and go back with their own part of what they computed alike. Where
-    each reads boxes (io boxes) it keeps its own box of an output, and gets all of a number or of a loss.
+    each reads boxes (io boxes) it keeps its own box of an output, and gets all of a loss and of what is of no sample.
     """
     own, devices = source.owned, len(source.owned.lo)
-    if io == "boxes" and not (loss or not spec.shape):
+    if io == "boxes" and not loss and spec.index("n") is not None:
         zero = np.zeros(devices)
         return Moved(own.volume, own.volume, zero, zero, True, zero, zero)
     if io == "boxes" or not alone or len(spec.shape) < 2:

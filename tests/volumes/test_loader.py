@@ -7,9 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
+import zarr
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -130,7 +132,12 @@ def files(tmp_path: Path) -> dict[str, object]:
     np.save(tmp_path / "t.npy", target)
     for i in range(2):
         np.save(tmp_path / f"x{i}.npy", x[i])
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file["images"] = x
+    zarr.save(str(tmp_path / "x.zarr"), x)
     return {
+        "hdf5": f"{tmp_path / 'all.h5'}::images",
+        "zarr": tmp_path / "x.zarr",
         "file": str(tmp_path / "x.npy"),
         "files": [tmp_path / f"x{i}.npy" for i in range(2)],
         "function": lambda index, slices: x[index][slices],
@@ -139,11 +146,11 @@ def files(tmp_path: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("kind", ["file", "files", "function", "array"])
+@pytest.mark.parametrize("kind", ["file", "files", "function", "array", "hdf5", "zarr"])
 def test_where_samples_lie(kind: str, files: dict[str, object]) -> None:
     _, network, graph = segments(2)
     module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
-    ((x, target),) = BoxLoader(module, files[kind], files["target"], samples=2, workers=int(kind == "file"))
+    ((x, target),) = BoxLoader(module, files[kind], files["target"], samples=2, workers=int(kind in ("file", "hdf5")))
     assert torch.equal(x, torch.from_numpy(samples(2)[0]))
     assert target.dtype == torch.int64
 

@@ -167,7 +167,7 @@ class Schedule:
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""
         spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
-        if self.boxes and spec.shape and source.main.loss is None:
+        if self.boxes and spec.index("n") is not None and source.main.loss is None:
             need = self.places[source.name].owned.each
         elif self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each

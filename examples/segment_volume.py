@@ -1,0 +1,63 @@
+"""Grey and white matter of a brain by a 3-D U-Net: every rank reads the boxes of the crops that it needs, no more.
+
+pip install '.[volumes]'; torchrun --nproc-per-node 4 examples/segment_volume.py
+"""
+
+import argparse
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from layerwise.models import find
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.volumes.mni152 import CLASSES, mni152
+
+
+class Segmentation(nn.Module):
+    """The loss of a batch, and the Dice of each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = find("unet3d").build(width=0.125, num_classes=len(CLASSES))
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.network(x)
+        p, t, axes = logits.softmax(1), F.one_hot(target, len(CLASSES)).movedim(-1, 1), (0, 2, 3, 4)
+        dice = 2 * (p * t).sum(axes) / (p + t).sum(axes)
+        return F.cross_entropy(logits, target) + 1 - dice.mean(), dice
+
+
+def main(steps: int, extent: int, batch: int) -> None:
+    torch.manual_seed(0)
+    x = torch.empty(batch, 1, extent, extent, extent, device="meta")  # of all ranks together, in nobody's memory
+    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), io="boxes", measure_s=0.0)
+    print(f"rank {model.comm.rank} reads {model.read_boxes()['x'].shape} of {tuple(x.shape)}")
+    image, labels = mni152()
+    cut = labels.shape[0] * 2 // 3  # the rest is held out
+
+    def crops(part: slice, count: int) -> layerwise.BoxLoader:
+        sources = [np.broadcast_to(a, (count, *a.shape)) for a in (image[:, part], labels[part])]
+        return layerwise.BoxLoader(model, *sources, crop="random", flip="dhw")
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step, inputs in enumerate(crops(slice(cut), steps * batch)):
+        optimizer.zero_grad()
+        loss, _ = model(*inputs)
+        loss.backward()
+        optimizer.step()
+        if model.comm.rank == 0:
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    with torch.no_grad():
+        dice = torch.stack([model(*inputs)[1] for inputs in crops(slice(cut, None), 4 * batch)]).mean(0)
+    if model.comm.rank == 0:
+        print("held out: " + ", ".join(f"{name} {d:.3f}" for name, d in zip(CLASSES, dice.tolist(), strict=True)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--extent", type=int, default=32, help="of a crop, in voxels; 64 to 128 for real work")
+    parser.add_argument("--batch", type=int, default=1)
+    main(**vars(parser.parse_args()))
