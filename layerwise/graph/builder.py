@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
@@ -36,20 +36,32 @@ class GraphBuilder:
         return self._layers[name].out
 
     def add(
-        self, name: str, op: Op, inputs: Sequence[str], parameters: Sequence[str] = (), weights: str | None = None
+        self,
+        name: str,
+        op: Op,
+        inputs: Sequence[str],
+        parameters: Sequence[str] = (),
+        weights: str | None = None,
+        computed: Collection[int] = (),
     ) -> str:
         """Adds `op` on the named layers. Returns the layer's name (made unique). Shapes are checked here.
 
-        weights: the element type of its parameters, where that is known.
+        weights: the element type of its parameters, where that is known. computed: which of them are made by the layers
+        of these names, as with weight norm.
         """
         specs = tuple(self._layers[i].out for i in inputs)
-        tied = tuple(i for i, p in enumerate(parameters) if p in self._layers and self._layers[p].role is Role.TIED)
+        sources = {i: self._layers[p] for i, p in enumerate(parameters) if p in self._layers}
+        tied = tuple(i for i, source in sources.items() if i in computed or source.role is Role.TIED)
         edges = (*inputs, *(parameters[i] for i in tied))
         unique, count = name, 1
         while unique in self._layers or unique == SINK:
             count += 1
             unique = f"{name}:{count}"
         layer = Layer(unique, op, edges, specs, tuple(parameters), tied, autocast=self.autocast)
+        for i in computed:
+            own, made = layer.space.parameters[i].shape, sources[i].out
+            if own != made.shape:
+                raise LayerwiseError(f"its parameter of shape {own} is computed, with shape {made.describe()}")
         types = self._types(layer, weights)
         self._layers[unique] = layer if types is None else replace(layer, types=types)
         return unique

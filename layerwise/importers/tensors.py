@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Tensor
+from layerwise.ops.along import Take
 from layerwise.ops.combine import Concat
 from layerwise.ops.embed import Embedding
 from layerwise.ops.learned import Learned
@@ -115,15 +117,31 @@ def axis(call: Call, name: str = "dim") -> int:
 
 
 def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
-    """x at constant positions of a dimension, as slices that are joined; rows of a table of parameters are embedded."""
+    """x at positions of a dimension: slices that are joined, where constants are few pieces; rows of a table of
+    parameters are embedded."""
     if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
         return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype), (index,), (x,))
+    if index.value is None and index.spec.dtype != "bool":
+        return Built(Take(dim), (x, index))
     places = places_of(index, x.shape[dim])
-    if places.ndim != 1:
-        if places.ndim == 0:
-            return Built(Select(dim, int(places)), (x,))
-        raise LayerwiseError(f"index: positions of shape {places.shape} are not supported; write it as slices")
+    if places.ndim == 0:
+        return Built(Select(dim, int(places)), (x,))
+    if index.spec.dtype != "bool" and (places.ndim > 1 or pieces(places) > MOST_PIECES):
+        return Built(Take(dim), (x, index))
     return joined(runs(x, x.shape, dim, places), dim)
+
+
+def pieces(places: NDArray[np.int64]) -> int:
+    """How many slices take these places."""
+    steps = np.diff(places)
+    return 1 if len(set(steps.tolist())) <= 1 and (steps > 0).all() else int((steps != 1).sum()) + 1
+
+
+def made_constant(value: NDArray[np.int64]) -> Operand:
+    """Positions that an importer computes, named by what they are."""
+    digest = sha256(repr(value.shape).encode() + value.tobytes()).hexdigest()[:16]
+    spec = TensorSpec(value.shape, (None,) * value.ndim, "int64")
+    return Operand("constant", f"positions.{digest}", spec, value)
 
 
 def places_of(index: Operand, extent: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What goes along one dimension and keeps it: running sums, and elements picked by position.
+"""What goes along one dimension: running sums, and elements picked by position.
 
 https://pytorch.org/docs/stable/generated/torch.cumsum.html and torch.gather.html
 """
@@ -91,3 +91,45 @@ class Gather(Op):
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
         return x.gather(self.dim, index.long())
+
+
+@dataclass(frozen=True, slots=True)
+class Take(Op):
+    """x at the positions `index` of dimension `dim`; the index's dimensions take the place of that one (numpy.take).
+
+    x is needed whole along `dim`; the output is cut anywhere. Positions count from the end where they are negative.
+    """
+
+    kind: ClassVar[str] = "take"
+    arithmetic: ClassVar[bool] = False
+    dim: int
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, index = inputs
+        dim = dim_index(self.dim, x)
+        if index.differentiable or index.dtype == "bool":
+            raise LayerwiseError(f"positions must be integers, not {index.dtype}")
+        known = {label for i, label in enumerate(x.dims) if i != dim}
+        labels = tuple(None if label in known else label for label in index.dims)
+        shape, dims, units = (
+            (*a[:dim], *b, *a[dim + 1 :])
+            for a, b in ((x.shape, index.shape), (x.dims, labels), (x.units, index.units))
+        )
+        return TensorSpec(shape, dims, x.dtype, units)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        x, index = inputs
+        dim, more = dim_index(self.dim, x), len(index.shape) - 1
+        maps = [identity(extent, i if i < dim else i + more) for i, extent in enumerate(x.shape)]
+        maps[dim] = whole(x.shape[dim])
+        return tuple(maps), tuple(identity(extent, dim + i) for i, extent in enumerate(index.shape))
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(output=False)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        x, index = inputs
+        dim = dim_index(self.dim, local.specs[0])
+        places = index.reshape(-1).long()
+        places = places.where(places >= 0, places + x.shape[dim])
+        return x.index_select(dim, places).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])

@@ -23,6 +23,7 @@ from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Extents = NDArray[np.int64]  # (..., dimensions of the iteration space): extents of boxes
@@ -147,6 +148,7 @@ class Local:
     # overwrite the tensor. None where this device has all that it needs.
     all_reduce: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     seed: Seed = 0  # of the random numbers of this step, equal on all devices
+    device: torch.device | None = None  # that computes, where the kernel is given no tensor; None: the CPU
     convolve: Callable[..., Tensor] | None = field(default=None, compare=False)  # instead of torch's convolution
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -180,6 +182,7 @@ class Op(ABC):
     view: ClassVar[bool] = False  # moves no data by itself: fused into its consumer's `needs`
     role: ClassVar[Role] = Role.COMPUTE
     draws: ClassVar[bool] = False  # random numbers, in training
+    draws_always: ClassVar[bool] = False  # in evaluation, too
     ids: ClassVar[bool] = False  # its input is of integers that look up rows
     weights: ClassVar[bool] = False  # has weights whose element type is the model's
     weights_late: ClassVar[bool] = False  # the gradient of its weights can be made after that of its input

@@ -14,6 +14,7 @@ from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 AllReduce = Callable[["Tensor"], "Tensor"]
@@ -38,14 +39,15 @@ def local_stages(
     cell: Box,
     owned: Box,
     all_reduce: Callable[[int], AllReduce | None] = lambda _: None,
+    device: torch.device | None = None,
 ) -> tuple[LocalStage, ...]:
     """The stages of one cell of a layer: the main operator on `cell`, the epilogue on the box that is `owned`.
 
     inputs: the layer's; cell: a box of its iteration space; `owned` differs from it where k is split. all_reduce: by
-    the stage's number, the sum over the devices that share its statistics.
+    the stage's number, the sum over the devices that share its statistics. device: that computes it.
     """
     return tuple(
-        _local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell, all_reduce(number))
+        _local_stage(stage, inputs[stage.inputs], owned if stage.epilogue else cell, all_reduce(number), device)
         for number, stage in enumerate(stages)
     )
 
@@ -75,7 +77,7 @@ def run_stages(
             values.insert(stage.slot, result)
         named = {name: parameters[i] for name, i in own.parameters.items()}
         local = own.training if training else own.evaluation
-        if training and stage.op.draws:
+        if stage.op.draws and (training or stage.op.draws_always):
             local = replace(local, seed=seed(number))
         if convolve is not None and number == 0:
             local = replace(local, convolve=convolve)
@@ -95,12 +97,14 @@ def needed_box(maps: Maps, box: Box) -> Box:
     return Box(tuple(lo.tolist()), tuple(hi.tolist()))
 
 
-def _local_stage(stage: Stage, inputs: Sequence[TensorSpec], box: Box, all_reduce: AllReduce | None) -> LocalStage:
+def _local_stage(
+    stage: Stage, inputs: Sequence[TensorSpec], box: Box, all_reduce: AllReduce | None, device: torch.device | None
+) -> LocalStage:
     needs = tuple(needed_box(maps, box) for maps in stage.space.needs)
     chains = tuple(_chain(*row) for row in zip(stage.views, inputs, stage.outside(needs), strict=True))
     places = range(stage.parameters.stop)[stage.parameters]
     parameters = {p.name: i for p, i in zip(stage.space.parameters, places, strict=True)}
-    local = Local(stage.space, stage.specs, box, needs, all_reduce=all_reduce)
+    local = Local(stage.space, stage.specs, box, needs, all_reduce=all_reduce, device=device)
     return LocalStage(stage, local, replace(local, training=False), chains, parameters)
 
 

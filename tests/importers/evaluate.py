@@ -18,7 +18,7 @@ from layerwise.importers.registry import Operand
 from layerwise.importers.torch.build import _Importer
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import read_program
-from layerwise.ops.along import Cumsum, Gather
+from layerwise.ops.along import Cumsum, Gather, Take
 from layerwise.ops.attention import Attention
 from layerwise.ops.base import Op, Role
 from layerwise.ops.combine import Concat
@@ -174,6 +174,8 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return x.scatter_add(op.dim, *inputs[1:])
         case Scatter():
             return x.scatter(op.dim, *inputs[1:], *([] if op.value is None else [op.value]))
+        case Take():
+            return x[(slice(None),) * op.dim + (inputs[1],)]
         case Loss():
             return _loss(op, *inputs)
         case TorchOp():
@@ -252,7 +254,7 @@ def imported(
     importer = _Importer(program, "model", None)
     graph = importer.graph()
     stored: dict[str, Tensor] = {s.target: t for s in program.sources if (t := s.read()) is not None}
-    for value in importer.values.values():
+    for value in (*importer.values.values(), *importer.placer.constants.values()):
         if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
             stored[value.name] = torch.tensor(value.value)
             stored[f"{value.name}.not"] = torch.tensor(np.logical_not(value.value))

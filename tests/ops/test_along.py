@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.along import Cumsum, Gather
+from layerwise.ops.along import Cumsum, Gather, Take
 from layerwise.ops.base import space
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import cells, check_needs, images, values
@@ -43,6 +43,22 @@ def test_gather(data: st.DataObject) -> None:
     check_kernel(
         op, [x, index], data.draw(degrees(space(op, (x, index)))), lambda a, b: a.gather(dim, b), inputs=inputs
     )
+
+
+@given(st.data())
+def test_take(data: st.DataObject) -> None:
+    x = data.draw(images(ranks=(0, 2), low=2, high=4))
+    dim = data.draw(st.integers(0, len(x.shape) - 1))
+    extents = data.draw(st.lists(st.integers(1, 4), max_size=2))
+    index = TensorSpec(tuple(extents), (None, "s")[2 - len(extents) :], "int64")
+    op = Take(dim)
+    where, count = space(op, (x, index)), x.shape[dim]
+    places = torch.randint(-count, count, index.shape, generator=torch.Generator().manual_seed(0))
+
+    def take(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return t[(slice(None),) * dim + (at,)]
+
+    check_kernel(op, [x, index], data.draw(degrees(where)), take, inputs=[*values([x]), places])
 
 
 def test_positions_that_do_not_fit() -> None:

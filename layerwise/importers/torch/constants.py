@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch._subclasses import FakeTensor
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch.ops.table import FOLDED, SHAPED_ONLY, base_name
+from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
 from layerwise.importers.torch.program import Node, Program, Ref
 
 MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
@@ -38,7 +38,8 @@ class Missing:
 
 def is_constant(node: Node, known: Callable[[str], bool]) -> bool:
     """Whether a call gives the same at every step; `known` says so of its operands."""
-    return base_name(node.target) in SHAPED_ONLY or all(known(ref.name) for ref in node.operands)
+    name = base_name(node.target)
+    return name not in DRAWING and (name in SHAPED_ONLY or all(known(ref.name) for ref in node.operands))
 
 
 def constant_names(program: Program) -> set[str]:

@@ -32,9 +32,10 @@ class TorchPlacer(Placer):
         for p in parameters:
             if self._is_reshaped(p):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
-        trained = (p.spec.dtype for p in parameters if p.role == "parameter")
+        trained = (p.spec.dtype for p in parameters if p.role != "constant")
         names = [p.name for p in parameters]
-        return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None))
+        computed = [i for i, p in enumerate(parameters) if p.activation]
+        return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None), computed)
 
     def _stands_alone(self, p: Operand) -> bool:
         """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""
@@ -48,7 +49,7 @@ class TorchPlacer(Placer):
 
     def _is_reshaped(self, p: Operand) -> bool:
         """Whether a parameter with a node of its own is used in another shape than it has."""
-        return p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
+        return not p.activation and p.name in self.sources and (p.transposed or p.shape != self.shapes[p.name].shape)
 
     def _tied(self, x: Operand) -> str:
         if x.name not in self.sources:

@@ -50,6 +50,11 @@ class Executor:
         if self.schedule.blocks:
             both = "compile=True, and recompute or checkpoint_activations=True, both say what the backward pass keeps"
             raise LayerwiseError(f"{both}: leave one out")
+        for layer in self.schedule.graph.layers:
+            if any(stage.op.draws_always for stage in layer.stages):
+                raise LayerwiseError(
+                    f"layer {layer.name!r} draws random numbers that are not compiled: leave compile= out"
+                )
         self._compiled = CompiledSegments(self.schedule, settings)
 
     @property

@@ -83,7 +83,7 @@ def replacements(
     for number, layer in enumerate(graph.layers):
         groups = _shared(layer, where, size, options)
         for i, (stage, name) in enumerate(zip(layer.stages, (layer.name, *layer.epilogue), strict=True)):
-            if stage.op.random:
+            if stage.op.random and not (stage.op.draws_always and size == 1):  # one device draws as PyTorch does
                 itself = name in network.called and _is(modules.get(name), DROPOUTS)
                 if not itself or calls[name] > 1 or _permuted(network.graph, name, stage):
                     return None

@@ -63,7 +63,7 @@ def work(layer: Layer, number: int, place: Place, comm: Comm, *, local_batch_nor
         return None
     summed = statistics(layer, place, rank, local_batch_norm=local_batch_norm)
     stages = local_stages(
-        layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name)
+        layer.stages, layer.specs, cell, owned, lambda stage: summing(comm, summed[stage], layer.name), comm.device
     )
     return Work(layer.name, number, stages, summed, reduction(layer, place, rank))
 

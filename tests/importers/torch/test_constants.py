@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.plan import Plan
+from layerwise.run.load import load
 from tests.comm.thread import run_threads
+from tests.run.plans import random_plan
+from tests.run.small_modules import layered
 
 
 class Model(nn.Module):
@@ -42,9 +49,7 @@ KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "positions": lambda y, table: torch.bucketize(table[0], torch.arange(1.0, 5.0, 2.0)).to(y.dtype),
 }  # fmt: skip
 UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "noise": (lambda y, table: 0.1 * torch.randn_like(y), "'randn_like' draws random numbers"),
-    "what is made of noise": (lambda y, table: torch.rand(len(y), 1).round() * y, "'rand' draws random numbers"),
-    "stochastic depth": (drawn_depth, "'bernoulli_?' draws random numbers"),
+    "an order": (lambda y, table: y[:, torch.randperm(6)], "'randperm' draws random numbers"),
     "a large one": (lambda y, table: torch.ones(2048, 1024).cumsum(0)[:6, 0], r"\(2048, 1024\) .* up to 1,048,576"),
     "an operator": (lambda y, table: torch.linalg.inv(table + torch.eye(6))[0], "computes aten::linalg_inv of nothing"),
 }  # fmt: skip
@@ -54,6 +59,41 @@ UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_constants_made_in_the_forward_pass_are_computed(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x = Model(made), torch.randn(4, 6)
     torch.testing.assert_close(layerwise.parallelize(model, x, verbose=False)(x), model(x))
+
+
+DRAWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "noise": lambda y, table: 0.1 * torch.randn_like(y),
+    "what is made of noise": lambda y, table: torch.rand(len(y), 1).round() * y,
+    "stochastic depth of all": drawn_depth,
+    "chances": lambda y, table: torch.bernoulli(torch.sigmoid(y)) * y,
+    "integers": lambda y, table: torch.randint(2, 7, (len(y), 6)).to(y.dtype) * y,
+}
+
+
+@pytest.mark.parametrize("made", DRAWN.values(), ids=DRAWN)
+def test_numbers_that_a_network_draws_are_alike_under_every_plan(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """And one device draws them as PyTorch does."""
+    model, x = Model(made).double(), torch.randn(4, 6).double()
+    torch.manual_seed(0)
+    out = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(layerwise.parallelize(model, x, verbose=False)(x), out)
+    network = layered(network_of(model, (x[:2],), 4, "drawn"))
+    graph = fuse(network.graph)
+
+    def step(comm: Comm, plan: Plan) -> tuple[Tensor, Tensor, slice]:
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        drawn = module(x[module.share()])
+        drawn.square().sum(1).mean().backward()
+        torch.optim.SGD(module.parameters(), 0.1).step()
+        return drawn.detach(), module.full_state_dict()["linear.weight"], module.share()
+
+    wanted, weight, _ = step(SoloComm(), random_plan(graph, 1, 0, "sample"))
+    for seed in range(3):
+        plan = random_plan(graph, 2, seed, "sample")
+        for drawn, own, share in run_threads(2, lambda comm, plan=plan: step(comm, plan)):  # type: ignore[misc]
+            torch.testing.assert_close(drawn, wanted[share])
+            torch.testing.assert_close(own, weight)
 
 
 @pytest.mark.parametrize(("made", "said"), UNKNOWN.values(), ids=UNKNOWN)

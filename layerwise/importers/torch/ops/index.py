@@ -6,15 +6,16 @@ Positions that are constants become slices; those that come from the input, a ga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import axis, gathered, joined, permuted, places_of, reshaped, runs
-from layerwise.ops.along import Gather
+from layerwise.importers.tensors import axis, expanded, gathered, joined, made_constant, permuted, places_of, reshaped, runs
+from layerwise.ops.along import Gather, Take
 from layerwise.ops.scatter import OneHot, Scatter
-from layerwise.ops.view import Expand, Select
+from layerwise.ops.view import Expand, Select, Slice
 
 
 def index(call: Call) -> Result:
@@ -37,11 +38,15 @@ def _one_a_sample(x: Operand, *indices: Operand) -> Result:
     """x[arange(n), positions]: of every sample the element at a position of its own."""
     samples, *rest = x.shape
     positions = indices[-1]
-    every = indices[0].value is not None and np.array_equal(indices[0].value, np.arange(samples))
-    if len(indices) != 2 or not every or positions.shape != (samples,) or positions.spec.dtype == "bool":
+    rows = indices[0].value
+    every = rows is not None and rows.shape[:1] == (samples,) and np.array_equal(rows.ravel(), np.arange(samples))
+    fits = len(positions.shape) <= 2 and positions.shape[:1] == (samples,) and positions.spec.dtype != "bool"
+    if len(indices) != 2 or not every or not fits or (rows is not None and rows.ndim != len(positions.shape)):
         raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
-    wide = Built(Expand((samples, 1, *rest[1:])), (reshaped(positions, (samples, *(1,) * len(rest))),))
-    return Built(Select(1, 0), (Built(Gather(1), (x, wide)),))
+    count = positions.shape[1] if len(positions.shape) > 1 else 1
+    wide = Built(Expand((samples, count, *rest[1:])), (reshaped(positions, (samples, count, *(1,) * len(rest[1:]))),))
+    picked = Built(Gather(1), (x, wide))
+    return picked if len(positions.shape) > 1 else Built(Select(1, 0), (picked,))
 
 
 def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
@@ -52,13 +57,10 @@ def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
     dims = [dim for dim, _ in used]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     masks = any(index.spec.dtype == "bool" for _, index in used)
-    if (
-        masks
-        or not adjacent
-        or any(len(d) > 1 for d in along)
-        or len({d for one in along for d in one}) < sum(map(len, along))
-    ):
+    if masks or not adjacent:
         raise LayerwiseError("index: several dimensions at once are not supported; write it as slices")
+    if any(len(d) > 1 for d in along) or len({d for one in along for d in one}) < sum(map(len, along)):
+        return _flat(x, used)
     result: Tensor = x
     extents = list(x.shape)
     for dim, index in used:
@@ -70,12 +72,28 @@ def _grid(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
     return reshaped(permuted(result, order), (*extents[: dims[0]], *shape, *extents[dims[-1] + 1 :]))
 
 
+def _flat(x: Operand, used: Sequence[tuple[int, Operand]]) -> Result:
+    """x at constant positions of adjacent dimensions, which are merged for it."""
+    first, last = used[0][0], used[-1][0]
+    extents = x.shape[first : last + 1]
+    places = np.broadcast_arrays(*(places_of(index, extent) for (_, index), extent in zip(used, extents, strict=True)))
+    flat = np.ravel_multi_index(tuple(places), extents)
+    merged = reshaped(x, (*x.shape[:first], prod(extents), *x.shape[last + 1 :]))
+    return Built(Take(first), (merged, made_constant(flat)))
+
+
 def index_select(call: Call) -> Result:
     return gathered(call.operand("self"), axis(call), call.operand("index"))
 
 
 def gather(call: Call) -> Result:
-    return Built(Gather(axis(call)), (call.operand("self"), call.operand("index")))
+    """x at positions of one dimension; where there are fewer in another one, of its first elements."""
+    x, index, dim = call.operand("self"), call.operand("index"), axis(call)
+    result: Tensor = x
+    for i, (have, wanted) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if i != dim and wanted < have:
+            result = Built(Slice(i, 0, wanted), (result,))
+    return Built(Gather(dim), (result, index))
 
 
 def scatter(call: Call) -> Result:
@@ -99,6 +117,33 @@ def one_hot(call: Call) -> Result:
     return Built(OneHot(len(x.shape), count, "int64"), (reshaped(x, (*x.shape, 1)),))
 
 
+def take_along_dim(call: Call) -> Result:
+    """As gather, of tensors that broadcast to each other elsewhere."""
+    x, index = call.operand("self"), call.operand("indices")
+    if call.get("dim") is None:
+        raise LayerwiseError("take_along_dim of a flattened tensor is not supported; name a dimension")
+    dim = axis(call)
+    shapes = [(*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (x, index)]
+    common = np.broadcast_shapes(*shapes)
+    wide = [
+        expanded(t, (*common[:dim], t.shape[dim], *common[dim + 1 :]), call.batch) if shape != common else t
+        for t, shape in zip((x, index), shapes, strict=True)
+    ]
+    return Built(Gather(dim), tuple(wide))
+
+
+def repeat_interleave(call: Call) -> Result:
+    """Every element of a dimension several times, one after the other."""
+    x, times = call.operand("self"), call.get("repeats")
+    if not isinstance(times, int):
+        raise LayerwiseError("repeat_interleave with a tensor of repeats is not supported; give a number")
+    shape = x.shape if call.get("dim") is not None else (prod(x.shape),)
+    dim = axis(call) if call.get("dim") is not None else 0
+    apart = reshaped(reshaped(x, shape), (*shape[: dim + 1], 1, *shape[dim + 1 :]))
+    wide = Built(Expand((*shape[: dim + 1], times, *shape[dim + 1 :])), (apart,))
+    return reshaped(wide, call.outputs[0].shape)
+
+
 INDEXING: Table = {
     "index": index,
     "index_select": index_select,
@@ -106,4 +151,6 @@ INDEXING: Table = {
     "scatter": scatter,
     "scatter_add": scatter,
     "one_hot": one_hot,
+    "take_along_dim": take_along_dim,
+    "repeat_interleave": repeat_interleave,
 }

@@ -7,7 +7,8 @@ from typing import Literal
 from layerwise.errors import LayerwiseError
 from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
-from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.attention import Attention
 from layerwise.ops.conv import Conv, ConvTranspose
@@ -21,14 +22,12 @@ Pads = tuple[tuple[int, int], ...]
 
 
 def stored(call: Call, *names: str) -> tuple[Operand, ...]:
-    """The parameters and buffers of these names that the call has."""
+    """The parameters and buffers of these names that the call has; also such that are computed of others."""
     operands = [call.operand(name) for name in names if call.get(name) is not None]
     for p in operands:
-        if p.activation or p.transposed:
-            raise LayerwiseError(
-                f"{call.target}: its {_argument(call, p)} is computed in the forward pass; it must be a parameter "
-                "(torch.nn.utils.parametrize.remove_parametrizations undoes weight and spectral norm)"
-            )
+        if p.transposed or "n" in p.spec.dims:
+            how = "transposed" if p.transposed else "computed of the samples"
+            raise LayerwiseError(f"{call.target}: its {_argument(call, p)} is {how}, which is not supported")
     return tuple(operands)
 
 
@@ -118,6 +117,9 @@ def _affine(call: Call) -> tuple[Operand, ...]:
 
 def batch_norm(call: Call) -> Result:
     """Plans are for training: a model that was exported for evaluation normalises by its batch as well."""
+    x = call.operand("input")
+    if x.role == "parameter":
+        return _first(call, standardised(x, call.number("eps"), call.get("weight"), call.get("bias")))
     affine = _affine(call)
     running = stored(call, "running_mean", "running_var") if "running_mean" in call.arguments else ()
     op = BatchNorm(bool(affine), call.number("eps"), call.number("momentum"), bool(running))
@@ -153,7 +155,7 @@ def local_response_norm(call: Call) -> Result:
     return Built(op, (call.operand("input"),))
 
 
-def _first(call: Call, made: Built) -> Result:
+def _first(call: Call, made: Tensor) -> Result:
     """Operators of decomposed programs have statistics as further outputs, which nobody needs."""
     return (made, *(None,) * (len(call.outputs) - 1)) if len(call.outputs) > 1 else made
 

@@ -10,12 +10,16 @@ from layerwise.importers.torch.ops.index import INDEXING
 from layerwise.importers.torch.ops.layers import LAYERS, local_response_norm
 from layerwise.importers.torch.ops.matrix import MATRICES
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE, POINTWISE, drop_path
+from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
+from layerwise.importers.torch.ops.weights import WEIGHTS
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
-TABLE: Table = {**LAYERS, **MATRICES, **POINTWISE, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING}
+TABLE: Table = {
+    **LAYERS, **MATRICES, **POINTWISE, **RANDOM, **RECURRENT, **REDUCTIONS, **VIEWS, **INDEXING, **WEIGHTS
+}  # fmt: skip
 
 # Run as they are: of equal largest elements the gradient goes to one, and what reduces them would share it out.
 AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
@@ -36,11 +40,13 @@ PROMOTING = ELEMENTWISE | {
     "true_divide", "float_power", "fmax", "fmin", "__and__", "__or__", "__xor__", "clip",
 }  # fmt: skip
 
+# What draws random numbers, also of nothing but constants.
+DRAWING = frozenset(RANDOM) | {"dropout", "feature_dropout", "native_dropout"}
+
 # Their result has a shape of its own or of its first argument, and values that no argument decides.
 SHAPED_ONLY = frozenset({
-    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
-    "randn_like", "randint_like", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "eye",
-    "linspace", "scalar_tensor", "tril_indices", "triu_indices",
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "arange",
+    "zeros", "ones", "full", "empty", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices",
 })  # fmt: skip
 
 # What else is worth computing where nothing but constants goes in. A closed list: a .pt2 file names operators, too.

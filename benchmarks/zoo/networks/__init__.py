@@ -1,0 +1,28 @@
+"""The networks by package. A package is imported when one of its networks is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+
+from benchmarks.zoo.example import Build, Example
+
+PACKAGES = ("torchvision", "timm", "transformers", "diffusers", "monai", "nnunet", "smp", "audio")
+
+
+def names() -> tuple[str, ...]:
+    """`package/network`, of all."""
+    return tuple(f"{package}/{name}" for package in PACKAGES for name in _table(package))
+
+
+def build(name: str) -> Example:
+    """The network of this name. ImportError where its package is missing."""
+    package, _, network = name.partition("/")
+    return _table(package)[network]()
+
+
+def _table(package: str) -> Mapping[str, Build]:
+    module: ModuleType = import_module(f"benchmarks.zoo.networks.of_{package}")
+    table: Mapping[str, Build] = module.NETWORKS
+    return table

@@ -1,0 +1,155 @@
+"""One network of the zoo through all that layerwise does with it: exported, imported, planned, run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.compare import TOLERANCES, Reference, compared, reference
+from benchmarks.zoo.example import SAMPLES, Example
+from benchmarks.zoo.networks import build
+from benchmarks.zoo.plans import PLANS, RANKS
+from layerwise.api.keywords import ByPosition
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, network_of
+from layerwise.machine import load as load_profile
+from layerwise.search.find import search
+
+GPUS, PER_GPU, PROFILE = 8, 8, "h100"
+
+
+@dataclass
+class Row:
+    """What became of a network. `stage`: where it stopped, or "done"; `said`: the sentence that stopped it."""
+
+    name: str
+    stage: str = "build"
+    said: str = ""
+    loud: bool = True  # whether what stopped it is layerwise's own sentence
+    parameters: int = 0
+    layers: int = 0
+    export_s: float = 0.0  # CPU time, as all here
+    import_s: float = 0.0
+    plan_s: float = 0.0
+    proven: bool = False
+    final_nodes: int = 0
+    gain: float = 0.0  # predicted, over data parallelism
+    planned: str = ""  # why there is no plan for 8 GPUs, if there is none
+    random: bool = False  # it draws: plans are compared with one rank's layers, not with PyTorch
+    differences: dict[str, float] = field(default_factory=dict)  # by plan: the largest, relative (see compare)
+    refused: dict[str, str] = field(default_factory=dict)  # by plan: the sentence
+    wrong: dict[str, str] = field(default_factory=dict)  # by plan: what differs most
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether all plans ran and gave PyTorch's numbers."""
+        return self.stage == "done" and not self.refused and not self.wrong and bool(self.differences)
+
+
+def trial(name: str, dtype: str = "float64") -> Row:
+    """All of it, as far as it goes."""
+    row, started = Row(name), time.perf_counter()
+    try:
+        _stages(row, dtype)
+        row.stage = "done"
+    except Exception as error:  # whatever it is: it is what the table tells of this network
+        row.said, row.loud = one_line(error), isinstance(error, LayerwiseError)
+    row.seconds = time.perf_counter() - started
+    return row
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return said if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {said}"[:300]
+
+
+def _stages(row: Row, dtype: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    _export(nn.Linear(2, 2), (torch.randn(2, 2),))  # what torch.export imports at its first call is nobody's time
+    given = prepared(build(row.name), getattr(torch, dtype))
+    model = ByPosition(given.model, given.names) if given.names else given.model
+    row.parameters = sum(p.numel() for p in given.model.parameters())
+    row.stage = "export"
+    with _clock(row, "export_s"):
+        _export(model, given.inputs)
+    row.stage = "import"
+    with _clock(row, "import_s"):
+        network = network_of(model, given.inputs, SAMPLES * RANKS, row.name)
+    row.layers = len(network.graph.inner)
+    row.stage = "plan"
+    try:
+        _plan(row, network)
+    except LayerwiseError as error:
+        row.planned = str(error)
+    row.stage = "run"
+    _run(row, given, network, TOLERANCES[dtype])
+
+
+def _export(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    torch.export.export(model, inputs, strict=False)
+
+
+def _plan(row: Row, network: Network) -> None:
+    """For 8 GPUs."""
+    graph = fuse(network.graph.rebatch(GPUS * PER_GPU))
+    with _clock(row, "plan_s"):
+        found = search(CostModel(graph, load_profile(PROFILE).device_graph(GPUS)), SearchSpace(GPUS))
+    row.proven, row.final_nodes = bool(found.optimum.proven), found.optimum.final_nodes
+    row.gain = found.baselines["data"].timeline.total_s / found.fastest.timeline.total_s
+
+
+def _run(row: Row, given: Example, network: Network, tolerance: float) -> None:
+    """Under every kind of plan, on two ranks."""
+    inputs = tuple(torch.cat([x, _other(x)]) for x in given.inputs)
+    wanted: Reference = reference(given.model, given.names, inputs, network)
+    row.random = wanted.random
+    for kind, make in PLANS.items():
+        try:
+            plan = make(network)
+            away = compared(network, plan, inputs, wanted)
+        except LayerwiseError as error:
+            row.refused[kind] = str(error)
+            continue
+        row.differences[kind] = max(away.values(), default=0.0)
+        if not row.differences[kind] <= tolerance:  # no number, too
+            worst = max(away, key=lambda key: away[key] if away[key] == away[key] else float("inf"))
+            row.wrong[kind] = f"{worst}: {away[worst]:.1e}"
+
+
+def prepared(given: Example, dtype: torch.dtype) -> Example:
+    """In training, in this element type, with nothing dropped: PyTorch's draws are others than layerwise's."""
+    model = given.model.to(dtype).train()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                setattr(module, name, 0.0)
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in given.inputs)
+    return replace(given, model=model, inputs=inputs)
+
+
+def _other(x: Tensor) -> Tensor:
+    """Other samples of the same kind."""
+    return x.flip(0).roll(1, -1) if not x.is_floating_point() else torch.randn_like(x)
+
+
+@contextmanager
+def _clock(row: Row, name: str) -> Iterator[None]:
+    begun = time.process_time()
+    yield
+    setattr(row, name, time.process_time() - begun)
+
+
+def as_json(row: Row) -> dict[str, object]:
+    """For a file."""
+    return asdict(row) | {"exact": row.exact}
