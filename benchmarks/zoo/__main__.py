@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
+from benchmarks.zoo.apart import tried
 from benchmarks.zoo.networks import names
 from benchmarks.zoo.small import SMALL
 from benchmarks.zoo.table import page, show, summary
-from benchmarks.zoo.trial import Row, as_json, trial
-
-ROW = "row of the zoo: "  # what the line with a process's result begins with
-
+from benchmarks.zoo.trial import Row, as_json, row_of
 
 def main() -> int:
     """Prints the table. Exit code 1 where a number is wrong, or (--small) where a network is not exact."""
@@ -35,16 +29,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the table's page, such as docs/benchmarks/zoo.md")
-    parser.add_argument("--row", metavar="NAMES", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.row:
-        for name in asked.row.split(","):
-            print(ROW + json.dumps(as_json(trial(name, asked.dtype))), flush=True)
-        return 0
     wanted = [name for name in (SMALL if asked.small else names()) if any(fnmatch(name, glob) for glob in asked.only)]
     known = _known(asked.json, asked.again)
     missing = [name for name in wanted if name not in known]
-    for row in _tried(missing, asked.limit_s, asked.jobs, asked.dtype):
+    for row in tried(missing, asked.limit_s, asked.jobs, asked.dtype):
         known[row.name] = row
         show(row)
         if asked.json:
@@ -60,27 +49,8 @@ def _known(file: Path | None, again: str | None) -> dict[str, Row]:
     """The rows of a file that are not to be tried again."""
     if file is None or not file.exists() or again == "all":
         return {}
-    rows = [Row(**{k: v for k, v in row.items() if k != "exact"}) for row in json.loads(file.read_text())]
+    rows = [row_of(row) for row in json.loads(file.read_text())]
     return {row.name: row for row in rows if row.exact or again is None}
-
-
-def _tried(wanted: Sequence[str], limit_s: float, jobs: int, dtype: str) -> Iterator[Row]:
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda name: _alone(name, limit_s, dtype), wanted)
-
-
-def _alone(name: str, limit_s: float, dtype: str) -> Row:
-    """A row, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.zoo", "--row", name, "--dtype", dtype]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=os.environ)
-    except subprocess.TimeoutExpired:
-        return Row(name, "process", f"not through after {limit_s:g} s", loud=False)
-    told = [line.removeprefix(ROW) for line in done.stdout.splitlines() if line.startswith(ROW)]
-    if not told:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return Row(name, "process", f"the process ended with {done.returncode}: {last}"[:300], loud=False)
-    return Row(**{k: v for k, v in json.loads(told[0]).items() if k != "exact"})
 
 
 if __name__ == "__main__":

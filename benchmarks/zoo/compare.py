@@ -96,13 +96,13 @@ def _step(
     pairs = zip(outputs, parts, strict=True)
     away |= {f"output {i}": difference(out, part) for i, (out, part) in enumerate(pairs) if part.dim()}
     boxes = {shard.name: shard.box for shard in module.shards()}
-    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and name in boxes}
+    found = {name: local_part(p.grad).clone() for name, p in module.named_parameters() if p.grad is not None and name in boxes}
     for name, gradient in found.items():
         if name in wanted.gradients:
             mine = wanted.gradients[name][boxes[name].slices()]
-            away[f"gradient of {name}"] = difference(local_part(gradient), mine)
+            away[f"gradient of {name}"] = difference(gradient, mine)
         else:
-            away[f"gradient of {name}"] = float(local_part(gradient).abs().max())
+            away[f"gradient of {name}"] = float(gradient.abs().max())
     for name in dict(module.named_parameters()):
         if name in wanted.gradients and name not in found:
             away[f"gradient of {name}"] = float(wanted.gradients[name].abs().max())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,3 +154,8 @@ def _clock(row: Row, name: str) -> Iterator[None]:
 def as_json(row: Row) -> dict[str, object]:
     """For a file."""
     return asdict(row) | {"exact": row.exact}
+
+
+def row_of(told: Mapping[str, Any]) -> Row:
+    """From `as_json`."""
+    return Row(**{key: value for key, value in told.items() if key != "exact"})

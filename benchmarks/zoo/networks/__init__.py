@@ -7,13 +7,31 @@ from importlib import import_module
 from types import ModuleType
 
 from benchmarks.zoo.example import Build, Example
+from benchmarks.zoo.shims import torchvision_operators
 
-PACKAGES = ("torchvision", "timm", "transformers", "diffusers", "monai", "nnunet", "smp", "audio")
+# By the names of their tables; what is imported for them.
+PACKAGES = {
+    "torchvision": "torchvision.models",
+    "timm": "timm",
+    "transformers": "transformers",
+    "diffusers": "diffusers",
+    "monai": "monai.networks.nets",
+    "nnunet": "dynamic_network_architectures",
+    "smp": "segmentation_models_pytorch",
+    "audio": "torch",
+}
+
+torchvision_operators()  # before any of them, as most import torchvision
 
 
 def names() -> tuple[str, ...]:
     """`package/network`, of all."""
     return tuple(f"{package}/{name}" for package in PACKAGES for name in _table(package))
+
+
+def package_of(name: str) -> str:
+    """What the network of this name is imported from."""
+    return PACKAGES[name.partition("/")[0]]
 
 
 def build(name: str) -> Example:

@@ -8,11 +8,11 @@ from typing import Any
 from benchmarks.zoo.example import Build, Example, images, volumes
 
 
-def _built(name: str, called: Callable[..., Example], size: int, channels: int = 1, **options: Any) -> Build:
+def _built(name: str, called: Callable[..., Example], size: int, colours: int = 1, **options: Any) -> Build:
     def build() -> Example:
         from monai.networks import nets
 
-        return called(getattr(nets, name)(**options), size, channels)
+        return called(getattr(nets, name)(**options), size, colours)
 
     return build
 

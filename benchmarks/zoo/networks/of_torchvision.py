@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.zoo.example import SAMPLES, Build, Example, images
-from benchmarks.zoo.shims import torchvision_operators
 
 CLASSES = 7
 
 
 def _models() -> ModuleType:
-    torchvision_operators()
     from torchvision import models
 
     return models

@@ -40,7 +40,7 @@ def separate_writes(program: Program) -> Program:
         part = _part(node, made, shapes)
         if part is not None:
             base, dim, start, stop = part
-            source = node.arguments["src" if base_name(node.target) == "copy" else "value"]
+            source = node.arguments.get("value" if base_name(node.target) == "fill" else "src", 0)  # zero_ has none
             fixed = base in constant and not (isinstance(source, Ref) and source.name not in constant)
             others = _showing(_whole(base, shown), views) - {base}
             if not fixed and not any(last.get(other, -1) > place for other in others):
@@ -80,7 +80,7 @@ def check_written(node: Node, memory: Memory, buffers: Mapping[str, str]) -> Non
 
 def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[str, int, int, int] | None:
     """What a call writes into: the tensor and a range of one of its dimensions. None where it does not, or into all."""
-    if node.target.partition("::")[2].partition(".")[0] not in ("copy_", "fill_"):
+    if node.target.partition("::")[2].partition(".")[0] not in ("copy_", "fill_", "zero_"):
         return None
     written = node.arguments["self"]
     view = made.get(written.name) if isinstance(written, Ref) else None
