@@ -18,6 +18,7 @@ from benchmarks.zoo.small import SMALL
 from benchmarks.zoo.table import page, show, summary
 from benchmarks.zoo.trial import Row, as_json, row_of
 
+
 def main() -> int:
     """Prints the table. Exit code 1 where a number is wrong, or (--small) where a network is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -76,9 +76,7 @@ def compared(network: Network, plan: Plan, inputs: tuple[Tensor, ...], wanted: R
     return away | {"loss": abs(mean - wanted.loss) / max(abs(wanted.loss), 1e-3)}
 
 
-def _step(
-    network: Network, plan: Plan, comm: Comm, inputs: tuple[Tensor, ...], wanted: Reference
-) -> dict[str, float]:
+def _step(network: Network, plan: Plan, comm: Comm, inputs: tuple[Tensor, ...], wanted: Reference) -> dict[str, float]:
     """What one rank has, compared; its own loss, and the bytes that it sent."""
     torch.set_num_threads(1)
     module = load(plan, network, comm=comm, dtype=getattr(torch, network.graph.dtype))
@@ -96,7 +94,11 @@ def _step(
     pairs = zip(outputs, parts, strict=True)
     away |= {f"output {i}": difference(out, part) for i, (out, part) in enumerate(pairs) if part.dim()}
     boxes = {shard.name: shard.box for shard in module.shards()}
-    found = {name: local_part(p.grad).clone() for name, p in module.named_parameters() if p.grad is not None and name in boxes}
+    found = {
+        name: local_part(p.grad).clone()
+        for name, p in module.named_parameters()
+        if p.grad is not None and name in boxes
+    }
     for name, gradient in found.items():
         if name in wanted.gradients:
             mine = wanted.gradients[name][boxes[name].slices()]

@@ -39,4 +39,8 @@ def text(model: nn.Module, words: int, length: int, *, masked: bool = False) -> 
     ids = torch.randint(3, words, (SAMPLES, length))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
-    return Example(model, (ids, mask), ("input_ids", "attention_mask")) if masked else Example(model, (ids,), ("input_ids",))
+    return (
+        Example(model, (ids, mask), ("input_ids", "attention_mask"))
+        if masked
+        else Example(model, (ids,), ("input_ids",))
+    )

@@ -30,7 +30,9 @@ def show(row: Row) -> None:
     """One line, as soon as it is known."""
     worst = max(row.differences.values(), default=0.0)
     verdict = "exact" if row.exact else "WRONG" if row.wrong else "not exported" if row.stage == "export" else "refused"
-    times = f"export {row.export_s:5.1f} s, import {row.import_s:5.1f} s, plan {row.plan_s:5.1f} s, {row.seconds:5.0f} s"
+    times = (
+        f"export {row.export_s:5.1f} s, import {row.import_s:5.1f} s, plan {row.plan_s:5.1f} s, {row.seconds:5.0f} s"
+    )
     print(f"{row.name:40} {verdict:12} {worst:8.1e}  {times}", flush=True)
     for text in (*row.wrong.items(), *row.refused.items()):
         print(f"    {text[0]}: {text[1][:400]}", flush=True)
@@ -66,7 +68,9 @@ def page(rows: Sequence[Row]) -> str:
         packages[row.name.partition("/")[0]].append(row)
     for package, own in packages.items():
         parts.append(f"\n## {package}\n\n")
-        parts.append("| network | layers | import | plan (s) | proven | K | gain | data, model, spatial, searched, random |\n")
+        parts.append(
+            "| network | layers | import | plan (s) | proven | K | gain | data, model, spatial, searched, random |\n"
+        )
         parts.append("|---|---:|---:|---:|---|---:|---:|---|\n")
         parts += [_line(row) for row in own]
         said = [(row.name.partition("/")[2], text) for row in own if (text := _said(row))]

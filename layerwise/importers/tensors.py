@@ -58,14 +58,35 @@ def sliced(x: Tensor, shape: Sequence[int], dim: int, start: int, stop: int, ste
 
 
 def expanded(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
-    """x repeated to `shape`; where it is repeated `batch` times it follows the number of samples."""
-    own = x.shape[0] if len(x.shape) == len(shape) else 1
-    samples = own == 1 and shape[0] == batch and "n" not in x.spec.dims
-    if x.shape == shape and not samples:
-        return x
-    if samples and x.role == "parameter" and not x.transposed:
-        return Built(Learned(x.shape, shape, x.spec.dtype), (), (x,))
-    return Built(Expand(shape, samples), (x,))
+    """x repeated to `shape`; where it is repeated `batch` times, or a multiple, it follows the number of samples."""
+    aligned = (1,) * (len(shape) - len(x.shape)) + x.shape
+    dim = None if "n" in x.spec.dims else samples_along(aligned, shape, batch)
+    if dim is None:
+        return x if x.shape == shape else Built(Expand(shape), (x,))
+    inner = shape[dim] // batch
+    wide = (batch, *shape[:dim], *((inner,) if inner > 1 else ()), *shape[dim + 1 :])
+    if dim == 0 and x.role == "parameter" and not x.transposed:
+        made: Tensor = Built(Learned(x.shape, wide, x.spec.dtype), (), (x,))
+    elif dim == 0:
+        made = Built(Expand(wide, True), (x if inner == 1 else reshaped(x, (1, *aligned)),))
+    else:
+        apart = reshaped(x, (1, *aligned[: dim + 1], *((1,) if inner > 1 else ()), *aligned[dim + 1 :]))
+        made = Built(Expand((batch, *shape[:dim], inner, *shape[dim + 1 :]), True), (apart,))
+        made = permuted(made, [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)])
+        return reshaped(made, shape)
+    return made if inner == 1 else reshaped(made, shape)
+
+
+def samples_along(before: tuple[int, ...], after: tuple[int, ...], batch: int) -> int | None:
+    """The dimension, of extent 1 before, that is repeated for every sample; of dimension 0 also for a multiple."""
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    if pairs and before[0] == 1 and after[0] == batch:
+        return 0
+    if batch < 2:
+        return None
+    if len(after) > 2 and before[0] == 1 and after[0] > 1 and after[0] % batch == 0:
+        return 0
+    return next((d for d, (have, want) in pairs if d and have == 1 and want == batch and len(after) > 2), None)
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -81,6 +102,9 @@ def wrapped(dim: int, rank: int) -> int:
 def repeated(x: Operand, shape: tuple[int, ...], batch: int) -> Tensor:
     """x tiled to `shape`: a dimension of extent 1 is expanded, another one joined with itself."""
     own = (1,) * (len(shape) - len(x.shape)) + x.shape
+    if own[0] > 1 and shape[0] == own[0] * batch and own[1:] == shape[1:] and batch > 1 and "n" not in x.spec.dims:
+        wide = Built(Expand((batch, *own), True), (reshaped(x, (1, *own)),))  # once for every sample
+        return reshaped(wide, shape)
     result = reshaped(x, own)
     for dim, (have, want) in enumerate(zip(own, shape, strict=True)):
         if have not in (1, want):

@@ -112,8 +112,7 @@ class Take(Op):
         known = {label for i, label in enumerate(x.dims) if i != dim}
         labels = tuple(None if label in known else label for label in index.dims)
         shape, dims, units = (
-            (*a[:dim], *b, *a[dim + 1 :])
-            for a, b in ((x.shape, index.shape), (x.dims, labels), (x.units, index.units))
+            (*a[:dim], *b, *a[dim + 1 :]) for a, b in ((x.shape, index.shape), (x.dims, labels), (x.units, index.units))
         )
         return TensorSpec(shape, dims, x.dtype, units)
 

@@ -75,4 +75,6 @@ class Draw(Op):
         low, high = self.arguments
         if self.distribution == "uniform":
             return uniform(seed, box, shape, dtype=dtype, device=device).mul_(high - low).add_(low)
-        return uniform(seed, box, shape, dtype=torch.float64, device=device).mul_(high - low).floor_().add_(low).to(dtype)
+        return (
+            uniform(seed, box, shape, dtype=torch.float64, device=device).mul_(high - low).floor_().add_(low).to(dtype)
+        )

@@ -122,7 +122,7 @@ NETWORKS: dict[str, Build] = {
     "r3d_18": _video("r3d_18"),
     "mc3_18": _video("mc3_18"),
     "r2plus1d_18": _video("r2plus1d_18"),
-    "s3d": _video("s3d", 64, 16),
+    "s3d": _video("s3d", 224, 16),
     "swin3d": _swin3d,
     "raft_small": _raft,
 }

@@ -72,14 +72,15 @@ def _sound(config: str, kind: str, **options: Any) -> Build:
     return lambda: Example(_model(kind, config, **options), (torch.randn(SAMPLES, 400),))
 
 
-def _named(config: str, kind: str, inputs: dict[str, Tensor], **options: Any) -> Build:
-    return lambda: Example(_model(kind, config, **options), tuple(inputs.values()), tuple(inputs))
-
-
 def _whisper() -> Example:
     options = {k: v for k, v in BART.items() if k != "max_position_embeddings"}
     model = _model(
-        "ForConditionalGeneration", "Whisper", num_mel_bins=8, max_source_positions=10, max_target_positions=32, **options
+        "ForConditionalGeneration",
+        "Whisper",
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=32,
+        **options,
     )
     given = torch.randn(SAMPLES, 8, 20), torch.randint(3, WORDS, (SAMPLES, 6))
     return Example(model, given, ("input_features", "decoder_input_ids"))
@@ -119,14 +120,28 @@ NETWORKS: dict[str, Build] = {
     # Decoders of text
     "gpt2": _text("GPT2", "LMHeadModel", vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=32),
     "gpt_neo": _text(
-        "GPTNeo", LM, vocab_size=WORDS, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=32,
-        attention_types=[[["global", "local"], 1]], window_size=4,
+        "GPTNeo",
+        LM,
+        vocab_size=WORDS,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        max_position_embeddings=32,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
     ),  # fmt: skip
     "gpt_neox": _text("GPTNeoX", LM, **WRITING),
     "gptj": _text("GPTJ", LM, vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4),
     "opt": _text(
-        "OPT", LM, vocab_size=WORDS, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=64,
-        num_attention_heads=4, max_position_embeddings=32,
+        "OPT",
+        LM,
+        vocab_size=WORDS,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        ffn_dim=64,
+        num_attention_heads=4,
+        max_position_embeddings=32,
     ),  # fmt: skip
     "bloom": _text("Bloom", LM, vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4),
     "mpt": _text("Mpt", LM, vocab_size=WORDS, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
@@ -159,34 +174,83 @@ NETWORKS: dict[str, Build] = {
     "beit": _image("Beit", PICTURE, use_relative_position_bias=True, **PATCHES),
     "dinov2": _image("Dinov2", PICTURE, **PATCHES),
     "swin": _image(
-        "Swin", PICTURE, num_labels=CLASSES, image_size=32, patch_size=2, embed_dim=8, depths=[2, 1], num_heads=[2, 4],
+        "Swin",
+        PICTURE,
+        num_labels=CLASSES,
+        image_size=32,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 1],
+        num_heads=[2, 4],
         window_size=4,
     ),  # fmt: skip
     "swinv2": _image(
-        "Swinv2", PICTURE, num_labels=CLASSES, image_size=32, patch_size=2, embed_dim=8, depths=[2, 1],
-        num_heads=[2, 4], window_size=4,
+        "Swinv2",
+        PICTURE,
+        num_labels=CLASSES,
+        image_size=32,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 1],
+        num_heads=[2, 4],
+        window_size=4,
     ),  # fmt: skip
     "convnext": _image("ConvNext", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
     "convnextv2": _image("ConvNextV2", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
     "poolformer": _image("PoolFormer", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
     "resnet": _image("ResNet", PICTURE, 64, embedding_size=8, hidden_sizes=[8, 8, 16, 16], **STAGES),
-    "bit": _image("Bit", PICTURE, 64, embedding_size=32, hidden_sizes=[32, 32, 64, 64], **STAGES),
+    "bit": _image("Bit", PICTURE, 64, embedding_size=32, num_groups=8, hidden_sizes=[32, 32, 64, 64], **STAGES),
     "mobilevit": _image("MobileViT", PICTURE, 64, num_labels=CLASSES, image_size=64),
     "segformer": _image(
-        "Segformer", "ForSemanticSegmentation", 64, hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2],
-        decoder_hidden_size=16, **STAGES,
+        "Segformer",
+        "ForSemanticSegmentation",
+        64,
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 2, 2],
+        decoder_hidden_size=16,
+        **STAGES,
     ),  # fmt: skip
     "upernet": _image("UperNet", "ForSemanticSegmentation", 64, hidden_size=16, auxiliary_channels=16),
-    "dpt": _image("DPT", "ForDepthEstimation", **PATCHES | {"num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3],
-                  neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16, is_hybrid=False),  # fmt: skip
-    "vit_mae": _image("ViTMAE", "ForPreTraining", decoder_hidden_size=32, decoder_num_attention_heads=4,
-                      decoder_num_hidden_layers=1, decoder_intermediate_size=64, **PATCHES),  # fmt: skip
-    "sam (vision)": _image("SamVision", "Model", 32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                           image_size=32, patch_size=4, mlp_dim=64, window_size=4, global_attn_indexes=[1],
-                           output_channels=16),  # fmt: skip
+    "dpt": _image(
+        "DPT",
+        "ForDepthEstimation",
+        **PATCHES | {"num_hidden_layers": 4},
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 16, 16],
+        fusion_hidden_size=16,
+        is_hybrid=False,
+    ),  # fmt: skip
+    "vit_mae": _image(
+        "ViTMAE",
+        "ForPreTraining",
+        decoder_hidden_size=32,
+        decoder_num_attention_heads=4,
+        decoder_num_hidden_layers=1,
+        decoder_intermediate_size=64,
+        **PATCHES,
+    ),  # fmt: skip
+    "sam (vision)": _image(
+        "SamVision",
+        "Model",
+        32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=4,
+        mlp_dim=64,
+        window_size=4,
+        global_attn_indexes=[1],
+        output_channels=16,
+    ),  # fmt: skip
     "vivit": lambda: Example(
-        _model("ForVideoClassification", "Vivit", num_frames=4, tubelet_size=[2, 8, 8],
-               **{k: v for k, v in PATCHES.items() if k != "patch_size"}),
+        _model(
+            "ForVideoClassification",
+            "Vivit",
+            num_frames=4,
+            tubelet_size=[2, 8, 8],
+            **{k: v for k, v in PATCHES.items() if k != "patch_size"},
+        ),
         (torch.randn(SAMPLES, 4, 3, 32, 32),),
     ),  # fmt: skip
     "timesformer": lambda: Example(
@@ -202,32 +266,65 @@ NETWORKS: dict[str, Build] = {
     "hubert": _sound("Hubert", "ForCTC", **SPEAKING),
     "wavlm": _sound("WavLM", "ForCTC", **SPEAKING),
     "ast": lambda: Example(
-        _model("ForAudioClassification", "AST", max_length=32, num_mel_bins=16, patch_size=8, num_labels=CLASSES,
-               frequency_stride=8, time_stride=8, **ENCODER),
+        _model(
+            "ForAudioClassification",
+            "AST",
+            max_length=32,
+            num_mel_bins=16,
+            patch_size=8,
+            num_labels=CLASSES,
+            frequency_stride=8,
+            time_stride=8,
+            **ENCODER,
+        ),
         (torch.randn(SAMPLES, 32, 16),),
     ),  # fmt: skip
     "encodec": lambda: Example(
-        _model("Model", "Encodec", num_filters=4, hidden_size=16, num_lstm_layers=1, upsampling_ratios=[4, 2],
-               codebook_size=16),
+        _model(
+            "Model",
+            "Encodec",
+            num_filters=4,
+            hidden_size=16,
+            num_lstm_layers=1,
+            upsampling_ratios=[4, 2],
+            codebook_size=16,
+        ),
         (torch.randn(SAMPLES, 1, 256),),
-    ),  # fmt: skip
-    "univnet": _named(
-        "UnivNet", "Model", {"input_features": torch.randn(SAMPLES, 8, 10)}, model_in_channels=4,
-        model_hidden_channels=4, num_mel_bins=10,
     ),  # fmt: skip
     # Numbers
     "patchtst": lambda: Example(
-        _model("ForPrediction", "PatchTST", num_input_channels=3, context_length=32, prediction_length=8, patch_length=8,
-               patch_stride=8, d_model=16, num_attention_heads=2, num_hidden_layers=2, ffn_dim=32),
+        _model(
+            "ForPrediction",
+            "PatchTST",
+            num_input_channels=3,
+            context_length=32,
+            prediction_length=8,
+            patch_length=8,
+            patch_stride=8,
+            d_model=16,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            ffn_dim=32,
+        ),
         (torch.randn(SAMPLES, 32, 3),),
         ("past_values",),
     ),  # fmt: skip
     "patchtsmixer": lambda: Example(
-        _model("ForPrediction", "PatchTSMixer", num_input_channels=3, context_length=32, prediction_length=8,
-               patch_length=8, patch_stride=8, d_model=16, num_layers=2),
+        _model(
+            "ForPrediction",
+            "PatchTSMixer",
+            num_input_channels=3,
+            context_length=32,
+            prediction_length=8,
+            patch_length=8,
+            patch_stride=8,
+            d_model=16,
+            num_layers=2,
+        ),
         (torch.randn(SAMPLES, 32, 3),),
         ("past_values",),
     ),  # fmt: skip
-    "focalnet": _image("FocalNet", PICTURE, 64, image_size=64, embed_dim=8,
-                         depths=[1, 1, 1, 1], num_labels=CLASSES),  # fmt: skip
+    "focalnet": _image(
+        "FocalNet", PICTURE, 64, image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_labels=CLASSES
+    ),  # fmt: skip
 }

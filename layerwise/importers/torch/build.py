@@ -16,6 +16,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows, before_merging
+from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.decompose import decomposed
 from layerwise.importers.torch.losses import follows
@@ -23,7 +24,7 @@ from layerwise.importers.torch.memory import Memory, in_place
 from layerwise.importers.torch.names import input_spec, layer_names
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
-from layerwise.importers.torch.ops.views import SHAPED, UNCHANGED
+from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
 from layerwise.importers.torch.parameters import shared_parameters
 from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
@@ -126,6 +127,9 @@ class _Importer:
 
     def layer(self, node: Node) -> None:
         """A call that computes something."""
+        if all(v is None or 0 in v.shape for v in node.outputs):
+            self.nothing.update(v.name for v in node.outputs if v)
+            return
         self.placer.builder.autocast = effective(node.autocast, self.program.device)
         by_row = self.works_by_row(node)
         given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
@@ -189,12 +193,22 @@ class _Importer:
         return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
 
     def merges_samples(self, node: Node) -> bool:
-        """view(n * windows, ...) of a constant with a row a sample: a layer, which follows the number of samples."""
-        out = node.outputs[0]
-        if base_name(node.target) not in SHAPED or out is None or self.by_sample(out):
+        """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in
+        view(n * windows, ...), or one that is repeated for every sample, but not as the first dimension."""
+        out, name = node.outputs[0], base_name(node.target)
+        if out is None or self.by_sample(out) or not node.operands:
             return False
-        x = self.known(next(iter(node.operands)))
-        return isinstance(x, Operand) and x.spec.index("n") is not None
+        x = self.known(node.operands[0])
+        if not isinstance(x, Operand):
+            return False
+        if name in SHAPED:
+            return x.spec.index("n") is not None
+        if name not in REPEATING or x.spec.index("n") is not None or len(out.shape) < len(x.shape):
+            return False
+        own = (1,) * (len(out.shape) - len(x.shape)) + x.shape
+        if name in ("repeat", "tile") and own and own[0] > 1:
+            return self.batch > 1 and out.shape == (own[0] * self.batch, *own[1:])
+        return samples_along(own, out.shape, self.batch) is not None
 
     def merges_rows(self, node: Node) -> bool:
         """view(-1, c) of (n, s, c): nothing is done until somebody needs it so. Says whether it was that."""

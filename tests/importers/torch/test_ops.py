@@ -243,6 +243,16 @@ ONE: dict[str, Callable[[Tensor], object]] = {
         F.scaled_dot_product_attention(x, x, x, torch.ones(6, 6, dtype=torch.bool).tril()),
         F.scaled_dot_product_attention(x[:, 0], x[:, 1], x[:, 2]),
     ),
+    "positions": lambda x: (
+        x[:, x.mean((0, 2, 3)).long() % 2],
+        x[:, torch.tensor([[0, 3], [2, -1]])],
+        x.flatten(2)[..., torch.arange(70) * 7 % 13],
+        x[:, :, torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 1], [4, 0]])],
+        x.gather(1, x.argmax(1, keepdim=True)[..., :3]),
+        torch.take_along_dim(x, x[:, :1].argmax(2, keepdim=True), 2),
+        x.repeat_interleave(3, 1),
+        x.repeat_interleave(2),
+    ),
     "norms without parameters": lambda x: (
         F.layer_norm(x, x.shape[2:]),
         F.group_norm(x, 2),

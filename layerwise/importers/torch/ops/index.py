@@ -12,7 +12,17 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import axis, expanded, gathered, joined, made_constant, permuted, places_of, reshaped, runs
+from layerwise.importers.tensors import (
+    axis,
+    expanded,
+    gathered,
+    joined,
+    made_constant,
+    permuted,
+    places_of,
+    reshaped,
+    runs,
+)
 from layerwise.ops.along import Gather, Take
 from layerwise.ops.scatter import OneHot, Scatter
 from layerwise.ops.view import Expand, Select, Slice

@@ -193,6 +193,7 @@ SHAPED = (
 UNCHANGED = (
     "contiguous", "clone", "alias", "to", "type_as", "_to_copy", "lift_fresh_copy", "lift_fresh", "positive",
 )  # fmt: skip
+REPEATING = ("expand", "expand_as", "broadcast_to", "expand_copy", "repeat", "tile")
 
 VIEWS: Table = (
     dict.fromkeys(SHAPED, to_output_shape)
