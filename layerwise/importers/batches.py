@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
@@ -46,10 +47,13 @@ def import_for_batches(
 
 
 def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object, ...]:
-    """Example inputs with that many times the samples."""
-    return tuple(
-        torch.cat([x] * times) if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in examples
-    )
+    """Example inputs with that many times the samples, also those inside lists and dicts."""
+
+    def more(x: Tensor) -> Tensor:
+        return torch.cat([x] * times) if x.dim() and x.shape[0] == batch else x
+
+    made: tuple[object, ...] = pytree.tree_map_only(Tensor, more, tuple(examples))
+    return made
 
 
 def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> bool:

@@ -155,6 +155,7 @@ class LayeredModule(WithTree):
         if self.loss is not None and self.io == "free":
             *before, target = inputs
             inputs = tuple(before)
+        inputs = self._shapes.tensors_of(inputs)
         samples, sizes = self._shapes.inputs.fed_samples(inputs, target=target is not None), self._shapes.sizes
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
 from layerwise.run.guards.code import reads
 from layerwise.run.guards.hooks import check_seen
-from layerwise.run.inputs import Inputs
+from layerwise.run.inputs import Inputs, tensors_of
 from layerwise.run.options import RuntimeOptions
 
 Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
@@ -62,6 +63,10 @@ class Shapes:
         """The network that the plan is for."""
         return self._known[self.sizes, self._traced]
 
+    def tensors_of(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The tensors of a call."""
+        return tensors_of(inputs, self.first.structure, [layer.name for layer in self._layers])
+
     def sizes_of(self, given: Sequence[Tensor]) -> Sizes:
         """Those of a call's inputs, which must be as many as the model takes."""
         return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, given, strict=True))
@@ -93,7 +98,9 @@ class Shapes:
         known, same_mode = self.first.graph, training == self._traced
         if self._skeleton is None or any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):
             raise LayerwiseError(self._unlike(sizes, training, "the model is not there to be traced again"))
-        examples = [_example(layer, size) for layer, size in zip(self._layers, sizes, strict=True)]
+        tensors = {layer.name: _example(layer, size) for layer, size in zip(self._layers, sizes, strict=True)}
+        structure = self.first.structure
+        examples = tuple(tensors.values()) if structure is None else structure.inputs(tensors)
         try:
             self._skeleton.train(training)
             network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, trusted=True)

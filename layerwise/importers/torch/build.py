@@ -61,7 +61,8 @@ class _Importer:
         inputs = [s for s in program.sources if s.kind == "input"]
         if dims is not None and len(dims) != len(inputs):
             raise LayerwiseError(f"model {title!r} has {len(inputs)} tensor inputs, dims has labels for {len(dims)}")
-        self.batch = next((s.value.shape[0] for s in inputs if s.value.shape), 0)
+        first = [s.value.shape[0] for s in inputs if s.value.shape]
+        self.batch = next((extent for extent in first if extent > 1), max(first, default=0))  # a timestep has 1
         for i, source in enumerate(inputs):
             spec = input_spec(program, source, self.batch, None if dims is None else dims[i])
             self.values[source.value.name] = placer.activation(placer.builder.input(source.target, spec))

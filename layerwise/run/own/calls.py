@@ -52,7 +52,8 @@ class Samples:
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """Of this rank. LayerwiseError where no tensor is given."""
-        x = inputs[self._number] if self._number < len(inputs) else named.get(self._name)
+        flat = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        x = flat[self._number] if self._number < len(flat) else named.get(self._name)
         if not isinstance(x, Tensor) or not x.dim():
             leaves = pytree.tree_leaves((inputs, named))
             x = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)

@@ -128,8 +128,17 @@ def _only_samples(graph: LayerGraph, plan: Plan) -> bool:
     return all(
         layer.end
         or (layer.name in graph.unfed and plan.strategy[layer.name].total == 1)
-        or (plan.strategy[layer.name].degrees == everywhere.degrees and layer.out.index("n") is not None)
+        or (plan.strategy[layer.name].degrees == everywhere.degrees and _by_itself(layer))
         for layer in graph.layers
+    )
+
+
+def _by_itself(layer: Layer) -> bool:
+    """Whether a sample of its output needs that sample of its inputs only: x @ x.T compares it with all others."""
+    n = layer.out.index("n")
+    inputs = zip(layer.specs, layer.space.needs, strict=True)
+    return n is not None and all(
+        to.source == n for spec, maps in inputs for label, to in zip(spec.dims, maps, strict=True) if label == "n"
     )
 
 
