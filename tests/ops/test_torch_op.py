@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from layerwise.ops.torch_op import ElementType, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, check_needs
 from tests.ops.kernels import check_kernel
+from tests.ops.test_kept import saved
 
 X = TensorSpec((4, 3, 6), ("n", "s", "c"), "float64")
 IMAGE = TensorSpec((4, 2, 6, 6), ("n", "c", "h", "w"), "float64")
@@ -66,6 +70,23 @@ def test_what_pytorch_does_not_take_is_one_sentence() -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(LayerwiseError, match="not registered"):
         TorchOp("nobody::has", (ONE,)).output(X)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "both": True}], ids=str)
+@pytest.mark.parametrize("fn", ["lstm", "gru", "rnn_tanh"])
+def test_what_a_recurrent_layer_keeps_is_no_more_than_it_says(fn: str, options: dict[str, int]) -> None:
+    for hidden in (8, 32):
+        op, x = Recurrent(fn, hidden, **options), TensorSpec((8, 16, 16), ("n", "s", "c"))  # type: ignore[arg-type]
+        extents = np.array([[d.extent for d in space(op, (x,)).dims]])
+        assert saved(op, (x,))[2] <= float(np.max(op.kept((x,), 0 * extents, extents).extra))
+
+
+@pytest.mark.parametrize("name", ["topk", "whole", "unfold"])
+def test_what_an_operator_keeps_is_seen(name: str) -> None:
+    op, specs, _ = OPS[name]
+    specs = tuple(replace(spec, dtype="float32") for spec in specs)
+    extents = np.array([[d.extent for d in space(op, specs).dims]])
+    assert saved(op, specs)[2] == float(np.max(op.kept(specs, 0 * extents, extents).extra))
 
 
 @pytest.mark.parametrize("options", [{}, {"both": True, "layers": 2}, {"batch_first": False, "bias": False},
