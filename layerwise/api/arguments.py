@@ -54,7 +54,7 @@ def check_io(io: object, plan: Plan | None, loaders: tuple[object, ...]) -> None
         raise LayerwiseError(f"io is {io!r}; it must be 'boxes', or left out")
     if io is not None and plan is not None and plan.io != io:
         raise LayerwiseError(f"the plan has io {plan.io!r}, not {io!r}: leave io= out")
-    if io is not None and loaders:
+    if loaders and "boxes" in (io, plan and plan.io):
         raise LayerwiseError(
             "a DataLoader has whole samples: with io='boxes' give example_inputs, and feed what a BoxLoader has"
         )

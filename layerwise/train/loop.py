@@ -144,7 +144,7 @@ class Trainer:
                 loss = self._loss(inputs, target, len(batch))
                 (loss * self._weight(len(batch), samples)).backward()  # type: ignore[no-untyped-call]
             part = module.share(len(batch))
-            mine = len(batch) if module.io == "free" else part.stop - part.start
+            mine = len(batch) if module.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(mine, samples)))
         if self.settings.clip is not None:
             module.clip_grad_norm_(self.settings.clip)
@@ -156,10 +156,12 @@ class Trainer:
         return _Local(number, samples, losses, seconds)
 
     def _feed(self, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """This rank's samples of a batch, on its device. A rank makes no others."""
+        """This rank's samples of a batch, or its boxes of it, on its device."""
         module, task = self.module, self.data.task
         given, target = self.data.train.batch(numbers[module.share(len(numbers))])
         inputs, left = task.feed(given, target, module.options.dtype)
+        if module.io == "boxes":
+            inputs = tuple(x[box.slices()] for x, box in zip(inputs, module.read_boxes().values(), strict=True))
         return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
@@ -186,7 +188,7 @@ class Trainer:
         steps = []
         for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
-            loss = losses[0] if module.io == "free" else math.fsum(losses)
+            loss = losses[0] if module.io != "sample" else math.fsum(losses)
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps
@@ -216,7 +218,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
         module.loss = loss
         module.train(training)
     everyone: list[float] = module.comm.all_gather_object(right)
-    return (everyone[0] if module.io == "free" else sum(everyone)) / positions
+    return (everyone[0] if module.io != "sample" else sum(everyone)) / positions
 
 
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:

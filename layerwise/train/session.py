@@ -11,6 +11,7 @@ from layerwise import checkpoint
 from layerwise.comm.base import Comm, Kind
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
+from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_planned
 from layerwise.plan import Plan
@@ -54,6 +55,11 @@ class Session:
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
+        if plan.io == "boxes" and self.data.task.loss is None:
+            raise LayerwiseError(
+                f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has no loss of its own: "
+                "end the model in one, or search with --io free"
+            )
         self.trainer = self._trainer(comm)
         self.module = self.trainer.module
         if trace is not None:
