@@ -10,18 +10,18 @@ from benchmarks.zoo.trial import Row
 
 HEAD = """# The zoo: published networks at the first try
 
-`python -m benchmarks.zoo` builds published networks at reduced size (random weights), imports them, plans them for 8 GPUs
-(built-in profile h100, 8 samples a GPU), and runs one step of each on two ranks under five plans: samples split
+`python -m benchmarks.zoo` builds published networks at reduced size (random weights), imports them, plans them for 8
+GPUs (built-in profile h100, 8 samples a GPU), and runs one step of each on two ranks under five plans: samples split
 (data), channels split (model), space or sequence split (spatial), what the search finds for a slow cluster (searched),
-and any configuration of any layer (random). In float64, loss, outputs, gradients, buffers and parameters are compared with
-plain PyTorch on one device, and the bytes that were sent with those that were predicted. *Exact* is a relative
-difference of at most 1e-9 in all of them; what is dropped is set to 0. *~* marks networks that draw random numbers: their plans
-are compared with one rank's layers. Import is `layerwise`'s time over that of `torch.export.export`
-(CPU time); K is the size of the final graph of the search.
+and any configuration of any layer (random). In float64, loss, outputs, gradients, buffers and parameters are compared
+with plain PyTorch on one device, and the bytes that were sent with those that were predicted. *Exact* is a relative
+difference of at most 1e-9 in all of them; what is dropped is set to 0. *~* marks networks that draw random numbers:
+their plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export` (CPU
+time); K is the size of the final graph of the search.
 
-The packages: `pip install 'layerwise[zoo]'`, and without their own needs
-`pip install --no-deps torchvision torchaudio` of any version: their compiled parts are not used (the benchmark defines
-`torchvision::nms`, which torchvision's Python asks for when it is imported).
+The packages: `pip install 'layerwise[zoo]'`, and, without what it needs itself, `pip install --no-deps torchvision` of
+any version: its compiled part is not used (the benchmark defines `torchvision::nms`, which torchvision's Python asks
+for when it is imported).
 
 """
 

@@ -18,7 +18,7 @@ class Placer(ABC):
     def __init__(self, builder: GraphBuilder) -> None:
         self.builder = builder
         self.sources: dict[object, str] = {}  # the layers of those parameters and constants
-        self.constants: dict[str, Operand] = {}  # that stand alone, by name
+        self.standing: dict[str, Operand] = {}  # constants that are layers, by name
         self._made: dict[int, tuple[Built, Operand]] = {}  # by id; the Built is kept, so that no other gets its id
 
     def activation(self, layer: str) -> Operand:
@@ -56,7 +56,7 @@ class Placer(ABC):
         """The layer that is the parameter which `x` reads."""
 
     def _constant(self, x: Operand) -> str:
-        self.constants[x.name] = x
+        self.standing[x.name] = x
         key = (x.name, x.shape, x.transposed)
         if key not in self.sources:
             self.sources[key] = self.builder.add(x.name, Constant(_labelled(x.spec)), ())

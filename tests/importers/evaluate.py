@@ -254,7 +254,7 @@ def imported(
     importer = _Importer(program, "model", None)
     graph = importer.graph()
     stored: dict[str, Tensor] = {s.target: t for s in program.sources if (t := s.read()) is not None}
-    for value in (*importer.values.values(), *importer.placer.constants.values()):
+    for value in (*importer.values.values(), *importer.placer.standing.values()):
         if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
             stored[value.name] = torch.tensor(value.value)
             stored[f"{value.name}.not"] = torch.tensor(np.logical_not(value.value))

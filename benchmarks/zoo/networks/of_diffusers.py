@@ -30,8 +30,10 @@ def _unet2d() -> Example:
 
 
 def _condition() -> Example:
-    blocks = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-              "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")}  # fmt: skip
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
     model = _built(
         "UNet2DConditionModel", sample_size=16, cross_attention_dim=24, attention_head_dim=8, **STAGES, **blocks
     )
@@ -54,9 +56,14 @@ def _vq() -> Example:
 def _dit() -> Example:
     model = _built(
         "DiTTransformer2DModel",
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
         num_embeds_ada_norm=1000,
-    )  # fmt: skip
+    )
     given = (torch.randn(SAMPLES, 4, 8, 8), _times(), torch.tensor([1, 2][:SAMPLES]))
     return Example(model, given, ("hidden_states", "timestep", "class_labels"))
 
@@ -64,9 +71,17 @@ def _dit() -> Example:
 def _pixart() -> Example:
     model = _built(
         "PixArtTransformer2DModel",
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
-        patch_size=2, cross_attention_dim=32, caption_channels=24, use_additional_conditions=False,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        cross_attention_dim=32,
+        caption_channels=24,
+        use_additional_conditions=False,
+    )
     given = (torch.randn(SAMPLES, 4, 8, 8), torch.randn(SAMPLES, 5, 24), _times())
     return Example(model, given, ("hidden_states", "encoder_hidden_states", "timestep"))
 
@@ -74,9 +89,17 @@ def _pixart() -> Example:
 def _sd3() -> Example:
     model = _built(
         "SD3Transformer2DModel",
-        sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=24, caption_projection_dim=32, pooled_projection_dim=20, out_channels=4,
-    )  # fmt: skip
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        caption_projection_dim=32,
+        pooled_projection_dim=20,
+        out_channels=4,
+    )
     given = (torch.randn(SAMPLES, 4, 8, 8), torch.randn(SAMPLES, 5, 24), torch.randn(SAMPLES, 20), _times())
     return Example(model, given, ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"))
 
@@ -87,10 +110,13 @@ def _unet1d() -> Example:
 
 
 def _unet3d() -> Example:
-    blocks = {"down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-              "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")}  # fmt: skip
-    model = _built("UNet3DConditionModel", sample_size=16, cross_attention_dim=24, attention_head_dim=8, **STAGES,
-                   **blocks)  # fmt: skip
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    }
+    model = _built(
+        "UNet3DConditionModel", sample_size=16, cross_attention_dim=24, attention_head_dim=8, **STAGES, **blocks
+    )
     given = (torch.randn(SAMPLES, 4, 3, 16, 16), _times(), torch.randn(SAMPLES, 5, 24))
     return Example(model, given, ("sample", "timestep", "encoder_hidden_states"))
 

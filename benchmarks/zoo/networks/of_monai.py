@@ -37,7 +37,7 @@ NETWORKS: dict[str, Build] = {
         upsample_kernel_size=[2, 2],
         filters=[4, 8, 16],
         deep_supervision=False,
-    ),  # fmt: skip
+    ),
     "SegResNet": _built("SegResNet", volumes, 16, **THREE, init_filters=8, blocks_down=(1, 1), blocks_up=(1,)),
     "SegResNetDS": _built("SegResNetDS", volumes, 16, **THREE, init_filters=8, blocks_down=(1, 1), dsdepth=1),
     "VNet": _built("VNet", volumes, 16, **THREE),
@@ -53,7 +53,7 @@ NETWORKS: dict[str, Build] = {
         hidden_size=24,
         mlp_dim=32,
         num_heads=4,
-    ),  # fmt: skip
+    ),
     "SwinUNETR": _built("SwinUNETR", volumes, 64, in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 1, 1)),
     "DenseNet": _built("DenseNet", volumes, 32, **THREE, init_features=8, growth_rate=4, block_config=(2, 2)),
     "SENet": _built("SEResNet50", images, 32, 3, spatial_dims=2, in_channels=3, layers=(1, 1, 1, 1), num_classes=3),
@@ -69,7 +69,7 @@ NETWORKS: dict[str, Build] = {
         block_inplanes=[4, 8, 16, 32],
         n_input_channels=1,
         num_classes=3,
-    ),  # fmt: skip
+    ),
     "ViT": _built(
         "ViT",
         volumes,
@@ -82,7 +82,7 @@ NETWORKS: dict[str, Build] = {
         num_layers=2,
         num_heads=4,
         classification=True,
-    ),  # fmt: skip
+    ),
     "ViTAutoEnc": _built(
         "ViTAutoEnc",
         volumes,
@@ -94,7 +94,7 @@ NETWORKS: dict[str, Build] = {
         mlp_dim=32,
         num_layers=2,
         num_heads=4,
-    ),  # fmt: skip
+    ),
     "AutoEncoder": _built("AutoEncoder", volumes, 16, **THREE, channels=(4, 8), strides=(2, 2)),
     "VarAutoEncoder": _built(
         "VarAutoEncoder",
@@ -118,5 +118,5 @@ NETWORKS: dict[str, Build] = {
         init_filters=8,
         blocks_down=(1, 1),
         blocks_up=(1,),
-    ),  # fmt: skip
+    ),
 }

@@ -5,33 +5,55 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.zoo.example import SAMPLES, Build, Example, images, text
 
 WORDS, LENGTH, CLASSES = 99, 12, 7
-ENCODER: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64
-}  # fmt: skip
+ENCODER: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WRITING = ENCODER | {"vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0}
 GROUPED = WRITING | {"num_key_value_heads": 2}
 PATCHES = ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
 STAGES: dict[str, Any] = {"num_labels": CLASSES, "depths": [1, 1, 1, 1]}
 SPEAKING = ENCODER | {
-    "vocab_size": WORDS, "conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0, "layerdrop": 0.0,
+    "vocab_size": WORDS,
+    "conv_dim": (16, 16),
+    "conv_stride": (4, 2),
+    "conv_kernel": (8, 4),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "mask_time_prob": 0.0,
+    "layerdrop": 0.0,
     "num_labels": CLASSES,
-}  # fmt: skip
+}
 BART: dict[str, Any] = {
-    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
-    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
 T5: dict[str, Any] = {
-    "vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 1,
+    "num_heads": 4,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 
 
 def _model(kind: str, config: str, **options: Any) -> nn.Module:
@@ -129,7 +151,7 @@ NETWORKS: dict[str, Build] = {
         max_position_embeddings=32,
         attention_types=[[["global", "local"], 1]],
         window_size=4,
-    ),  # fmt: skip
+    ),
     "gpt_neox": _text("GPTNeoX", LM, **WRITING),
     "gptj": _text("GPTJ", LM, vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4),
     "opt": _text(
@@ -142,7 +164,7 @@ NETWORKS: dict[str, Build] = {
         ffn_dim=64,
         num_attention_heads=4,
         max_position_embeddings=32,
-    ),  # fmt: skip
+    ),
     "bloom": _text("Bloom", LM, vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4),
     "mpt": _text("Mpt", LM, vocab_size=WORDS, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
     "falcon": _text("Falcon", LM, **{k: v for k, v in WRITING.items() if k != "intermediate_size"}),
@@ -183,7 +205,7 @@ NETWORKS: dict[str, Build] = {
         depths=[2, 1],
         num_heads=[2, 4],
         window_size=4,
-    ),  # fmt: skip
+    ),
     "swinv2": _image(
         "Swinv2",
         PICTURE,
@@ -194,7 +216,7 @@ NETWORKS: dict[str, Build] = {
         depths=[2, 1],
         num_heads=[2, 4],
         window_size=4,
-    ),  # fmt: skip
+    ),
     "convnext": _image("ConvNext", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
     "convnextv2": _image("ConvNextV2", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
     "poolformer": _image("PoolFormer", PICTURE, 64, hidden_sizes=[8, 8, 16, 16], **STAGES),
@@ -209,7 +231,7 @@ NETWORKS: dict[str, Build] = {
         num_attention_heads=[1, 1, 2, 2],
         decoder_hidden_size=16,
         **STAGES,
-    ),  # fmt: skip
+    ),
     "upernet": _image("UperNet", "ForSemanticSegmentation", 64, hidden_size=16, auxiliary_channels=16),
     "dpt": _image(
         "DPT",
@@ -219,7 +241,7 @@ NETWORKS: dict[str, Build] = {
         neck_hidden_sizes=[8, 8, 16, 16],
         fusion_hidden_size=16,
         is_hybrid=False,
-    ),  # fmt: skip
+    ),
     "vit_mae": _image(
         "ViTMAE",
         "ForPreTraining",
@@ -228,7 +250,7 @@ NETWORKS: dict[str, Build] = {
         decoder_num_hidden_layers=1,
         decoder_intermediate_size=64,
         **PATCHES,
-    ),  # fmt: skip
+    ),
     "sam (vision)": _image(
         "SamVision",
         "Model",
@@ -242,7 +264,7 @@ NETWORKS: dict[str, Build] = {
         window_size=4,
         global_attn_indexes=[1],
         output_channels=16,
-    ),  # fmt: skip
+    ),
     "vivit": lambda: Example(
         _model(
             "ForVideoClassification",
@@ -252,7 +274,7 @@ NETWORKS: dict[str, Build] = {
             **{k: v for k, v in PATCHES.items() if k != "patch_size"},
         ),
         (torch.randn(SAMPLES, 4, 3, 32, 32),),
-    ),  # fmt: skip
+    ),
     "timesformer": lambda: Example(
         _model("ForVideoClassification", "Timesformer", num_frames=4, **PATCHES),
         (torch.randn(SAMPLES, 4, 3, 32, 32),),
@@ -278,7 +300,7 @@ NETWORKS: dict[str, Build] = {
             **ENCODER,
         ),
         (torch.randn(SAMPLES, 32, 16),),
-    ),  # fmt: skip
+    ),
     "encodec": lambda: Example(
         _model(
             "Model",
@@ -290,7 +312,7 @@ NETWORKS: dict[str, Build] = {
             codebook_size=16,
         ),
         (torch.randn(SAMPLES, 1, 256),),
-    ),  # fmt: skip
+    ),
     # Numbers
     "patchtst": lambda: Example(
         _model(
@@ -308,7 +330,7 @@ NETWORKS: dict[str, Build] = {
         ),
         (torch.randn(SAMPLES, 32, 3),),
         ("past_values",),
-    ),  # fmt: skip
+    ),
     "patchtsmixer": lambda: Example(
         _model(
             "ForPrediction",
@@ -323,8 +345,6 @@ NETWORKS: dict[str, Build] = {
         ),
         (torch.randn(SAMPLES, 32, 3),),
         ("past_values",),
-    ),  # fmt: skip
-    "focalnet": _image(
-        "FocalNet", PICTURE, 64, image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_labels=CLASSES
-    ),  # fmt: skip
+    ),
+    "focalnet": _image("FocalNet", PICTURE, 64, image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_labels=CLASSES),
 }

@@ -86,7 +86,7 @@ class _Importer:
     def stored(self) -> Stored:
         """Parameters and buffers of the model, and constants that the forward pass makes."""
         stored: dict[str, Callable[[], torch.Tensor | None]] = {}
-        for value in (*self.placer.constants.values(), *self.values.values()):
+        for value in (*self.placer.standing.values(), *self.values.values()):
             if isinstance(value, Operand) and value.role == "constant" and value.value is not None:
                 array, dtype = value.value, getattr(torch, value.spec.dtype)
                 stored[value.name] = lambda array=array, dtype=dtype: torch.tensor(array, dtype=dtype)  # type: ignore[misc]

@@ -46,7 +46,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
 
 def test_unknown_operators_say_what_to_do() -> None:
     drawn = Function(lambda x: torch.normal(x, 1.0))
-    with pytest.raises(LayerwiseError, match="argument 'mean' is .*, not a number"):
+    with pytest.raises(LayerwiseError, match=r"argument 'mean' is .*, not a number"):
         from_torch(drawn, (torch.randn(4, 5, 8),))
     computed = Function(lambda x, w: F.conv2d(x, w))
     with pytest.raises(LayerwiseError, match="its weight is computed of the samples"):
