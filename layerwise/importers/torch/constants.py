@@ -54,7 +54,9 @@ def constant_names(program: Program) -> set[str]:
 class Constants:
     """Values of constants, computed as torch does and in order: what is written in place is seen by its views."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_file: bool = False) -> None:
+        """from_file: the program's author is not known, so what is run is of a closed list."""
+        self._from_file = from_file
         self._tensors: dict[str, torch.Tensor] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
         self._bytes = 0  # of all of them
@@ -133,7 +135,8 @@ class Constants:
             return _filled(node, name)
         if not small or node.overload is None or not node.target.startswith("aten::"):
             return None
-        if not {name, base_name(node.target)} & FOLDED or torch.Tag.nondeterministic_seeded in node.overload.tags:
+        listed = bool({name, base_name(node.target)} & FOLDED)
+        if (self._from_file and not listed) or torch.Tag.nondeterministic_seeded in node.overload.tags:
             return None
         if any(r.name not in self._tensors for r in self._read(node)):
             return None

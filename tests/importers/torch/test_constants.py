@@ -46,12 +46,12 @@ KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a causal mask": lambda y, table: torch.empty(6, 6).fill_(-9.0).triu_(1).sum(0),
     "segments": lambda y, table: (torch.arange(6).expand(len(y), -1).diff(dim=-1, append=y.new_zeros(len(y), 1).long())
                                   != 1).cumsum(-1).to(y.dtype),
+    "an operator that no table has": lambda y, table: torch.linalg.inv(table + torch.eye(6))[0],
     "positions": lambda y, table: torch.bucketize(table[0], torch.arange(1.0, 5.0, 2.0)).to(y.dtype),
 }  # fmt: skip
 UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "an order": (lambda y, table: y[:, torch.randperm(6)], "'randperm' draws random numbers"),
     "a large one": (lambda y, table: torch.ones(2048, 1024).cumsum(0)[:6, 0], r"\(2048, 1024\) .* up to 1,048,576"),
-    "an operator": (lambda y, table: torch.linalg.inv(table + torch.eye(6))[0], "computes aten::linalg_inv of nothing"),
 }  # fmt: skip
 
 

@@ -65,6 +65,12 @@ def test_written_out_by_pytorch() -> None:
     assert not any(isinstance(layer.op, TorchOp) for layer in cell.inner)
 
 
+def test_as_many_centres_as_samples_are_no_samples() -> None:
+    centres = torch.randn(4, 8)
+    graph = from_torch(Function(lambda x: torch.cdist(x, centres)), (X,))
+    assert all(layer.whole for layer in graph.inner if isinstance(layer.op, TorchOp))
+
+
 def test_what_remains_is_whole() -> None:
     graph = from_torch(Function(lambda x: torch.linalg.householder_product(x.mT, x[:, :, 0]).relu()), (X,))
     (whole,) = (layer for layer in graph.inner if layer.whole)

@@ -54,8 +54,9 @@ def last(worked: int) -> Row:
     """Stacks of what the last dimensions hold: matrices, images."""
 
     def row(call: Call, out: Shape) -> Free:
-        free = len(call.tensors[0].shape) - worked
-        alike = all(t.shape[:free] == call.tensors[0].shape[:free] for t in call.tensors)
+        shape = call.tensors[0].shape
+        free = len(shape) - worked
+        alike = all(len(t.shape) == len(shape) and t.shape[:free] == shape[:free] for t in call.tensors)
         return tuple(tuple(i if i < free else None for i in range(len(t.shape))) for t in call.tensors) if alike else ()
 
     return row
