@@ -48,6 +48,7 @@ class Row:
     differences: dict[str, float] = field(default_factory=dict)  # by plan: the largest, relative (see compare)
     refused: dict[str, str] = field(default_factory=dict)  # by plan: the sentence
     wrong: dict[str, str] = field(default_factory=dict)  # by plan: what differs most
+    cpu_s: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -58,13 +59,13 @@ class Row:
 
 def trial(name: str, dtype: str = "float64") -> Row:
     """All of it, as far as it goes."""
-    row, started = Row(name), time.perf_counter()
+    row, started, cpu = Row(name), time.perf_counter(), time.process_time()
     try:
         _stages(row, dtype)
         row.stage = "done"
     except Exception as error:  # whatever it is: it is what the table tells of this network
         row.said, row.loud = one_line(error), isinstance(error, LayerwiseError)
-    row.seconds = time.perf_counter() - started
+    row.seconds, row.cpu_s = time.perf_counter() - started, time.process_time() - cpu
     return row
 
 
