@@ -5,7 +5,7 @@ GPUS ?= 16
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 
-.PHONY: search test lint bench notebooks docs clean
+.PHONY: search test lint bench zoo notebooks docs clean
 
 search: $(VENV)/.installed  ## the best strategy: make search MODEL=resnet50 GPUS=64 ARGS="--profile p100"
 	$(VENV)/bin/python -m layerwise.search $(MODEL) --gpus $(GPUS) $(ARGS)
@@ -30,6 +30,9 @@ docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks
 bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks
 	$(VENV)/bin/python -m benchmarks.search $(ARGS)
 
+zoo: $(VENV)/.installed-zoo  ## published networks at the first try; ARGS="--small" for few
+	$(VENV)/bin/python -m benchmarks.zoo $(ARGS)
+
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV): where it has no PyTorch, pip fetches it, which may take minutes" >&2
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +41,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[data,dev,notebooks,volumes]'
+	touch $@
+
+$(VENV)/.installed-zoo: $(VENV)/.installed
+	$(PIP) -e '.[data,zoo]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
