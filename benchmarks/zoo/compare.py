@@ -23,8 +23,9 @@ from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
-# Where a network takes a part of itself to float32, as norms and rotary positions of language models do: sums that another
-# plan makes in another order, and so rounds otherwise by 1e-16, may fall to the other side there, which is 6e-8.
+# Where a network takes a part of itself to float32, as norms and rotary positions of language models do: sums that
+# another plan makes in another order, and so rounds otherwise by 1e-16, may fall to the other side there, which is
+# 6e-8.
 NARROW = 1e-6
 TIMEOUT_S = 120.0
 
@@ -129,7 +130,8 @@ def _loss(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 def _part(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
-    """A rank's part of what has its samples along dimension 0; all of what has none."""
-    if whole.shape == mine.shape or not whole.dim():
+    """A rank's part of what has samples, along the dimension in which it has fewer; all of what has none."""
+    if whole.shape == mine.shape or whole.dim() != mine.dim():
         return whole
-    return whole.chunk(RANKS)[rank]
+    dim = next(d for d, (all_of_it, here) in enumerate(zip(whole.shape, mine.shape, strict=True)) if all_of_it != here)
+    return whole.chunk(RANKS, dim)[rank]

@@ -15,10 +15,10 @@ GPUs (built-in profile h100, 8 samples a GPU), and runs one step of each on two 
 (data), channels split (model), space or sequence split (spatial), what the search finds for a slow cluster (searched),
 and any configuration of any layer (random). In float64, loss, outputs, gradients, buffers and parameters are compared
 with plain PyTorch on one device, and the bytes that were sent with those that were predicted. *Exact* is a relative
-difference of at most 1e-9 in all of them; *(float32)* marks networks that take a part of themselves to float32 whatever
-they are given, and are compared to 1e-6. What is dropped is set to 0. *~* marks networks that draw random numbers: their
-plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export` (CPU
-time); K is the size of the final graph of the search.
+difference of at most 1e-9 in all of them; *(float32)* marks networks that take a part of themselves to float32
+whatever they are given, and are compared to 1e-6. What is dropped is set to 0. *~* marks networks that draw random
+numbers: their plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export`
+(CPU time); K is the size of the final graph of the search.
 
 The packages: `pip install 'layerwise[zoo]'`, and, without what it needs itself, `pip install --no-deps torchvision` of
 any version: its compiled part is not used (the benchmark defines `torchvision::nms`, which torchvision's Python asks
