@@ -213,4 +213,4 @@ def test_operands_that_do_not_fit() -> None:
     with pytest.raises(LayerwiseError, match="probability"):
         Dropout(1.5).output(IMAGE)
     with pytest.raises(LayerwiseError, match="element type"):
-        Cast("complex64").output(IMAGE)
+        Cast("complex32").output(IMAGE)

@@ -32,7 +32,5 @@ def test_reports_name_whole_layers_and_their_share() -> None:
     told = as_dict(model, result, "net", {})["whole"]
     assert list(told) == ["linalg_svdvals"]
     assert 0 < told["linalg_svdvals"] < 1
-    assert (
-        line
-        == f"Whole (not split), with their share of the step: linalg_svdvals (aten::linalg_svdvals), {told['linalg_svdvals']:.0%}."
-    )
+    named = f"linalg_svdvals (aten::linalg_svdvals), {told['linalg_svdvals']:.0%}"
+    assert line == f"Whole (not split), with their share of the step: {named}."
