@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
+from torch.overrides import TorchFunctionMode
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -167,16 +168,19 @@ def _synchronised_anywhere() -> Iterator[None]:
         kind.forward = own  # type: ignore[method-assign]
 
 
+class _Ranges(TorchFunctionMode):
+    """Notes the numbers of `torch.arange(2, 5)`. A patch of it would stay in lists of functions that torch keeps."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.arange and args and not kwargs and all(type(a) is int for a in args):
+            made.layerwise_range = list(range(*args))
+        return made
+
+
 @contextmanager
 def _ranges_as_lists() -> Iterator[None]:
     """`torch.arange(2, x.dim()).tolist()`, as MONAI's losses have it, is numbers; a trace has none of a tensor."""
-    arange = torch.arange
-
-    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = arange(*args, **kwargs)
-        if args and not kwargs and all(type(a) is int for a in args):
-            made.layerwise_range = list(range(*args))  # type: ignore[attr-defined]
-        return made
 
     def listed(tolist: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def known_or_listed(tensor: torch.Tensor) -> Any:
@@ -186,7 +190,7 @@ def _ranges_as_lists() -> Iterator[None]:
         return known_or_listed
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "arange", marked))
+        stack.enter_context(_Ranges())
         for kind in (torch.Tensor, FakeTensor, FunctionalTensor):
             stack.enter_context(mock.patch.object(kind, "tolist", listed(kind.tolist)))
         yield
