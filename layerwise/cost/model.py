@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import numpy as np
@@ -14,11 +14,13 @@ from layerwise.cost.layer_collectives import kept_share
 from layerwise.cost.setting import Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
+
+COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
 
@@ -29,6 +31,18 @@ class NodeCost:
 
     compute: ComputeTime  # without what a recomputed layer does once more
     seconds: Mapping[str, Floats]  # (C,) by term, with it: t_C, t_S, and the collectives inside the layer
+
+    @staticmethod
+    def joined(costs: Sequence[NodeCost]) -> NodeCost:
+        """Of all their configurations, one after the other."""
+        parts = [np.concatenate([getattr(cost.compute, name) for cost in costs]) for name in COMPUTE_PARTS]
+        seconds = {name: np.concatenate([cost.seconds[name] for cost in costs]) for name in costs[0].seconds}
+        return NodeCost(ComputeTime(*parts), seconds)
+
+    def on(self, rows: Ints) -> NodeCost:
+        """Of these configurations."""
+        parts = [getattr(self.compute, name)[rows] for name in COMPUTE_PARTS]
+        return NodeCost(ComputeTime(*parts), {name: cost[rows] for name, cost in self.seconds.items()})
 
     @property
     def total(self) -> Floats:
@@ -56,11 +70,30 @@ class CostTables:
         return total + sum(float(cost[choice[u], choice[v]]) for (u, v, _), cost in self.transfer.items())
 
 
+class _Rows:
+    """What is known of one layer: node costs by configuration."""
+
+    def __init__(self) -> None:
+        self.row: dict[Config, int] = {}
+        self._costs: list[NodeCost] = []
+
+    def add(self, configs: tuple[Config, ...], cost: NodeCost) -> None:
+        """Of configurations that were not known."""
+        first = sum(len(known.compute.forward) for known in self._costs)  # some may be there twice
+        self.row |= {config: first + i for i, config in enumerate(configs)}
+        self._costs = [NodeCost.joined([*self._costs, cost])]
+
+    def of(self, configs: tuple[Config, ...]) -> NodeCost:
+        """Of these, which are known."""
+        return self._costs[0].on(np.array([self.row[config] for config in configs], np.int64))
+
+
 class CostModel(Setting):
     """Prices the layers and edges of one network on one device graph. Everything is cached by shape."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._rows: dict[object, _Rows] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
 
@@ -68,27 +101,39 @@ class CostModel(Setting):
         """Costs of a layer by itself under each configuration."""
         wanted = self.graph.flows_back(layer)
         owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
-        key = (layer.space, layer.types, wanted, owned, self.uses[layer.name], self.dtype(layer), configs)
-        if key not in self._nodes:
-            layout = self.layout(layer, configs)
+        key = (layer.space, layer.types, wanted, owned, self.uses[layer.name], self.dtype(layer))
+        if (key, configs) not in self._nodes:
+            known = self._rows.setdefault(key, _Rows())
+            if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
+                known.add(new, self._node_cost(layer, new, wanted))
+            self._nodes[key, configs] = known.of(configs)
+        return self._nodes[key, configs]
+
+    def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
+        layout = self.layout(layer, configs)
+        cells = tuple(config.cells for config in configs)
+        if cells == configs:
             compute = self._compute_time(layer, layout, wanted)
-            if any(config.states != "replicated" for config in configs):
-                compute = compute.updating(kept_share(self, layer, layout))
             seconds = {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS}
-            seconds = {COMPUTE.name: compute.total, **seconds}
-            again = np.array([config.recompute for config in configs])
-            if again.any():
-                for name, once in self.again(layer, configs).items():
-                    seconds[name] = seconds[name] + np.where(again, once, 0.0)
-            self._nodes[key] = NodeCost(compute, seconds)
-        return self._nodes[key]
+            return NodeCost(compute, {COMPUTE.name: compute.total, **seconds})
+        plain = self.node_cost(layer, cells)
+        compute, seconds = plain.compute, dict(plain.seconds)
+        if any(config.states != "replicated" for config in configs):
+            compute = compute.updating(kept_share(self, layer, layout))
+            seconds |= {term.name: term.seconds(self, layer, layout) for term in LAYER_TERMS if term.by_states}
+        seconds[COMPUTE.name] = compute.total
+        again = np.array([config.recompute for config in configs])
+        if again.any():
+            for name, once in self.again(layer, cells).items():
+                seconds[name] = seconds[name] + np.where(again, once, 0.0)
+        return NodeCost(compute, seconds)
 
     def again(self, layer: Layer, configs: tuple[Config, ...]) -> dict[str, Floats]:
         """(C,) seconds by term of a layer's forward pass done once more, whether or not these recompute it."""
-        layout = self.layout(layer, configs)
-        compute = self.node_cost(layer, tuple(config.cells for config in configs)).compute
+        cells, rows = distinct_cells(configs)
+        layout, compute = self.layout(layer, cells), self.node_cost(layer, cells).compute
         collectives = {term.name: term.again_s(self, layer, layout) for term in LAYER_TERMS if term.again_s}
-        return {COMPUTE.name: compute.forward, **collectives}
+        return {name: once[rows] for name, once in {COMPUTE.name: compute.forward, **collectives}.items()}
 
     def _compute_time(self, layer: Layer, layout: Layout, wanted: tuple[bool, ...]) -> ComputeTime:
         """Measured as far as the profile has it; what a step takes beside its layers is the sink's."""

@@ -64,6 +64,7 @@ class LayerTerm(Term):
     again_s: Callable[[Setting, Layer, Layout], Floats] | None = None
     again_bytes: LayerBytes = lambda *_: 0.0
     span: Category | None = None  # in the simulated step: its devices wait for each other, half of it in each direction
+    by_states: bool = False  # follows from what devices share out of parameters and states, too
     overlaps: bool = False  # with the backward pass, so that the search weighs it less, too
 
 
@@ -185,6 +186,7 @@ SYNC = LayerTerm(
     seconds=sync_s,
     sent_bytes=sync_bytes,
     phases={"gradient_s": 1.0},
+    by_states=True,
     overlaps=True,
 )
 GATHER = LayerTerm(
@@ -195,6 +197,7 @@ GATHER = LayerTerm(
     seconds=gather_s,
     sent_bytes=gather_bytes,
     phases={"gradient_s": 1.0},
+    by_states=True,
     overlaps=True,
 )
 STATISTICS = LayerTerm(

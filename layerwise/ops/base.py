@@ -71,6 +71,9 @@ class Parameter:
     initial: Literal["uniform", "normal", "constant"] = "constant"
     scale: float = 0.0
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.shape))  # the rest is long to hash, and few differ in it alone
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:

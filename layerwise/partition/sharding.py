@@ -84,12 +84,11 @@ def _sharding(space: Space, p: Parameter, config: Config, devices: int) -> Shard
         boxes = _cut(p.shape, [(size, dimension if cut is None else cut) for size, cut in axes])
         inside = (boxes.lo >= computed.lo).all() and (boxes.hi <= computed.hi).all()
         if inside and (boxes.hi > boxes.lo).all():
-            volume = boxes.volume.astype(np.int64)
             # Parts are disjoint and fill the parameter, so those of a group fill its box.
-            _, group = np.unique(np.concatenate([computed.lo, computed.hi], 1), axis=0, return_inverse=True)
-            largest = np.zeros(group.max() + 1, np.int64)
-            np.maximum.at(largest, group.reshape(-1), volume)
-            made = Sharding(dimension, members, boxes, largest[group.reshape(-1)])
+            volume = boxes.volume.astype(np.int64).reshape([size for size, _ in axes])
+            together = tuple(i for i, (_, cut) in enumerate(axes) if cut is None)
+            largest = np.broadcast_to(volume.max(together, keepdims=True), volume.shape).reshape(-1)
+            made = Sharding(dimension, members, boxes, largest)
             found.append((made.total, dimension, made))
     return min(found, key=lambda one: one[:2])[2] if found else None  # the least to fill up, the outermost
 

@@ -6,7 +6,7 @@ do); tables of edges are over its B *bases*, what its neighbours can see of a va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,9 @@ class Problem:
     rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
     peak: Callable[[Choice], float]  # bytes: what must fit
     exact: Callable[[Choice], float] | None = None  # seconds of one choice, where `time` is a lower bound
+    # The problem over the variants that are kept, as `restrict`, with rows of its own, which may be larger; they
+    # are near the peak of one of its choices where one is given.
+    anew: Callable[[Mapping[str, Mask], Choice | None], Problem] | None = None
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
@@ -83,6 +86,12 @@ class Problem:
             lambda choice: self.peak(outside(choice, keep)),
             None if exact is None else lambda choice: exact(outside(choice, keep)),
         )
+
+
+def inside(choices: Iterable[Choice], keep: Mapping[str, Mask]) -> list[Choice]:
+    """Choices over all variants as ones over those that are kept, without those of which one is not."""
+    kept = [choice for choice in choices if all(keep[name][i] for name, i in choice.items())]
+    return [{name: int(keep[name][:i].sum()) for name, i in choice.items()} for choice in kept]
 
 
 def outside(choice: Choice, keep: Mapping[str, Mask]) -> Choice:

@@ -46,11 +46,14 @@ def within(
     order: Order,
     base: Mapping[str, Ints],
     width: int,
-    dominance: Sequence[int] = (),
+    dominance: tuple[int, int] | None = None,
+    step: float = 0.0,
 ) -> Enumerated:
     """Choices within all criteria; the first one decides who goes where there is no room.
 
-    dominance: criteria by which, of partial choices that end alike, one that is no better in any may be left out.
+    dominance: two criteria by which, of partial choices that end alike, what is no better in either may be left out.
+    step: also one that is better in the first by less than that. So of every choice there is one left that is no worse
+    in the second criterion, and in the first by less than a step for each variable.
     """
     bounds = np.array([[c.completion.least for c in criteria]])
     most = np.array([c.most for c in criteria])
@@ -63,14 +66,15 @@ def within(
         frontier = {n: of[parent] for n, of in chosen.items()} | {name: base[name][variant]}
         chosen = {n: frontier[n] for n in order.needed[i]}
         left = np.arange(len(parent))
-        for room in (AHEAD * width, width) if dominance else (width,):
+        for room in (width,) if dominance is None else (AHEAD * width, width):
             if len(left) > room:
                 sooner = np.argpartition(bounds[left, 0], room)
                 dropped = min(dropped, float(bounds[left[sooner[room:]], 0].min()))
                 left = left[sooner[:room]]
-            if dominance and room > width:
+            if dominance is not None and room > width:
                 alike = _numbers([of[left] for of in chosen.values()], [len(base[n]) for n in chosen])
-                left = left[~_dominated(alike, bounds[left][:, list(dominance)])]
+                first, second = (bounds[left, criterion] for criterion in dominance)
+                left = left[~_dominated(alike, np.floor(first / step) if step else first, second)]
         parent, variant, bounds = parent[left], variant[left], bounds[left]
         chosen = {n: of[left] for n, of in chosen.items()}
         steps.append((parent, variant))
@@ -111,27 +115,15 @@ def _numbers(columns: list[Ints], sizes: list[int]) -> Ints:
     return numbers
 
 
-def _dominated(alike: Ints, costs: Floats) -> Mask:
-    """(P,) which of P partial choices is no better than another one that ends alike, as numbers say.
-
-    Exact for two costs. With more, each is compared with one only: the one before it whose largest share is the least.
-    """
-    count = len(costs)
+def _dominated(alike: Ints, first: Floats, second: Floats) -> Mask:
+    """(P,) which of P partial choices is no better in two costs than another one that ends alike, as numbers say."""
+    count = len(first)
     if count < 2:
         return np.zeros(count, bool)
-    rest = costs[:, 1:].max(1) if costs.shape[1] > 1 else np.zeros(count)
-    alike = np.broadcast_to(alike, count)
-    order = np.lexsort((rest, costs[:, 0], alike))
-    group = np.cumsum(np.diff(alike[order], prepend=alike[order[0]]) > 0)
-    costs, rest = costs[order], rest[order]
-    span = float(np.ptp(rest)) + 1.0
-    # The least of the rest so far, in its group: groups are moved apart, each below the one before.
-    moved = rest - rest.min() - group * 2 * span
-    least = np.minimum.accumulate(moved)
-    is_new = np.r_[True, moved[1:] < least[:-1]]
-    champion = np.maximum.accumulate(np.where(is_new, np.arange(count), 0))
-    before = np.r_[0, champion[:-1]]
-    beaten = (group[before] == group) & (before < np.arange(count)) & (costs[before] <= costs).all(1)
-    result = np.zeros(count, bool)
-    result[order] = beaten
-    return result
+    order = np.lexsort((second, first, np.broadcast_to(alike, count)))
+    group = np.cumsum(np.diff(np.broadcast_to(alike, count)[order], prepend=-1) != 0)
+    # The least of the second cost so far, in its group: ranks, which groups move apart, each below the one before.
+    rank = np.unique(second, return_inverse=True)[1].reshape(-1)[order] - group * count
+    beaten = np.zeros(count, bool)
+    beaten[order[1:]] = rank[1:] >= np.minimum.accumulate(rank)[:-1]
+    return beaten

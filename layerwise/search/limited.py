@@ -10,30 +10,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerwise.geometry.arrays import Mask
 from layerwise.search.additive import (
     Choice,
-    Costs,
     Minimise,
     Problem,
     by_elimination,
-    lower_bounds,
+    inside,
     outside,
 )
-from layerwise.search.completion import Completion, Order
-from layerwise.search.enumerate import Criterion, Enumerated, within
 from layerwise.search.multipliers import Multipliers, best_multipliers, least_rows
-from layerwise.search.prune import SLACK, Keep
+from layerwise.search.prune import SLACK
+from layerwise.search.rest import Bounded, Known, Rest, possible
 
+NEAR = 0.02  # above the bound, what is looked at first
 GAP = 0.005  # nearer to its bound, no more is looked for
-NUMBERS = 1e8  # that an enumeration may form: one or two seconds
+SPARE = 0.001  # of the time: what is that near to another choice, and needs no less, may be left out
+FAVOURED = 3  # times that rows are counted anew, near the peak of a choice that did not fit
 WINDOWS = 4  # enumerations of what is within GAP of the bound: each raises it, or finds what fits
-CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second
 LOOKS = 4  # of what the multipliers have met, those whose true peaks are asked for
 TIGHTER = 6  # rounds with a limit that is lower by what rows are below true peaks
 
@@ -73,157 +71,70 @@ class Least:
         return self.bytes <= self.lower_bound_bytes * SLACK
 
 
-@dataclass
-class Known:
-    """Choices whose true peaks were looked at."""
-
-    problem: Problem
-    limit: float
-    peaks: dict[tuple[int, ...], float] = field(default_factory=dict)
-    best: Choice | None = None  # the fastest that fits
-    cost: float = np.inf
-    least: Choice | None = None
-    least_bytes: float = np.inf
-
-    def see(self, choice: Choice) -> float:
-        """Its true peak in bytes."""
-        key = tuple(choice[name] for name in self.problem.base)
-        if key not in self.peaks:
-            self.peaks[key] = peak = self.problem.peak(choice)
-            if peak < self.least_bytes:
-                self.least, self.least_bytes = choice, peak
-            if peak <= self.limit and (cost := self.problem.cost(choice)) < self.cost:
-                self.best, self.cost = choice, cost
-        return self.peaks[key]
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """What an enumeration says."""
-
-    lower_s: float  # nothing within the limit takes less
-    missed: float  # bytes by which rows are below true peaks
-    complete: bool  # whether there was room for everything
-
-
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """The variants that bounds leave, to be enumerated. The first cost decides what goes where there is no room."""
-
-    problem: Problem  # over what is left
-    keep: Mapping[str, Mask]
-    order: Order
-    completions: list[Completion]  # of the costs
-
-    @staticmethod
-    def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> _Rest | None:
-        """Without the variants of which no choice has every cost at most `most`. None where tables are too large."""
-        keep = possible(problem, costs, most)
-        if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
-            keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
-        small = problem.restrict(keep)
-        sizes = {name: int(base.max()) + 1 for name, base in small.base.items()}
-        order = Order.of(sizes, list(small.time.edge))
-        if 16.0 * order.entries(sizes) > memory_bytes:
-            return None
-        left = [cost.restrict(keep, problem.base) for cost in costs]
-        return _Rest(small, keep, order, [Completion.of(cost, small.base, order) for cost in left])
-
-    @property
-    def checks(self) -> int:
-        """How many true peaks an enumeration may ask for."""
-        return max(8, CHECKS // len(self.keep))
-
-    def enumerate(self, most: Sequence[float], dominance: Sequence[int] = ()) -> Enumerated:
-        """All choices with every cost at most `most`, as far as NUMBERS allow."""
-        criteria = [Criterion(c, bound * SLACK) for c, bound in zip(self.completions, most, strict=True)]
-        variants = sum(map(len, self.problem.base.values()))
-        width = max(1, int(NUMBERS / (variants * len(criteria))))
-        return within(criteria, self.order, self.problem.base, width, dominance)
-
-    def undominated(self, seen: Known, charged: float, cost: float) -> Bounded:
-        """Looks for choices of at most `cost` that no others beat in time and in what their bytes cost together.
-
-        The costs are those of `Multipliers.surrogate`. True peaks are asked for where rows are so far within the limit
-        as they were seen to be below peaks.
-        """
-        found = self.enumerate([cost + charged, cost, charged], (1, 2))
-        lower, checks, missed = min(found.dropped - charged, cost), self.checks, 0.0
-        for i in np.argsort(found.costs[:, 1], kind="stable"):
-            time = float(found.costs[i, 1])
-            lower = min(lower, time)  # what it beats may fit, even if it does not
-            if time >= seen.cost or checks == 0:
-                break
-            choice = found.choice(int(i))
-            taken = float(self.problem.rows(choice).max())
-            if taken + missed <= seen.limit * SLACK:
-                checks -= 1
-                below = seen.see(outside(choice, self.keep)) - taken
-                missed = below if missed == 0.0 else min(missed, below)
-
-        return Bounded(lower, missed, bool(np.isinf(found.dropped)))
-
-    def fastest(self, seen: Known, charged: float) -> float:
-        """Looks for the fastest choice that fits: a lower bound of all that do.
-
-        The costs are the Lagrangian, of which the limit's share is `charged`, the time, and the priced rows.
-        """
-        rows = len(self.completions) - 2
-        found = self.enumerate([seen.cost + charged, seen.cost / SLACK, *(seen.limit for _ in range(rows))])
-        lower, checks = found.dropped - charged, self.checks
-        for i in np.argsort(found.costs[:, 1], kind="stable"):
-            cost = float(found.costs[i, 1])
-            if cost >= seen.cost:
-                break
-            if checks == 0:
-                return min(lower, cost)
-            checks -= 1
-            choice = found.choice(int(i))
-            if self.problem.rows(choice).max() <= seen.limit * SLACK:
-                seen.see(outside(choice, self.keep))
-        return min(lower, seen.cost)
-
-    def smallest(self, seen: Known) -> float:
-        """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
-        found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
-        fullest = found.costs.max(1, initial=0.0)
-        for checks, i in enumerate(np.argsort(fullest, kind="stable")):
-            if fullest[i] >= seen.least_bytes:
-                break
-            if checks == self.checks:
-                return min(found.dropped, float(fullest[i]), seen.least_bytes)
-            choice = found.choice(int(i))
-            if self.problem.rows(choice).max() < seen.least_bytes:
-                seen.see(outside(choice, self.keep))
-        return min(found.dropped, seen.least_bytes)
-
-
 def fastest_within(
     problem: Problem,
     limit: float,
     *,
     memory_bytes: float = 2.0**31,
     known: Iterable[Choice] = (),
+    met: Iterable[Choice] = (),
     prove: bool = True,
 ) -> Limited:
     """The choice that takes the least time of those whose peak is at most `limit` bytes.
 
-    memory_bytes: bounds each table. known: choices that may fit. prove: enumerate all that a proof takes.
+    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. prove:
+    enumerate all that a proof takes.
     """
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
-    prices = best_multipliers(problem, limit, minimise)
-    if not any(met.rows.max() <= limit for met in prices.met):
-        least = least_rows(problem, minimise, prices, enough=limit)
-        if least.bound > limit * SLACK:
-            return Limited(limit, None, np.inf, np.inf, prices.price)
+    prices = _priced(seen, minimise, met)
+    if prices.bound == np.inf or not prove:
+        return Limited(limit, seen.best, seen.cost, min(prices.bound, seen.cost), prices.price)
+    lower = prices.bound
+    if seen.cost > lower * SLACK:
+        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
+    if seen.cost > lower * (1 + GAP) and problem.anew is not None:
+        lower = max(lower, _near(seen, prices, minimise, min(seen.cost, lower * (1 + NEAR)), memory_bytes))
+    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+
+
+def _priced(seen: Known, minimise: Minimise, met: Iterable[Choice]) -> Multipliers:
+    """The best multipliers, of which the bound is inf where nothing fits; looks for what truly fits near them."""
+    prices = best_multipliers(seen.problem, seen.limit, minimise, met=met)
+    if not any(met.rows.max() <= seen.limit for met in prices.met):
+        least = least_rows(seen.problem, minimise, prices, enough=seen.limit)
+        if least.bound > seen.limit * SLACK:
+            return replace(prices, bound=np.inf)
         prices = replace(prices, met=least.met, solved=least.solved)
     tighten(seen, prices, minimise)
-    lower = prices.bound
-    if prove and seen.cost > lower * SLACK:
-        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
-    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+    return prices
+
+
+def _near(seen: Known, prices: Multipliers, minimise: Minimise, cost: float, memory_bytes: float) -> float:
+    """Looks for the fastest choice of at most `cost`, with rows counted anew: a lower bound of all that fit."""
+    problem = seen.problem
+    keep = possible(problem, *prices.criteria(problem, seen.limit, cost))
+    if not all(mask.any() for mask in keep.values()):
+        return cost
+    lower, favour = prices.bound, next(iter(inside([] if seen.misfit is None else [seen.misfit], keep)), None)
+    assert problem.anew is not None
+    for _ in range(FAVOURED):
+        small = Known(problem.anew(keep, favour), seen.limit)
+        if favour is not None and small.problem.rows(favour).max() <= seen.limit * SLACK:
+            break  # there is nothing more to it
+        for choice in inside([] if seen.best is None else [seen.best], keep):
+            small.see(choice)
+        closer = _priced(small, minimise, inside(prices.nearest(), keep))
+        lower = max(lower, closer.bound)
+        if min(small.cost, cost) > lower * SLACK:
+            lower = max(lower, _enumerated(small, closer, minimise, memory_bytes))
+        if small.best is not None:
+            seen.see(outside(small.best, keep))
+        favour = small.misfit
+        if favour is None or min(seen.cost, cost) <= lower * (1 + GAP):
+            break
+    return min(lower, cost)
 
 
 def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float) -> float:
@@ -234,7 +145,7 @@ def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_byt
         _by_windows(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes)
     lower = found.lower_s
     if found.complete and seen.cost > lower * SLACK:
-        rest = _Rest.of(seen.problem, *prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
+        rest = Rest.of(seen.problem, *prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
         lower = lower if rest is None else max(lower, rest.fastest(seen, sum(prices.price.values()) * seen.limit))
     return lower
 
@@ -247,30 +158,20 @@ def _by_windows(seen: Known, prices: Multipliers, limit: float, memory_bytes: fl
         if seen.cost <= lower * SLACK:
             break
         cost = min(seen.cost, cost * (1 + GAP))
-        rest = _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, cost), memory_bytes)
+        rest = Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, cost), memory_bytes)
         if rest is None:
             return Bounded(lower, missed, False)
-        found = rest.undominated(seen, charged, cost)
+        found = rest.undominated(seen, charged, cost, SPARE * lower)
         lower, missed = max(lower, found.lower_s), found.missed or missed
         complete = found.complete
         if not complete or seen.cost <= cost:
             break
     if seen.best is None and (
-        rest := _Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, np.inf), memory_bytes)
+        rest := Rest.of(seen.problem, *prices.surrogate(seen.problem, limit, np.inf), memory_bytes)
     ):
-        found = rest.undominated(seen, charged, np.inf)
+        found = rest.undominated(seen, charged, np.inf, SPARE * lower)
         lower, missed = max(lower, found.lower_s), found.missed or missed
     return Bounded(lower, missed, complete)
-
-
-def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) -> Keep:
-    """The variants (V_l,) that may be part of a choice of which every cost is at most `most`."""
-    keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
-    for cost, bound in zip(costs, most, strict=True):
-        if np.isfinite(bound):
-            for name, lower in lower_bounds(cost, problem.base).items():
-                keep[name] &= lower <= bound * SLACK
-    return keep
 
 
 def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> None:
@@ -309,7 +210,7 @@ def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iter
     for choice in [*known, *(m.choice for m in sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS])]:
         seen.see(choice)
     costs = game.mixed()
-    rest = _Rest.of(problem, costs, [seen.least_bytes] * len(costs), memory_bytes)
+    rest = Rest.of(problem, costs, [seen.least_bytes] * len(costs), memory_bytes)
     lower = game.bound if rest is None else max(game.bound, rest.smallest(seen))
     assert seen.least is not None
     return Least(seen.least, seen.least_bytes, min(lower, seen.least_bytes))

@@ -8,7 +8,7 @@ what the mixture exceeds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from layerwise.search.additive import Choice, Costs, Minimise, Problem, weighted
 from layerwise.search.simplex import simplex
 
 ROUNDS = 60  # of elimination
+NEAREST = 8  # choices that multipliers of a problem like this one start with
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
@@ -54,6 +55,12 @@ class Multipliers:
             -1, len(self.met)
         )
 
+    def nearest(self) -> list[Choice]:
+        """Some of what was met: the choices that take least with memory paid. Others' multipliers may start there."""
+        paid = np.array([met.cost for met in self.met])
+        paid = paid + np.array(list(self.price.values())) @ self.taken(list(self.price))
+        return [self.met[i].choice for i in np.argsort(paid, kind="stable")[:NEAREST]]
+
     def criteria(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
         """What a choice that fits and costs at most `cost` has, and at most: time with memory paid, time, and rows."""
         rows = [self.solved[row] for row in self.price]
@@ -75,45 +82,68 @@ class Multipliers:
 
 
 def best_multipliers(
-    problem: Problem, limit: float, minimise: Minimise, start: Multipliers | None = None
+    problem: Problem,
+    limit: float,
+    minimise: Minimise,
+    start: Multipliers | None = None,
+    met: Iterable[Choice] = (),
 ) -> Multipliers:
     """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
 
-    start: what was met with other limits.
+    start: what was met with other limits. met: other choices that are likely to be near the best.
     """
     best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
+    best.met += [_known(problem, choice) for choice in met]
     active = sorted(best.solved)
     price: dict[int, float] = {}
-    value = np.inf  # of the mixture that the prices are from: no better bound is to be had from what was met
+    value, solved = np.inf, False  # of the mixture that the prices are from: what was met allows no better bound
     for _ in range(ROUNDS):
+        if best.met:
+            mixture = _next(problem, best, active, limit, solved)
+            if mixture is None:
+                break
+            price, value = mixture
         costs = weighted_sum([1.0, *price.values()], [problem.time, *(best.solved[row] for row in price)])
-        met, least = _meet(problem, costs, minimise)
+        choice, least = minimise(costs, problem.base)
         charged = sum(price.values()) * limit
         if least - charged > best.bound:
             best.bound, best.price = least - charged, price
-        solved = costs.of(met.choice, problem.base) - charged >= value - CLOSE * abs(value)
-        best.met.append(met)
-        scale = max(best.met[0].cost, 1e-30)
-        while True:
-            share, prices, value = _fit_on_average(best.met, best.taken(active), limit, scale)
-            if not solved and value > best.bound + CLOSE * abs(best.bound):
-                break
-            mixed = share @ np.stack([met.rows for met in best.met])
-            mixed[active] = 0.0
-            worst = int(mixed.argmax())
-            if mixed[worst] <= limit * (1 + CLOSE):
-                return best
-            active.append(worst)
-            best.solved[worst] = problem.row(worst)
-            solved = False
-        price = {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}
+        solved = costs.of(choice, problem.base) - charged >= value - CLOSE * abs(value)
+        best.met.append(_known(problem, choice))
     return best
+
+
+def _next(
+    problem: Problem, best: Multipliers, active: list[int], limit: float, solved: bool
+) -> tuple[dict[int, float], float] | None:
+    """The prices of the best mixture of what was met, and its time; None where the bound is as good as it gets.
+
+    Rows that a mixture exceeds become `active`. solved: whether its prices over the active ones are the best.
+    """
+    scale = max(best.met[0].cost, 1e-30)
+    while True:
+        share, prices, value = _fit_on_average(best.met, best.taken(active), limit, scale)
+        near = np.isfinite(best.bound) and value <= best.bound + CLOSE * abs(best.bound)
+        if not solved and not near:
+            return {row: float(p) for row, p in zip(active, prices, strict=True) if p > 0}, value
+        mixed = share @ np.stack([met.rows for met in best.met])
+        mixed[active] = 0.0
+        worst = int(mixed.argmax())
+        if mixed[worst] <= limit * (1 + CLOSE):
+            return None
+        active.append(worst)
+        best.solved[worst] = problem.row(worst)
+        solved = False
+
+
+def _known(problem: Problem, choice: Choice) -> Met:
+    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice), problem.base)
 
 
 def _meet(problem: Problem, costs: Costs, minimise: Minimise) -> tuple[Met, float]:
     """A good choice by `costs`, and a lower bound of them."""
     choice, least = minimise(costs, problem.base)
-    return Met(choice, problem.time.of(choice, problem.base), problem.rows(choice), problem.base), least
+    return _known(problem, choice), least
 
 
 def _fit_on_average(met: list[Met], taken: Floats, limit: float, scale: float) -> tuple[Floats, Floats, float]:

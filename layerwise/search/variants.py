@@ -122,9 +122,10 @@ class Variants:
 class Memory:
     """The rows of a problem: every instant of a step on every device."""
 
-    def __init__(self, model: CostModel, variants: Variants) -> None:
-        self.bounds, self.devices = MemoryBounds(model, variants.configs), model.devices.count
-        self._first = {name: np.unique(base, return_index=True)[1] for name, base in variants.base.items()}
+    def __init__(self, model: CostModel, variants: Variants, favour: Choice | None = None) -> None:
+        """favour: the choice of which the rows are to be near its peak."""
+        self.bounds = MemoryBounds(model, variants.configs, variants.base, favour)
+        self.devices = model.devices.count
         self._tables: dict[int, Costs] = {}
 
     def where(self, row: int) -> tuple[str, int]:
@@ -136,14 +137,8 @@ class Memory:
         """Bytes of one row."""
         if row not in self._tables:
             tables = self.bounds.tables(*self.where(row))
-            self._tables[row] = Costs(tables.node, {e: self._by_base(e, table) for e, table in tables.edge.items()})
+            self._tables[row] = Costs(tables.node, tables.edge)
         return self._tables[row]
-
-    def _by_base(self, edge: EdgeName, table: Floats) -> Floats:
-        """(B_u, B_v) of (V_u, V_v): the least where variants of a base differ, as in late gradients of weights."""
-        u, v = (self._first[name] for name in edge[:2])
-        least: Floats = np.minimum.reduceat(np.minimum.reduceat(table, u, axis=0), v, axis=1)
-        return least
 
     def rows(self, choice: Choice) -> Floats:
         """(R,) bytes of one choice."""

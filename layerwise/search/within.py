@@ -7,18 +7,22 @@ be part of a strategy better than one in hand goes (as in `narrow`). Then exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layerwise.cost.memory.bounds import MemoryBounds
+from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostTables, Progress
-from layerwise.search.additive import Choice, Costs, Problem, by_messages, least_by_base, lower_bounds
-from layerwise.search.limited import LOOKS, Known, Limited, fastest_within, least_memory, possible, tighten
+from layerwise.geometry.arrays import Mask
+from layerwise.search.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
+from layerwise.search.limited import LOOKS, Limited, fastest_within, least_memory, tighten
 from layerwise.search.multipliers import best_multipliers, least_rows
 from layerwise.search.narrow import exact_cost, rough_tables, weighted
 from layerwise.search.prune import SLACK, Keep
+from layerwise.search.rest import Known, possible
 from layerwise.search.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
 
 
@@ -81,6 +85,7 @@ class LimitedSearch:
     ) -> None:
         self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
+        self._footprints = Footprints(model)
         self._peaks: dict[object, float] = {}
         self._costs: dict[object, tuple[float, float]] = {}
 
@@ -95,29 +100,42 @@ class LimitedSearch:
         space = Variants.of(self._cells_within(weights, [cost for _, cost in hands]), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory(self.model, space)
         keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
-        found: list[Choice | None] = []
+        found, met = list[Choice | None](), list[list[Choice]]()
         for weight, (strategy, _) in zip(weights, hands, strict=True):
             node = weighted(self.model, space.configs, weight)
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
             seen = Known(problem, limit)
             if strategy is not None:
                 seen.see(space.choice(strategy))
-            prices = best_multipliers(problem, limit, by_messages)
+            prices = best_multipliers(problem, limit, by_messages, met=met[-1] if met else ())
             tighten(seen, prices, by_messages)
             found.append(seen.best)
+            met.append(prices.nearest())
             for name, mask in possible(problem, *prices.criteria(problem, limit, seen.cost)).items():
                 keep[name] |= mask
         if not all(mask.any() for mask in keep.values()):
             return Within(limit, (), np.inf, np.inf, (), 0)
-        return self._exact(space.restrict(keep), limit, weights, [inside(choice, keep) for choice in found])
+        fitting = [inside([] if choice is None else [choice], keep) for choice in found]
+        return self._exact(space.restrict(keep), limit, weights, fitting, [inside(choices, keep) for choices in met])
 
-    def _exact(self, space: Variants, limit: float, weights: Sequence[float], known: Sequence[Choice | None]) -> Within:
+    def _exact(
+        self,
+        space: Variants,
+        limit: float,
+        weights: Sequence[float],
+        known: Sequence[list[Choice]],
+        met: Sequence[list[Choice]],
+    ) -> Within:
+        """known: by weight, what may fit; met: what is near the best."""
         tables, memory = self.model.tables(space.bases, self.progress), Memory(self.model, space)
         results: list[Limited] = []
-        for weight, choice in zip(weights, known, strict=True):
-            problem = space.problem(weighted(self.model, space.configs, weight), tables.transfer, memory, self.peak)
-            begin, prove = [] if choice is None else [choice], not results
-            results.append(fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=begin, prove=prove))
+        for weight, begin, near in zip(weights, known, met, strict=True):
+            costs = Costs(weighted(self.model, space.configs, weight), tables.transfer)
+            problem = self._problem(space, costs, memory)
+            found = fastest_within(
+                problem, limit, memory_bytes=self.memory_bytes, known=begin, met=near, prove=not results
+            )
+            results.append(found)
         strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
         strategies = list({tuple(strategy.values()): strategy for strategy in strategies}.values())
         strategies.sort(key=self._costing(1.0))
@@ -131,10 +149,20 @@ class LimitedSearch:
             sum(map(len, space.configs.values())),
         )
 
+    def _problem(self, space: Variants, time: Costs, memory: Memory) -> Problem:
+        """With rows that are counted anew where variants are left out: fewer may hold a storage, so more is sure."""
+
+        def anew(keep: Mapping[str, Mask], favour: Choice | None) -> Problem:
+            small = space.restrict(keep)
+            return self._problem(small, time.restrict(keep, space.base), Memory(self.model, small, favour))
+
+        problem = space.problem(time.node, time.edge, memory, self.peak)
+        return replace(problem, anew=anew)
+
     def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
         """All that a search under a limit chose from, and the bytes of the rows that have a price: for `export`."""
         space = Variants.of(self.cells, self.forms)
-        bounds = Memory(self.model, space).bounds
+        bounds = MemoryBounds(self.model, space.configs)
         priced = [bounds.tables(price.instant, price.device) for price in within.prices]
         return self.model.tables(space.configs), [Costs(table.node, table.edge) for table in priced]
 
@@ -148,9 +176,8 @@ class LimitedSearch:
         least = min([*formed, *(m.choice for m in met)], key=problem.peak)
         costs = game.mixed()
         keep = possible(problem, costs, [problem.peak(least)] * len(costs))
-        small, begin = space.restrict(keep), inside(least, keep)
-        known_choices = [] if begin is None else [begin]
-        found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=known_choices)
+        small, begin = space.restrict(keep), inside([least], keep)
+        found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=begin)
         bound = max(found.lower_bound_bytes, game.bound)
         return LeastMemory(small.strategy(found.choice), found.bytes, min(bound, found.bytes))
 
@@ -171,7 +198,7 @@ class LimitedSearch:
         """Bytes of the fullest device."""
         key = tuple(strategy.values())
         if key not in self._peaks:
-            self._peaks[key] = float(peak_bytes(self.model, strategy).max())
+            self._peaks[key] = float(peak_bytes(self.model, strategy, self._footprints).max())
         return self._peaks[key]
 
     def cost(self, strategy: Strategy, weight: float) -> float:
@@ -212,10 +239,3 @@ class LimitedSearch:
             for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
                 keep[name] |= lower <= upper * SLACK
         return {n: tuple(c for c, k in zip(cells, keep[n], strict=True) if k) for n, cells in self.cells.items()}
-
-
-def inside(choice: Choice | None, keep: Keep) -> Choice | None:
-    """A choice over all variants as one over those that are kept; None where one of its own is not."""
-    if choice is None or not all(keep[name][i] for name, i in choice.items()):
-        return None
-    return {name: int(keep[name][:i].sum()) for name, i in choice.items()}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.search import limited
+from layerwise.search import rest
 from layerwise.search.limited import fastest_within, least_memory
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
@@ -38,8 +38,8 @@ def test_where_little_is_enumerated_the_bounds_are_still_true(r: Random, share: 
     limit = limit_at(r, share)
     best = r.best(limit)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limited, "NUMBERS", room)
-        patch.setattr(limited, "CHECKS", checks)
+        patch.setattr(rest, "NUMBERS", room)
+        patch.setattr(rest, "CHECKS", checks)
         found, least = fastest_within(r.problem, limit), least_memory(r.problem)
     assert found.lower_bound_s <= best * (1 + 1e-8)
     assert found.cost_s >= best * (1 - 1e-8)

@@ -42,6 +42,41 @@ class Share:
         return bool(self.key[1])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One parameter that lives in a layer; arrays are (N,), in bytes."""
+
+    trained: bool
+    size: Floats  # of the box that a device computes with
+    shared: Floats  # that where another device has the same one
+    share: Share | None  # where devices keep a part each
+
+
+def held(model: CostModel, layer: Layer, config: Config, place: Place) -> list[Held]:
+    """The parameters that live in a layer."""
+    rows = list[Held]()
+    for _, p, item_bytes in layer.held():
+        boxes = place.holds(p)
+        size = boxes.volume * item_bytes
+        share = _share(model, layer, p, config, boxes, item_bytes)
+        shared = np.where(boxes.shared(), size, 0.0) if p.trainable and share is None else 0 * size
+        rows.append(Held(p.trainable, size, shared, share))
+    return rows
+
+
+def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
+    """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
+    found = sharded(layer, p, config, model.devices.count)
+    if found is None:
+        return None
+    ends = np.concatenate([boxes.lo, boxes.hi], axis=1)
+    _, first, group = np.unique(ends, axis=0, return_index=True, return_inverse=True)
+    gathered = states_of(layer, config) == "gathered"
+    row = found.rows.astype(np.float64) * item_bytes
+    key = first[group.reshape(-1)].tobytes(), layer.name if gathered else ""
+    return Share(key, boxes.volume * item_bytes, found.boxes.volume * item_bytes, row, row * found.members)
+
+
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """Gradients that travel together, and parameters that are gathered together."""
@@ -68,24 +103,25 @@ class Parameters:
     _whole: dict[str, Ref] = field(default_factory=dict)  # what a layer computes with
     _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
 
-    def hold(self, layer: Layer, config: Config, place: Place) -> None:
+    def hold(self, layer: Layer, parameters: Sequence[Held]) -> None:
         """A layer's, with their optimizer's state; and their place in buckets, which outlives the step."""
         states, rows = OPTIMIZERS[self.model.options.optimizer], self._trained.setdefault(layer.name, [])
-        for _, p, item_bytes in layer.held():
-            boxes = place.holds(p)
-            size = boxes.volume * item_bytes
-            share = self._share(layer, p, config, boxes, item_bytes)
-            if share is not None:
-                rows.append((size, 0 * size))
+        for p in parameters:
+            if (share := p.share) is not None:
+                self.of.setdefault(layer.name, []).append(share)
+                self.tracker.new(share.kept, "parameters")
+                self.tracker.new(share.kept * states, "states")
+                if not share.gathered:
+                    self.tracker.new(share.whole, "gathered")
+                rows.append((p.size, 0 * p.size))
                 self._updated.append(share.kept)
                 continue
-            self.tracker.new(size, "parameters")
-            if p.trainable:
-                shared = boxes.shared()
-                self.tracker.new(states * size, "states")
-                self.tracker.new(np.where(shared, size, 0.0), "gradients")
-                rows.append((size, np.where(shared, 0.0, size)))
-                self._updated.append(size)
+            self.tracker.new(p.size, "parameters")
+            if p.trained:
+                self.tracker.new(states * p.size, "states")
+                self.tracker.new(p.shared, "gradients")
+                rows.append((p.size, p.size - p.shared))
+                self._updated.append(p.size)
 
     def gradients(self, layer: Layer) -> list[Ref]:
         """Of a layer's, as they are made."""
@@ -98,25 +134,6 @@ class Parameters:
         for _, alone in self._trained[layer.name]:
             self.tracker.new(alone, "gradients")
         self.leave(layer)
-
-    def _share(self, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
-        """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
-        found = sharded(layer, p, config, self.model.devices.count)
-        if found is None:
-            return None
-        ends = np.concatenate([boxes.lo, boxes.hi], axis=1)
-        _, first, group = np.unique(ends, axis=0, return_index=True, return_inverse=True)
-        gathered, whole = states_of(layer, config) == "gathered", boxes.volume * item_bytes
-        row = found.rows.astype(np.float64) * item_bytes
-        kept = found.boxes.volume * item_bytes
-        key = first[group.reshape(-1)].tobytes(), layer.name if gathered else ""
-        share = Share(key, whole, kept, row, row * found.members)
-        self.tracker.new(kept, "parameters")
-        self.tracker.new(kept * OPTIMIZERS[self.model.options.optimizer], "states")
-        if not gathered:
-            self.tracker.new(whole, "gathered")
-        self.of.setdefault(layer.name, []).append(share)
-        return share
 
     def begin(self) -> None:
         """The forward pass begins: what stays whole is gathered."""

@@ -15,27 +15,33 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
-from layerwise.cost.memory.kernels import BEFORE, StageMemory, remembered, stages_of
+from layerwise.cost.memory.footprints import Footprints
+from layerwise.cost.memory.kernels import BEFORE, remembered
 from layerwise.cost.memory.outputs import leave
 from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import EdgeEnd, begun_before, weights_late
+from layerwise.partition.ahead import EdgeEnd, weights_late
 from layerwise.partition.blocks import made_again
-from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, place, read
+from layerwise.partition.moved import Moved
+from layerwise.partition.place import Place, read
 
 
-def peak_bytes(model: CostModel, strategy: Strategy) -> Floats:
-    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink."""
-    return followed(model, strategy, AllocationTracker(model.devices.count)).peak
+def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | None = None) -> Floats:
+    """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink.
+
+    footprints: of the model, where the memory of more strategies is asked for.
+    """
+    return followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
 
 
-def followed(model: CostModel, strategy: Strategy, tracker: AllocationTracker) -> AllocationTracker:
+def followed(
+    model: CostModel, strategy: Strategy, tracker: AllocationTracker, footprints: Footprints | None = None
+) -> AllocationTracker:
     """The tracker, after all of a step."""
-    step = _Step(model, strategy, tracker)
+    step = _Step(model, strategy, tracker, Footprints(model) if footprints is None else footprints)
     layers = model.graph.layers
     step.parameters.begin()
     last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
@@ -58,8 +64,10 @@ class _Step:
     model: CostModel
     strategy: Strategy
     tracker: AllocationTracker
+    footprints: Footprints
     places: dict[str, Place] = field(default_factory=dict)  # its boxes
-    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels to each of its inputs
+    read: dict[str, Place] = field(default_factory=dict)  # of inputs of which devices read boxes
+    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels from these
     values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
     gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
@@ -68,41 +76,30 @@ class _Step:
     late: list[Ref] = field(default_factory=list)  # what the gradient of weights is made of, while it is yet to be made
 
     def __post_init__(self) -> None:
-        devices, options = self.model.devices.count, self.model.options
-        self.flows = self.model.has_gradient
-        self.begun = begun_before(self.model.graph, options.io)
+        graph = self.model.graph
+        self.flows, self.begun = self.model.has_gradient, self.footprints.begun
         self.ahead = {end for begun in self.begun.values() for end in begun}
         recomputed = {name for name, config in self.strategy.items() if config.recompute}
-        self.blocks = made_again(self.model.graph, recomputed)
+        self.blocks = made_again(graph, recomputed)
         self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
         self.parameters = Parameters(self.model, self.tracker)
-        for layer in self.model.graph.layers:
-            target = self.places[layer.name] = place(
-                layer, self.strategy[layer.name], devices, options.io, unfed=layer.name in self.model.graph.unfed
-            )
-            self.parameters.hold(layer, self.strategy[layer.name], target)
-        if options.io == "boxes":
-            self.places |= read(self.model.graph, self.places)
-        self.stages = {layer.name: self._stages(layer) for layer in self.model.graph.inner}
-
-    def _stages(self, layer: Layer) -> list[StageMemory]:
-        flows = self.model.graph.flows_back(layer)
-        return stages_of(layer, self.places[layer.name], flows, self.strategy[layer.name]["k"] > 1)
+        for layer in graph.layers:
+            config = self.strategy[layer.name]
+            self.places[layer.name] = self.footprints.place(layer, config)
+            self.parameters.hold(layer, self.footprints.held(layer, config))
+        if self.model.options.io == "boxes":  # what is read follows from several layers
+            self.read = read(graph, self.places)
+            self.places |= self.read
+        self.stages = {layer.name: self.footprints.stages(layer, self.strategy[layer.name]) for layer in graph.inner}
 
     def _edge(self, layer: Layer, slot: int) -> Moved:
-        key = (layer.name, slot)
-        if key not in self.edges:
-            self.edges[key] = self._moved(layer, slot)
-        return self.edges[key]
-
-    def _moved(self, layer: Layer, slot: int) -> Moved:
-        source, target = self.places[layer.inputs[slot]], self.places[layer.name]
-        io, graph = self.model.options.io, self.model.graph
-        if layer.role is Role.SINK and io != "sample":
-            loss = graph[layer.inputs[slot]].main.loss is not None
-            return outputs(source, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
-        maps, epilogue = input_maps(layer, slot)
-        return moved(source, maps, target.at(epilogue))
+        source = layer.inputs[slot]
+        if source in self.read:
+            key = layer.name, slot
+            if key not in self.edges:
+                self.edges[key] = self.footprints.moved_between(layer, slot, self.read[source], self.places[layer.name])
+            return self.edges[key]
+        return self.footprints.moved(layer, slot, self.strategy[source], self.strategy[layer.name])
 
     # ---- forward ----
 

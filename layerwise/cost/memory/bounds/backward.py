@@ -31,6 +31,8 @@ class Backward(Forward):
         elif layer.role is not Role.SINK:
             late = self._late(layer)
             inward = self._differentiate(layer, late) if self.flows[name] and name in self.stages else {}
+            if self.flows[name] and not (late and inward):
+                self._hand_out(layer)
             for user, slot in reversed(self.begun.get(name, ())):
                 self._land(self.model.graph[user], slot)
             for slot in sorted(inward, reverse=True):
@@ -40,7 +42,6 @@ class Backward(Forward):
                 self._make_weights(layer, inward[0])
                 if (name, 0) not in self.ahead:
                     self._land(layer, 0)
-            if self.flows[name]:
                 self._hand_out(layer)
 
     def _late(self, layer: Layer) -> bool:
@@ -63,7 +64,7 @@ class Backward(Forward):
                 slots = self._slots(layer, 0) if number == 0 else slots
                 weights = self._unless_late(layer, stage.weights, late)
                 made = [] if weights else self._parameters(layer, late)
-                rows = [] if weights or late else self._new(name, self.parameters[name].rows_gathered)
+                rows = [] if weights or late else self._others(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = sum(cast, stage.between)
             copies = self._new(name, between)
@@ -152,7 +153,22 @@ class Backward(Forward):
     def _parameters(self, layer: Layer, late: bool) -> list[Claim]:
         """Their gradients."""
         held = self.parameters[layer.name]
-        return self._unless_late(layer, held.gradients, late) + ([] if late else self._new(layer.name, held.rows))
+        made = self._unless_late(layer, held.gradients, late)
+        if held.rows_last.any():  # those of the layer before may have left
+            self.ledger.drop(self.last)
+        return made if late else made + self._rows(layer)
+
+    def _rows(self, layer: Layer) -> list[Claim]:
+        """Gradients that are to be summed, where they stay until the backward pass has ended, or until others come."""
+        held = self.parameters[layer.name]
+        if held.rows_last.any():
+            self.last = self._new(layer.name, held.rows_last)
+        return self._new(layer.name, held.rows)
+
+    def _others(self, layer: Layer) -> list[Claim]:
+        """Those that leave at once."""
+        held = self.parameters[layer.name]
+        return self._new(layer.name, np.maximum(held.rows_gathered - held.rows_last, 0.0))
 
     def _unless_late(self, layer: Layer, size: Floats, late: bool) -> list[Claim]:
         if not late:
@@ -163,14 +179,15 @@ class Backward(Forward):
         """While the gradient of the input travels, which is a flight by now."""
         stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
         claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
-        claims += self._new(layer.name, held.rows)
+        claims += self._rows(layer)
         self.ledger.instant(f"backward {layer.name} weights")
         self.ledger.drop(claims + self.waiting)
 
     def _hand_out(self, layer: Layer) -> None:
-        """Gradients that nobody shares stay."""
-        self._new(layer.name, self.parameters[layer.name].alone)
-        self.rows += self._new(layer.name, self.parameters[layer.name].rows)
+        """Gradients that nobody shares stay, and a device's part of the sums of others."""
+        held = self.parameters[layer.name]
+        self._new(layer.name, held.alone + held.part_gathered * self.all_leave)
+        self.rows += self._new(layer.name, held.rows)
 
     def _return(self, layer: Layer, slot: int, gradient: Gradient, *, late: bool = False) -> None:
         """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""

@@ -7,7 +7,7 @@ instant its bytes are divided among those who may hold it then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -28,18 +28,21 @@ Kind = Literal["sure", "own", "shared", "kept", "again"]
 class Claim:
     """Somebody holds a storage from instant `first` to before instant `last`.
 
-    Bytes of a layer: source (C, N). Of an edge: source[u] * target[v] where the edge is local, or where it is not.
+    Bytes of a layer: source (V, N). Of an edge: source[u] * target[v] where the edge is local, or where it is not.
     """
 
     storage: Storage
     owner: Owner
     kind: Kind
     first: int
-    source: Floats  # (C, N), by configurations of the layer, or of the edge's producer; of an edge perhaps (1, 1)
-    target: Floats | None = None  # (C_v, N), by configurations of the edge's consumer
+    source: Floats  # (V, N), by configurations of the layer, or of the edge's producer; of an edge perhaps (1, 1)
+    target: Floats | None = None  # (V_v, N), by configurations of the edge's consumer
     local: bool = True  # of an edge: under which pairs of configurations
     last: int = -1  # it has not ended
     part: Part | None = None  # of an edge where it is not local: bytes are those of `Travel`, and source a factor
+
+
+Holds = Callable[[Claim], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,40 +51,57 @@ class Storage:
 
     claims: list[Claim] = field(default_factory=list)
 
-    def entries(self, end: int) -> Iterator[Claim]:
+    def entries(self, end: int, holds: Holds) -> Iterator[Claim]:
         """What may be added up: claims weighted in such a way that at no instant they exceed the storage."""
         claims = [claim for claim in self.claims if (end if claim.last < 0 else claim.last) > claim.first]
         for claim in claims:
             claim.last = end if claim.last < 0 else claim.last
         times = sorted({time for claim in claims for time in (claim.first, claim.last)})
-        runs: dict[Claim, list[tuple[int, int, float]]] = {claim: [] for claim in claims}
+        runs: dict[tuple[Claim, ...], list[tuple[int, int, float]]] = {}
         for first, last in pairwise(times):
             alive = [claim for claim in claims if claim.first <= first and last <= claim.last]
-            for claim, weight in _weights(alive):
-                before = runs[claim]
+            for together, weight in _weights(alive, holds):
+                before = runs.setdefault(together, [])
                 if before and before[-1][1:] == (first, weight):
                     before[-1] = (before[-1][0], last, weight)
                 else:
                     before.append((first, last, weight))
-        for claim, rows in runs.items():
+        for together, rows in runs.items():
+            claim = _largest(together)
             for first, last, weight in rows:
                 yield replace(claim, first=first, last=last, source=claim.source * weight)
 
 
-def _weights(alive: list[Claim]) -> list[tuple[Claim, float]]:
-    """The largest of the sure claims; where there are none, own claims, and shared ones in equal parts.
+def _weights(alive: list[Claim], holds: Holds) -> list[tuple[tuple[Claim, ...], float]]:
+    """The sure claims of one owner, of which the largest counts; where there are none, own claims, and shared ones.
 
-    Of an edge one where it is local, and one where it is not.
+    Of an edge those where it is local, and those where it is not. Of what is shared the first owner that `holds` has
+    all; where none does, all have equal parts.
     """
-    sure = sorted((claim for claim in alive if claim.kind == "sure"), key=_size, reverse=True)
+    sure = [claim for claim in alive if claim.kind == "sure"]
     if sure:
-        best = sure[0]
-        other = [claim for claim in sure if claim.target is not None and claim.owner == best.owner]
-        return [(claim, 1.0) for claim in (best, *[c for c in other if c.local != best.local][:1])]
+        best = max(sure, key=_size)
+        mine = [claim for claim in sure if claim.owner == best.owner]
+        groups = (tuple(claim for claim in mine if claim.local == local) for local in (True, False))
+        return [(group, 1.0) for group in groups if group]
     kept = {claim.owner for claim in alive if claim.kind == "kept"}
     alive = [claim for claim in alive if claim.kind != "again" or claim.owner not in kept]
+    holder = next((claim.owner for claim in alive if claim.kind != "own" and holds(claim)), None)
+    if holder is not None:
+        return [((claim,), 1.0) for claim in alive if claim.kind == "own" or claim.owner == holder]
     sharers = len({claim.owner for claim in alive if claim.kind != "own"})
-    return [(claim, 1.0 if claim.kind == "own" else 1.0 / sharers) for claim in alive]
+    return [((claim,), 1.0 if claim.kind == "own" else 1.0 / sharers) for claim in alive]
+
+
+def _largest(claims: tuple[Claim, ...]) -> Claim:
+    """Of claims of one owner on one storage, what the largest has under each configuration, as far as it is a claim."""
+    best = max(claims, key=_size)
+    for claim in claims:
+        if claim.target is None and best.target is None:
+            best = replace(best, source=np.maximum(best.source, claim.source))
+        elif claim.target is not None and best.target is not None and np.array_equal(claim.source, best.source):
+            best = replace(best, target=np.maximum(best.target, claim.target))
+    return best
 
 
 def _size(claim: Claim) -> tuple[bool, float]:
@@ -141,7 +161,7 @@ class Ledger:
             if claim.last < 0:
                 claim.last = self.now
 
-    def entries(self) -> Iterator[Claim]:
-        """Of all storages."""
+    def entries(self, holds: Holds = lambda _: False) -> Iterator[Claim]:
+        """Of all storages. holds: who is likely to hold what several may hold."""
         for storage in self.storages:
-            yield from storage.entries(self.now)
+            yield from storage.entries(self.now, holds)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from layerwise.config import distinct_cells
 from layerwise.cost.memory.bounds.claims import Claim, Kind, Ledger, Storage
 from layerwise.cost.memory.bounds.parameters import Parameters, parameters
 from layerwise.cost.memory.bounds.stacked import Stacked, inside, stacked
@@ -27,9 +28,9 @@ class Made:
     """The result of a stage, or a copy, of its layer alone."""
 
     storage: Storage
-    size: Floats  # (C, N) bytes
+    size: Floats  # (V, N) bytes
     working: list[Claim]  # while it is computed with
-    held: Mask  # (C, N) where a stage of the layer itself keeps it for the backward pass
+    held: Mask  # (V, N) where a stage of the layer itself keeps it for the backward pass
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +38,11 @@ class Given:
     """An input of a layer: what lies here already where the edge is local, else received."""
 
     edge: EdgeName
-    there: list[tuple[Storage, Floats]]  # the source's, with (C_u, N) bytes that the source does not keep itself
+    there: list[tuple[Storage, Floats]]  # the source's, with (V_u, N) bytes that the source does not keep itself
     leaf: Storage  # what is received
-    need: Floats  # (C_v, N) bytes
+    need: Floats  # (V_v, N) bytes
     working: list[Claim]
-    held: Mask  # (C_v, N)
+    held: Mask  # (V_v, N)
     kind: Kind  # of the claims on what lies here
 
 
@@ -50,7 +51,7 @@ class Gradient:
     """A gradient on its way: of a layer's output, of a stage's, or of an input."""
 
     storage: Storage
-    size: Floats  # (C, N) bytes that are surely alive, by configurations of the layer that has it
+    size: Floats  # (V, N) bytes that are surely alive, by configurations of the layer that has it
     claims: list[Claim]
     whole: bool = True  # whether its storage is as large as itself: a view's may be smaller
     partial: bool = False  # whether under some configurations it has not arrived
@@ -64,7 +65,7 @@ class Followed:
     configs: Configs
     ledger: Ledger = field(default_factory=Ledger)
     at: dict[str, Stacked] = field(default_factory=dict)
-    local: dict[EdgeName, Mask] = field(default_factory=dict)  # (C_u, C_v)
+    local: dict[EdgeName, Mask] = field(default_factory=dict)  # (C_u, C_v), by cells
     travels: dict[EdgeName, Travel] = field(default_factory=dict)  # of edges that may be not local
     alike: dict[object, tuple[Mask, Travel | None]] = field(default_factory=dict)  # of equal edges
     values: dict[str, Made | Given | None] = field(default_factory=dict)
@@ -80,6 +81,8 @@ class Followed:
         self.parameters: dict[str, Parameters] = {}
         self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed
+        self.last: list[Claim] = []  # of the last layer's gathered parameters
+        self.all_leave = all(self.flows[layer.name] for layer in graph.layers if layer.trains)  # none waits for others
         self.stages: dict[str, list[StageMemory]] = {}
         self.recomputed, self.blocks = self._recomputed()
         self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
@@ -91,7 +94,7 @@ class Followed:
     # ---- what all have ----
 
     def _recomputed(self) -> tuple[dict[str, Mask], dict[str, int]]:
-        """Which configurations recompute a layer, (C, 1), and the number of its block, where any layer does."""
+        """Which configurations recompute a layer, (V, 1), and the number of its block, where any layer does."""
         rows = {name: np.array([[config.recompute] for config in configs]) for name, configs in self.configs.items()}
         of = blocks(self.model.graph) if any(row.any() for row in rows.values()) else {}
         return {name: row if name in of else np.zeros_like(row) for name, row in rows.items()}, of
@@ -102,7 +105,7 @@ class Followed:
         for layer in self.model.graph.layers:
             name = layer.name
             where = self.at[name] = stacked(self.model, layer, self.configs[name])
-            found = self.parameters[name] = parameters(self.model, layer, where, self.configs[name])
+            found = self.parameters[name] = parameters(self.model, layer, where, self.configs[name], self.all_leave)
             self._new(name, found.always)
             coming += self._new(name, found.coming)
         if coming:
@@ -110,7 +113,7 @@ class Followed:
             self.ledger.drop(coming)
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
-        """With arrays (C, N)."""
+        """With arrays (V, N)."""
         where, flows = self.at[layer.name], self.model.graph.flows_back(layer)
         split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
         rows = []
@@ -150,9 +153,9 @@ class Followed:
         return where.table(volume * self.model.graph[layer.inputs[slot]].out.item_bytes)
 
     def _locality(self, layer: Layer, slot: int) -> Mask:
-        """(C_u, C_v) where nothing travels; else there is a `Travel`."""
+        """(C_u, C_v) where nothing travels, by cells; else there is a `Travel`."""
         name = (layer.inputs[slot], layer.name, slot)
-        edge = self.model.edge(name, self.configs[name[0]], self.configs[name[1]])
+        edge = self.model.edge(name, *(distinct_cells(self.configs[end])[0] for end in name[:2]))
         key = (edge, self.at[name[0]].everywhere.tobytes(), self.at[name[1]].everywhere.tobytes())
         if key not in self.alike:
             self.alike[key] = self._travel(layer, slot)

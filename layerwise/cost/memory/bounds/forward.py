@@ -44,7 +44,7 @@ class Forward(Followed):
         return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
 
     def _compute(self, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
-        """Its result. on, saving: (C, 1) which configurations compute it now, and keep what its backward pass reads."""
+        """Its result. on, saving: (V, 1) which configurations compute it now, and keep what its backward pass reads."""
         ledger, name = self.ledger, layer.name
         saved = self.saved.setdefault(name, [[] for _ in self.stages[name]])
         pass_ = "forward" if on.all() else "again"
@@ -65,7 +65,7 @@ class Forward(Followed):
                 ledger.instant(f"{pass_} {name} {number}")
                 ledger.drop(spike)
             if stage.tracked and self.flows[name]:
-                where = np.broadcast_to(stage.kept.inputs, stage.made.size).reshape(stage.made.shape) & keeps
+                where = (self.at[name].table(stage.kept.inputs) > 0) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, Made | Given | None] = {BEFORE: before}
                 read |= {slot: given[slot] for slot in self._slots(layer, number)}
@@ -106,7 +106,7 @@ class Forward(Followed):
         if not again.any():
             return
         name, where = layer.name, self.at[layer.name]
-        kept, always = self.kept.setdefault(self.blocks[name], []), np.broadcast_to(1.0 * again, where.shape)
+        kept, always = self.kept.setdefault(self.blocks[name], []), np.broadcast_to(1.0 * again, where.full)
         for slot, source in enumerate(layer.inputs):
             value = self.values[source]
             if isinstance(value, Made):
@@ -115,10 +115,10 @@ class Forward(Followed):
                     kept += self.ledger.hold(value.storage, edge, "kept", free, always, local=local)
         for _, p, dtype in layer.remembered:
             size = where.table(where.place.at(p.epilogue).needs(p.maps).volume * ITEM_BYTES[dtype])
-            kept += self._new(name, np.where(where.place.computed.active.reshape(where.shape) & again, size, 0.0))
+            kept += self._new(name, size * where.table(where.place.computed.active) * again)
 
     def _original(self, layer: Layer, source: str) -> Mask:
-        """(C_u, 1) where a layer's source is not made again with it."""
+        """(V_u, 1) where a layer's source is not made again with it."""
         same = self.blocks.get(source) == self.blocks[layer.name]
         return ~self.recomputed[source] if same else np.ones_like(self.recomputed[source])
 

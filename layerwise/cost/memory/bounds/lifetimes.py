@@ -75,11 +75,11 @@ class Lifetimes(Backward):
 
     def _update(self) -> None:
         """Activations are gone; Adam has its denominators besides (see `kernels.update`)."""
-        if all(self.flows[layer.name] for layer in self.model.graph.layers if layer.trains):  # all that waits has left
+        if self.all_leave:
             for name, held in self.parameters.items():
-                self._new(name, held.part)
+                self._new(name, held.part - held.part_gathered)
         self.ledger.instant("backward end")
-        self.ledger.drop(self.rows)
+        self.ledger.drop(self.rows + self.last)
         rows = [(name, size) for name, held in self.parameters.items() for size in held.updated]
         if self.model.options.optimizer == "adam" and self.model.devices.device_type != "cpu":
             for name, size in rows:

@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.config import Config
+from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.bounds.stacked import Stacked
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Parameter
-from layerwise.partition.sharding import sharded, states_of
+from layerwise.partition.boxes import Boxes
+from layerwise.partition.sharding import sharding, states_of
 
 
 @dataclass(slots=True, eq=False)
 class Parameters:
-    """Of one layer; arrays are (C, N), in bytes. Words are those of `shares`."""
+    """Of one layer; arrays are (V, N), in bytes. Words are those of `shares`."""
 
     always: Floats  # parameters, states, places in buckets
     gradients: Floats  # all, as the backward pass makes them
@@ -27,14 +28,19 @@ class Parameters:
     coming: Floats  # what arrives of those that are gathered for the whole step, before the step begins
     rows: Floats  # gradients that are summed for each device's part, where they stay until the backward pass has ended
     rows_gathered: Floats  # where they go sooner
-    part: Floats  # a device's own part of those sums
+    rows_last: Floats  # of these, those that stay at least until the next layer's have been made
+    part: Floats  # a device's own part of those sums, which stays
+    part_gathered: Floats  # of that, what is there as soon as its layer's gradients are summed
     updated: list[Floats] = field(default_factory=list, kw_only=True)  # of each parameter that is trained
 
 
-def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> Parameters:
-    """As `step` and `shares` have them."""
-    found = Parameters(*np.zeros((8, *where.shape)))
-    states = OPTIMIZERS[model.options.optimizer]
+def parameters(
+    model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...], all_leave: bool
+) -> Parameters:
+    """As `step` and `cost.memory.parameters` have them. all_leave: whether no gathered layer waits for another."""
+    found = Parameters(*np.zeros((10, *where.full)))
+    states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
+    arrive = all_leave and model.devices.device_type == "cpu"  # messages in rows of their own
     for _, p, item_bytes in layer.held():
         boxes = where.place.holds(p)
         size = where.table(boxes.volume * item_bytes)
@@ -55,19 +61,50 @@ def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Co
         found.rows += all_rows * stays
         found.rows_gathered += all_rows * sooner
         found.part += row
+        found.part_gathered += row * sooner
+        last.add(boxes, (2 * all_rows - row if arrive else all_rows) * sooner, sooner)
         found.updated.append(updated)
+    found.rows_last += last.least()
     return found
+
+
+class _Last:
+    """The last bucket of a layer's gathered parameters: of all of them where all have the same groups, else of some."""
+
+    def __init__(self, where: Stacked) -> None:
+        self.where, self.groups = where, np.zeros((0, 0), np.int64)
+        self.alike = np.ones((where.full[0], 1), np.bool_)
+        self.all, self.any = np.zeros(where.full), np.full(where.full, np.inf)
+
+    def add(self, boxes: Boxes, rows: Floats, gathered: Mask) -> None:
+        """One more parameter. rows: (V, N) bytes; gathered: (V, 1)."""
+        if gathered.any():
+            groups = self.where.groups(boxes)
+            if not self.groups.size:
+                self.groups = groups
+            self.alike &= ~gathered | (groups == self.groups).all(1, keepdims=True)
+            self.all += rows
+            self.any = np.where(gathered, np.minimum(self.any, rows), self.any)
+
+    def least(self) -> Floats:
+        """(V, N) bytes of it."""
+        some: Floats = np.where(self.alike, self.all, np.where(np.isfinite(self.any), self.any, 0.0))
+        return some
 
 
 def _shares(
     model: CostModel, layer: Layer, p: Parameter, configs: tuple[Config, ...], item_bytes: int
 ) -> tuple[Mask, Floats, Floats, Floats]:
-    """(C,) whether devices share it; then what each keeps, its row, and those of all members (see `shares.Share`)."""
-    which = np.zeros(len(configs), np.bool_)
-    kept, row, rows = np.zeros((3, len(configs), model.devices.count))
-    for i, config in enumerate(configs):
-        found = sharded(layer, p, config, model.devices.count)
+    """(V,) whether devices share it; then what each keeps, its row, and those of all members (see `Share`)."""
+    cells, which = distinct_cells(configs)
+    may = np.zeros(len(cells), np.bool_)
+    kept, row, rows = np.zeros((3, len(cells), model.devices.count))
+    wanted = np.array([config.states != "replicated" for config in configs])
+    for i, config in enumerate(cells if wanted.any() else ()):
+        found = sharding(layer, p, config, model.devices.count)
         if found is not None:
-            which[i], kept[i], row[i] = True, found.boxes.volume * item_bytes, found.rows * float(item_bytes)
+            may[i], kept[i], row[i] = True, found.boxes.volume * item_bytes, found.rows * float(item_bytes)
             rows[i] = row[i] * found.members
-    return which, kept, row, rows
+    shared: Mask = may[which] & wanted
+    kept, row, rows = (array[which] * shared[:, None] for array in (kept, row, rows))
+    return shared, kept, row, rows

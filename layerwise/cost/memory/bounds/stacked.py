@@ -1,13 +1,18 @@
-"""Stacked: what all devices have of a layer under all its configurations at once, as one place of C*N devices."""
+"""Stacked: what all devices have of a layer under all its configurations at once, as one place of C*N devices.
+
+Of V configurations many have the same cells, and differ in what saves memory: C have different ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from layerwise.config import Config
+from layerwise.config import Config, distinct_cells
 from layerwise.cost.model import CostModel
 from layerwise.geometry import boundaries
 from layerwise.geometry.arrays import Floats, Ints, Mask
@@ -17,16 +22,18 @@ from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells
 from layerwise.partition.place import Place
 
+T = TypeVar("T", np.bool_, np.float64, np.int64)
 ROWS = 2**18  # of boxes that are compared at once: bounds the memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """The places of a layer under C configurations on N devices (tests/cost/test_bounds.py: those of `place`)."""
+    """The places of a layer under C different cells on N devices (tests/cost/test_bounds.py: those of `place`)."""
 
-    place: Place  # of C*N devices: those of the first configuration first; its boxes have no `cuts`
+    place: Place  # of C*N devices: those of the first cells first; its boxes have no `cuts`
     everywhere: Mask  # (C,) whether every device holds the whole
     shape: tuple[int, int]  # (C, N)
+    rows: Ints  # (V,) which cells each configuration has
     dims: tuple[Dim, ...]  # of the iteration space
     computed: Ints  # (C, D) how often each is cut
     owned: Ints  # (C, R) and each of the output
@@ -35,24 +42,44 @@ class Stacked:
         """How often dimensions are cut, as `Place.at`."""
         return self.owned if epilogue else self.computed
 
-    def table(self, sizes: Floats | float) -> Floats:
-        """(C*N,) numbers, or one for all, as (C, N)."""
-        return np.broadcast_to(np.asarray(sizes, np.float64), self.shape[0] * self.shape[1]).reshape(self.shape)
+    @property
+    def full(self) -> tuple[int, int]:
+        """(V, N)."""
+        return len(self.rows), self.shape[1]
+
+    def table(self, sizes: Floats | Mask | float) -> Floats:
+        """(C*N,) numbers, or one for all, as (V, N)."""
+        flat = np.broadcast_to(np.asarray(sizes, np.float64), self.shape[0] * self.shape[1])
+        return self._of_configs(flat)
 
     def shared(self, boxes: Boxes) -> Mask:
-        """(C, N) `Boxes.shared` under each configuration."""
+        """(V, N) `Boxes.shared` under each configuration."""
+        key = np.where(boxes.active, self._key(boxes), -1)
+        _, which, counts = np.unique(key, return_inverse=True, return_counts=True)
+        return self._of_configs(boxes.active & (counts[which.reshape(-1)] > 1))
+
+    def groups(self, boxes: Boxes) -> Ints:
+        """(V, N) a number for all devices that have the same box, under each configuration: that of the first."""
+        _, first, which = np.unique(self._key(boxes), return_index=True, return_inverse=True)
+        return self._of_configs(first[which.reshape(-1)] % self.shape[1])
+
+    def _of_configs(self, array: NDArray[T]) -> NDArray[T]:
+        return array.reshape(self.shape)[self.rows]
+
+    def _key(self, boxes: Boxes) -> Ints:
+        """(C*N,) equal for equal boxes of one configuration alone."""
         key = np.repeat(np.arange(self.shape[0]), self.shape[1])
         for j in range(boxes.lo.shape[1]):
             ends, row = intervals(boxes, j)
             key = key * len(ends) + row
-        _, which, counts = np.unique(np.where(boxes.active, key, -1), return_inverse=True, return_counts=True)
-        alike: Mask = boxes.active & (counts[which.reshape(-1)] > 1)
-        return alike.reshape(self.shape)
+        return key
 
 
 def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stacked:
     """Of a layer under these configurations."""
-    shape, dims, rank = (len(configs), model.devices.count), layer.space.dims, len(layer.out.shape)
+    cells, which = distinct_cells(configs)
+    shape, dims, rank = (len(cells), model.devices.count), layer.space.dims, len(layer.out.shape)
+    rows = np.array(which, np.int64)
     if layer.role is Role.CONSTANT or (layer.end and model.options.io != "sample"):
         # What is read of an input follows from several layers, so nothing is claimed for it.
         read = layer.role is Role.INPUT and model.options.io == "boxes"
@@ -60,13 +87,13 @@ def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stac
         mirrored = np.arange(shape[0] * shape[1])
         ones = np.ones((shape[0], len(dims)), np.int64)
         place = Place(whole, whole, mirrored, everywhere=True)
-        return Stacked(place, np.ones(shape[0], np.bool_), shape, dims, ones, ones[:, :rank])
-    layout = model.layout(layer, configs)
+        return Stacked(place, np.ones(shape[0], np.bool_), shape, rows, dims, ones, ones[:, :rank])
+    layout = model.layout(layer, cells)
     boxes = (_boxes(layout.computed, dims, not rank), _boxes(layout.owned, dims[:rank], not rank))
     mirrored = (layout.mirrored + np.arange(shape[0])[:, None] * shape[1]).reshape(-1)
-    uncut = [layer.name in model.graph.unfed and config.total == 1 for config in configs]
-    degrees = (cells.degrees[:, int(not rank) :] for cells in (layout.computed, layout.owned))
-    return Stacked(Place(*boxes, mirrored), np.array(uncut, np.bool_), shape, dims, *degrees)
+    uncut = [layer.name in model.graph.unfed and config.total == 1 for config in cells]
+    degrees = (these.degrees[:, int(not rank) :] for these in (layout.computed, layout.owned))
+    return Stacked(Place(*boxes, mirrored), np.array(uncut, np.bool_), shape, rows, dims, *degrees)
 
 
 def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
