@@ -22,10 +22,13 @@ from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
 from layerwise.search.make_plan import make_plan
+from layerwise.search.remedies import remedies
 from layerwise.search.report.limit import nothing_fits
 from layerwise.search.result import Candidate, SearchResult
+from layerwise.search.variants import OFFERS
 from layerwise.tensorfile import dtype_name
 
+KNOWN = "or give memory_limit= in bytes if you know better"
 Strategy = str | Mapping[str, Mapping[str, object]]
 
 
@@ -87,7 +90,10 @@ class Planner:
     @property
     def devices(self) -> DeviceGraph:
         """The device graph of these ranks, with the memory that they really have."""
-        devices = self.profile.device_graph(self.world.size, min(self.world.gpus_per_node, self.world.size))
+        return self._device_graph(self.world.size)
+
+    def _device_graph(self, count: int) -> DeviceGraph:
+        devices = self.profile.device_graph(count, min(self.world.gpus_per_node, count))
         processor = replace(devices.processor, memory_bytes=int(min(self.request.memory_bytes, 2.0**62)))
         return replace(devices, processor=processor)
 
@@ -109,7 +115,7 @@ class Planner:
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None
         if not result.best.fits:
-            raise _over_memory(model, result.best, searched)
+            raise _over_memory(model, result.best) if searched is None else self._nothing_fits(model, result)
         best = replace(result.best, name=strategy) if isinstance(strategy, str) else result.best
         return Choice(plan, model, best, result.baselines["data"], searched, (*notes, *_unproven(result)))
 
@@ -125,8 +131,18 @@ class Planner:
         model = CostModel(self.graph, self.devices, replace(self.options, io=plan.io))
         best = candidate(model, "the given plan", complete(model, plan.strategy))
         if not best.fits:
-            raise _over_memory(model, best, None)
+            raise _over_memory(model, best)
         return Choice(plan, model, best, candidate(model, "data", baseline(model, "data")), None, ())
+
+    def _nothing_fits(self, model: CostModel, result: SearchResult) -> LayerwiseError:
+        """For a search that found no plan that fits."""
+        try:
+            more = self._device_graph(2 * self.world.size)
+        except LayerwiseError:  # the machine cannot have so many
+            more = None
+        with_k = "plan= of layerwise search with k in --dims"
+        tried = remedies(model, self.space, result.memory_bytes, offer=OFFERS, more_devices=more, with_k=with_k)
+        return LayerwiseError(f"{nothing_fits(result, tried)}: use more ranks or a smaller batch, {KNOWN}")
 
 
 def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Config]:
@@ -160,18 +176,14 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
     return configs
 
 
-def _over_memory(model: CostModel, best: Candidate, searched: SearchResult | None) -> LayerwiseError:
-    """For a plan that does not fit; searched: where it is the search's own choice."""
-    known = "or give memory_limit= in bytes if you know better"
-    if model.devices.count == 1 or searched is not None:
-        instead = "use more ranks or a smaller batch"
-    else:
-        instead = "name another with strategy= or plan="
-    if searched is not None:
-        return LayerwiseError(f"{nothing_fits(searched)}: {instead}, {known}")
+def _over_memory(model: CostModel, best: Candidate) -> LayerwiseError:
+    """For a strategy of the user's that does not fit."""
     need, have = units(best.price.memory_bytes, "B"), units(model.devices.processor.memory_bytes, "B")
+    instead = (
+        "use more ranks or a smaller batch" if model.devices.count == 1 else "name another with strategy= or plan="
+    )
     return LayerwiseError(
-        f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {known}"
+        f"the strategy needs {need} on one of the {model.devices.count} devices, which have {have}: {instead}, {KNOWN}"
     )
 
 

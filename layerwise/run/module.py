@@ -75,7 +75,6 @@ class LayeredModule(WithTree):
             name: parts(boxes[name], one, comm.rank, gathered=owners[name] if states == "gathered" else "")
             for name, (one, states) in shared_out.items()
         }
-        self._check_compiled()
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
@@ -293,17 +292,8 @@ class LayeredModule(WithTree):
     def compile(self, **settings: Any) -> None:
         """What each rank computes by itself, from now on, with torch.compile's arguments. Every rank calls it."""
         self.options = replace(self.options, compile=settings)
-        self._check_compiled()
         for executor in self._executors.values():
             executor.compile(settings)
-
-    def _check_compiled(self) -> None:
-        """LayerwiseError where a compiled function would have several layers whose parameters come one by one."""
-        if self.options.compile is not None and any(one.gathered for one in self._parts.values()):
-            raise LayerwiseError(
-                "the plan has layers of gathered states, whose parameters are there for one layer at a time, and "
-                "compile=True computes several at once: leave compile out, or give these layers sharded states"
-            )
 
     def _initialised(self) -> None:
         self._initial = versions(self._reducer.parameters) if self._initial else {}

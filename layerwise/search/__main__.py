@@ -44,6 +44,7 @@ from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report import as_json as report_json
 from layerwise.search.report import text as report
+from layerwise.search.report.limit import nothing_fits
 from layerwise.search.report.memory import kinds_of, kinds_table
 from layerwise.search.report.timeline import write_timeline
 from layerwise.search.result import SearchResult
@@ -201,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not result.best.fits:
         more = _twice(args, devices)
         tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=more)
+        if args.memory_limit is not None:  # asked for, and cannot be had
+            raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     seconds |= result.seconds
     enumerated: DepthFirst | None = None
     if args.export_costs is not None or args.depth_first is not None:

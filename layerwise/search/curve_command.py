@@ -14,6 +14,7 @@ from layerwise.figures import check_plot, save_plot
 from layerwise.files import check_writable
 from layerwise.quantities import parse_bytes_range
 from layerwise.search.curve import memory_curve
+from layerwise.search.report.limit import nothing_fits
 from layerwise.search.report.memory import curve_dict, curve_table, draw_curve
 
 OTHERS = ("memory_limit", "price", "grid", "out", "export_costs", "timeline", "depth_first", "layers", "memory")
@@ -48,6 +49,8 @@ def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args:
             memory_bytes=args.search_memory * 2**30,
             progress=progress,
         )
+    if curve[0].best is None:
+        raise LayerwiseError(f"--memory-curve {args.memory_curve}: {nothing_fits(curve[0].result)}")
     title = f"{args.model} on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step"
     if args.plot is not None:
         save_plot(draw_curve(curve, title), args.plot)

@@ -32,14 +32,15 @@ def remedies(
     *,
     offer: Iterable[str],
     more_devices: DeviceGraph | None = None,
+    with_k: str = "k in --dims",
 ) -> list[Remedy]:
     """Each alone, with the least memory that was found with it: more choices, k, twice the devices, half the batch.
 
-    more_devices: twice as many as now, where they are known.
+    more_devices: twice as many as now, where they are known. with_k: what is said of letting contractions be split.
     """
     offered = tuple(offer)
     tried: list[Remedy] = []
-    for what, other, searched, choices in _others(model, space, offered, more_devices):
+    for what, other, searched, choices in _others(model, space, offered, more_devices, with_k):
         try:
             least = _least_bytes(other, searched, choices)
         except LayerwiseError:  # such as fewer samples than a layer can have
@@ -49,13 +50,13 @@ def remedies(
 
 
 def _others(
-    model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None
+    model: CostModel, space: SearchSpace, offered: tuple[str, ...], more_devices: DeviceGraph | None, with_k: str
 ) -> Iterator[tuple[str, CostModel, SearchSpace, tuple[str, ...]]]:
     left_out = [choice for choice in OFFERS if choice not in offered]
     if left_out:
         yield f"--offer {','.join(OFFERS)}", model, space, OFFERS
     if "k" not in space.dims:
-        yield "k in --dims", model, replace(space, dims=(*space.dims, "k")), offered
+        yield with_k, model, replace(space, dims=(*space.dims, "k")), offered
     if more_devices is not None:
         bigger = CostModel(model.graph, more_devices, model.options)
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered

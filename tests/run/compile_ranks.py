@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,22 @@ from torch.optim import SGD
 
 from layerwise.comm.base import Comm
 from layerwise.importers.load import Network
+from layerwise.plan import Plan
 from layerwise.run.load import load
 from tests.run.small_modules import layered, plan_of, traced
 
 BATCH = 6
 IMAGES = torch.randn(4, BATCH, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-# Samples by the model itself; samples layer by layer; image rows, channels, and sums over channels.
-KINDS: dict[str, dict[str, int]] = {"data": {"n": 2}, "layers": {"n": 2}, "rows": {"h": 2}, "filters": {"c": 2}}
+# Samples by the model itself; samples layer by layer; image rows, channels, and sums over channels; samples, where some
+# layers are recomputed and the parameters of others gathered.
+KINDS: dict[str, dict[str, int]] = {
+    "data": {"n": 2},
+    "layers": {"n": 2},
+    "rows": {"h": 2},
+    "filters": {"c": 2},
+    "eager": {"n": 2},
+}
+RECOMPUTED, GATHERED = ("conv", "left", "head"), ("left", "hidden")  # of "eager"
 
 
 class Net(nn.Module):
@@ -43,11 +53,21 @@ def network(dtype: torch.dtype = torch.float64) -> Network:
     return traced(Net().to(dtype), IMAGES[0].to(dtype))
 
 
+def plan(kind: str, ranks: int) -> Plan:
+    made = plan_of(network(), ranks, KINDS[kind] if ranks > 1 else {})
+    if kind != "eager":
+        return made
+    strategy = {
+        name: replace(config, recompute=name in RECOMPUTED, states="gathered" if name in GATHERED else "replicated")
+        for name, config in made.strategy.items()
+    }
+    return replace(made, strategy=strategy)
+
+
 def trained(comm: Comm, kind: str, compile: bool | Mapping[str, Any]) -> dict[str, Tensor]:
     """Three steps, of which one accumulates and one has a short batch; an evaluation; gradients of the inputs."""
     found = network() if kind == "data" else layered(network())
-    degrees = KINDS[kind] if comm.size > 1 else {}
-    model = load(plan_of(network(), comm.size, degrees), found, comm=comm, dtype=torch.float64, compile=compile)
+    model = load(plan(kind, comm.size), found, comm=comm, dtype=torch.float64, compile=compile)
     optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
 
     def backward(x: Tensor) -> None:

@@ -22,7 +22,7 @@ from layerwise.run.trace import Trace
 from tests.comm.pool import run_ranks
 from tests.comm.thread import run_threads
 from tests.run import compile_ranks
-from tests.run.compile_ranks import IMAGES, KINDS, Net
+from tests.run.compile_ranks import IMAGES, Net
 from tests.run.plans import difference
 from tests.run.small_modules import layered, on_ranks, plan_of, traced
 
@@ -45,7 +45,7 @@ def same_as_one_device(kind: str, compile: bool | Mapping[str, Any], timeout_s: 
             assert all(difference(rank[name], value) <= 1e-9 for rank in ranks), name
 
 
-@pytest.mark.parametrize("kind", ["data", "rows"])
+@pytest.mark.parametrize("kind", ["data", "rows", "eager"])
 def test_two_ranks_compute_what_one_does(kind: str) -> None:
     same_as_one_device(kind, QUICK)
 
@@ -134,9 +134,15 @@ def test_compile_in_place(layers: bool) -> None:
 
 
 def test_recomputation_and_compile() -> None:
-    network = layered(compile_ranks.network())
-    with pytest.raises(LayerwiseError, match="compile=True, and recompute or checkpoint_activations=True, both say"):
-        load(plan_of(network, 1, {}), network, dtype=torch.float64, compile=True, checkpoint_activations=True)
+    """Recomputed layers are run as they are, and the others compiled."""
+    network, outputs = layered(compile_ranks.network()), []
+    for compile in (False, QUICK):
+        how: Any = {"dtype": torch.float64, "compile": compile, "checkpoint_activations": True}
+        model = load(plan_of(network, 1, {}), network, **how)
+        out = model(IMAGES[0])
+        out.square().sum().backward()
+        outputs.append([out.detach(), *(p.grad for p in model.parameters())])
+    assert all(difference(a, b) <= 1e-12 for a, b in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def layers_of(compile: Any, dtype: torch.dtype = torch.float64) -> Any:
     return load(plan_of(network, 1, {}), network, dtype=dtype, compile=compile)
 
 
-@pytest.mark.parametrize("kind", ["layers", "rows", "filters"])
+@pytest.mark.parametrize("kind", ["layers", "rows", "filters", "eager"])
 def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
     """From where something arrives to where something leaves, and no layer that communicates."""
 
@@ -206,11 +212,15 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
             assert not any(edge.travels and edge.source in names for s in schedule.layers for edge in s.edges)
         for scheduled in schedule.layers:
             alone = scheduled.work is not None and not scheduled.work.communicates
+            alone = alone and not (scheduled.recompute or scheduled.gathered)
             assert (scheduled in inside) == (alone and scheduled.layer.role is Role.COMPUTE)
+        for end in schedule.blocks:
+            before = {scheduled.layer.name for scheduled in schedule.layers[: end + 1]}
+            assert all(len({s.layer.name in before for s in segment.layers}) == 1 for segment in found)
         return [[scheduled.layer.name for scheduled in segment.layers] for segment in found]
 
     network = layered(compile_ranks.network())
-    first, second = on_ranks(network, rank, 2, plan_of(network, 2, KINDS[kind]))
+    first, second = on_ranks(network, rank, 2, compile_ranks.plan(kind, 2))
     if kind == "layers":  # nothing travels; the batch norm communicates
         assert len(first) == 1
         assert first == second

@@ -292,14 +292,6 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
     assert whole == 4 * (parameters - alone)
 
 
-def test_compiled_functions_do_not_have_gathered_parameters() -> None:
-    def run(comm: Comm) -> None:
-        load(plan(comm.size, "gathered"), network(), comm=comm, dtype=torch.float64, compile=True)
-
-    with pytest.raises(LayerwiseError, match="leave compile out, or give these layers sharded states"):
-        run_threads(2, run)
-
-
 BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {}
 
 

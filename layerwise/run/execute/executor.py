@@ -47,9 +47,6 @@ class Executor:
 
     def compile(self, settings: Settings) -> None:
         """What lies between communications, from now on."""
-        if self.schedule.blocks:
-            both = "compile=True, and recompute or checkpoint_activations=True, both say what the backward pass keeps"
-            raise LayerwiseError(f"{both}: leave one out")
         for layer in self.schedule.graph.layers:
             if any(stage.op.draws_always for stage in layer.stages):
                 raise LayerwiseError(

@@ -1,8 +1,9 @@
 """Segments: the longest runs of a rank's layers within which nothing is communicated, each one compiled function.
 
 The executor comes to the first layer of a segment and calls all of it; redistributions, statistics and sums over ranks
-are between segments, in the order that all ranks have. Each function has a code object of its own, as PyTorch limits
-how often one is compiled anew.
+are between segments, in the order that all ranks have. So are layers whose parameters or saved tensors come and go:
+gathered and recomputed ones, and a segment ends with a block in which some are made again. Each function has a code
+object of its own, as PyTorch limits how often one is compiled anew.
 """
 
 from __future__ import annotations
@@ -154,10 +155,12 @@ def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
 
 
 def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
-    """All of a rank's: one begins where something arrives, and ends where something leaves."""
+    """All of a rank's: one begins where something arrives, and ends where something leaves, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
-    for scheduled in schedule.layers:
+    for number, scheduled in enumerate(schedule.layers):
+        if number - 1 in schedule.blocks:
+            runs.append([])
         if scheduled.layer.role is not Role.COMPUTE or not (training or scheduled.returned):
             continue
         other = bool(runs[-1]) and runs[-1][-1].autocast != scheduled.autocast
@@ -187,6 +190,6 @@ def _segment(schedule: Schedule, layers: tuple[ScheduledLayer, ...], *, training
 
 def _by_itself(scheduled: ScheduledLayer) -> bool:
     """Whether this rank computes a layer, of what it has when it begins."""
-    if scheduled.work is None or scheduled.work.communicates:
+    if scheduled.work is None or scheduled.work.communicates or scheduled.recompute or scheduled.gathered:
         return False
     return all(edge.travels or edge.redistribution.transfer.kept is not None for edge in scheduled.edges)

@@ -60,6 +60,7 @@ class ScheduledLayer:
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
     recompute: bool  # whether what its backward pass reads is made again
+    gathered: bool  # whether its parameters are whole while it computes only
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
     @property
@@ -87,6 +88,7 @@ class Schedule:
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
         self._recomputed = self._to_recompute(plan)
+        self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
         self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
@@ -142,6 +144,7 @@ class Schedule:
             self.graph.has_gradient[layer.name],
             self.options.autocast_within(layer.autocast),
             layer.name in self._recomputed,
+            layer.name in self._gathered,
             layer.name in self.graph.returned,
         )
 
