@@ -101,6 +101,7 @@ class LimitedSearch:
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory(self.model, space)
         keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
         found, met = list[Choice | None](), list[list[Choice]]()
+        paid: list[tuple[MemoryPrice, ...]] = []
         for weight, (strategy, _) in zip(weights, hands, strict=True):
             node = weighted(self.model, space.configs, weight)
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
@@ -111,12 +112,15 @@ class LimitedSearch:
             tighten(seen, prices, by_messages)
             found.append(seen.best)
             met.append(prices.nearest())
+            paid.append(_prices(memory, prices.price))
             for name, mask in possible(problem, *prices.criteria(problem, limit, seen.cost)).items():
                 keep[name] |= mask
         if not all(mask.any() for mask in keep.values()):
             return Within(limit, (), np.inf, np.inf, (), 0)
         fitting = [inside([] if choice is None else [choice], keep) for choice in found]
-        return self._exact(space.restrict(keep), limit, weights, fitting, [inside(choices, keep) for choices in met])
+        within = self._exact(space.restrict(keep), limit, weights, fitting, [inside(choices, keep) for choices in met])
+        # Of what is left all may fit: then memory has the price that it had among all.
+        return within if within.prices else replace(within, prices=paid[0])
 
     def _exact(
         self,
@@ -145,7 +149,7 @@ class LimitedSearch:
             tuple(strategies),
             cost,
             min(cost, results[0].lower_bound_s),
-            tuple(MemoryPrice(*memory.where(row), s) for row, s in results[0].price.items()),
+            _prices(memory, results[0].price),
             sum(map(len, space.configs.values())),
         )
 
@@ -239,3 +243,8 @@ class LimitedSearch:
             for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
                 keep[name] |= lower <= upper * SLACK
         return {n: tuple(c for c, k in zip(cells, keep[n], strict=True) if k) for n, cells in self.cells.items()}
+
+
+def _prices(memory: Memory, price: Mapping[int, float]) -> tuple[MemoryPrice, ...]:
+    """Of rows of bytes."""
+    return tuple(MemoryPrice(*memory.where(row), seconds) for row, seconds in price.items())

@@ -4,15 +4,21 @@ import pytest
 import torch
 
 import layerwise
+from layerwise.api.keywords import ByPosition
+from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.run.load import load
 from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
+from tests.comm.thread import run_threads
+from tests.run.plans import random_plan
 
 hf = pytest.importorskip("transformers")
 
 from tests.api import hugging_face  # noqa: E402 (needs transformers)
-from tests.api.hugging_face import BATCH, build, plain, trained  # noqa: E402
+from tests.api.hugging_face import build, plain, trained  # noqa: E402
 
 CASES = [
     ("vit", "sdpa", True, "data"),
@@ -82,9 +88,22 @@ def test_a_model_returns_what_it_returned() -> None:
     assert returned.past_key_values is not None
 
 
-def test_routing_by_data_is_refused() -> None:
+def test_routing_by_data_is_run_whole() -> None:
+    """Which experts a token goes to is known in the step only: their layers are not split, and exact."""
     config = hf.MixtralConfig(**hugging_face.TEXT, num_key_value_heads=2, num_local_experts=2)
-    ids = torch.randint(0, hugging_face.WORDS, (BATCH, 12))
-    with pytest.raises(LayerwiseError) as error:
-        layerwise.parallelize(hf.MixtralForCausalLM(config), {"input_ids": ids}, verbose=False)
-    assert str(error.value).count("\n") == 0
+    torch.manual_seed(0)
+    model, ids = hf.MixtralForCausalLM(config), torch.randint(0, hugging_face.WORDS, (2, 12))
+    network = network_of(ByPosition(model, ("input_ids",)), (ids,), 2, "mixtral")
+    graph = fuse(network.graph)
+    assert any("grouped_mm" in layer.name for layer in graph.inner if layer.whole)
+    plan = random_plan(graph, 2, 1, "free")
+
+    def logits(comm: Comm) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = load(plan, network, comm=comm)(ids).logits
+        return found
+
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for found in run_threads(2, logits):
+        torch.testing.assert_close(found, wanted)

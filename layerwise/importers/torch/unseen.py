@@ -131,7 +131,7 @@ class Watch:
     @property
     def _looked_at(self) -> property:
         def grad_fn(tensor: Tensor) -> Any:
-            if self._here and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch."):
+            if self._here and not str(sys._getframe(1).f_globals.get("__name__")).startswith(("torch.", "layerwise.")):
                 self.found["looks at x.grad_fn in its forward"] = None
             return self._grad_fn.__get__(tensor)
 

@@ -306,12 +306,13 @@ def test_constants_are_computed() -> None:
     ]
 
 
-def test_a_mask_a_sample_is_a_constant_of_the_batch() -> None:
+def test_a_mask_a_sample_follows_the_batch() -> None:
     """Stochastic depth draws one number a sample."""
     draw = Function(lambda x: x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.8))
     graph = from_torch(draw, (torch.randn(4, 3, 8, 8),))
-    (mask,) = [layer for layer in graph.layers if layer.role is Role.CONSTANT]
+    (mask,) = [layer for layer in graph.layers if layer.main.draws]
     assert mask.out.describe() == "(n=4, 1, 1, 1)"
+    assert graph.rebatch(10)[mask.name].out.shape == (10, 1, 1, 1)
     assert graph.rebatch(10)["mul"].out.shape == (10, 3, 8, 8)
 
 
