@@ -62,7 +62,8 @@ def _others(
         yield f"{more_devices.count} GPUs", bigger, replace(space, devices=more_devices.count), offered
     batch = model.graph.batch // 2
     if batch:
-        options = replace(model.options, io="sample" if batch >= model.devices.count else "free")
+        io = model.options.io
+        options = replace(model.options, io=io if io != "sample" or batch >= model.devices.count else "free")
         smaller = CostModel(model.graph.rebatch(batch), model.devices, options)
         yield f"a global batch of {batch}", smaller, space, offered
 

@@ -22,7 +22,7 @@ CASES = [
     pytest.param("inception-like", "data", "sgd", 2, marks=pytest.mark.slow),
     ("inception-like", "model", "sgd", 2),
     ("lenet5", "data, sharded", "adam", 2),
-    ("unet3d", "data, gathered", "adam", 2),
+    pytest.param("unet3d", "data, gathered", "adam", 2, marks=pytest.mark.slow),  # lenet5 is the quick one
     pytest.param("vgg16", "data, sharded", "sgd", 2, marks=pytest.mark.slow),
     pytest.param("resnet18", "data, gathered", "momentum", 2, marks=pytest.mark.slow),
     ("unet3d, one sample", "searched", "sgd", 2),
