@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity
 from layerwise.ops.base import Dim, Extents, Kept, Local, Maps, Op, Parameter
-from layerwise.ops.specs import same
+from layerwise.ops.specs import check_positions, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Embedding(Op):
     """Rows of weight (count, width) by integer ids: (n, s) -> (n, s, c).
 
     The reduction k is the vocabulary: a device that holds part of the rows adds zeros for all other ids. No FLOPs: a
-    lookup is bound by memory. The row of the id `padding` gets no gradient.
+    lookup is bound by memory. The row of the id `padding` gets no gradient. `wraps`: negative ids count from the end.
     """
 
     kind: ClassVar[str] = "embedding"
@@ -32,6 +32,7 @@ class Embedding(Op):
     width: int
     dtype: str = "float32"
     padding: int | None = None
+    wraps: bool = False
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         (ids,) = inputs
@@ -58,11 +59,18 @@ class Embedding(Op):
         import torch.nn.functional as F
 
         (ids,), weight = inputs, parameters["weight"]
+        if self.wraps:
+            ids = ids.where(ids >= 0, ids + self.count)
         if weight.shape[0] == self.count:
             return F.embedding(ids, weight, self.padding)
+        check_positions(ids, self.count)
         rows, first = ids - local.cell.lo[-1], local.cell.lo[-1]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         here = self.padding is not None and first <= self.padding < first + weight.shape[0]
         padding = self.padding - first if here and self.padding is not None else None
         looked_up = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
         return looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    def rows(self) -> dict[str, object]:
+        """As it was before ids could wrap, where they do not: digests of older plans hold."""
+        return {name: value for name, value in Op.rows(self).items() if value or name != "wraps"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Extents, Kept, Local, Maps, Op
-from layerwise.ops.specs import dim_index, merge_labels
+from layerwise.ops.specs import check_positions, dim_index, merge_labels
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class OneHot(Op):
 
         (index,) = inputs
         dim, out = dim_index(self.dim, local.specs[0]), local.out
-        _check(index, self.count)
+        check_positions(index, self.count)
         classes = torch.arange(out.lo[dim], out.hi[dim], device=index.device, dtype=index.dtype)
         here = index == classes.view(*(-1 if i == dim else 1 for i in range(index.dim())))
         made = here.to(getattr(torch, self.dtype))
@@ -101,16 +101,3 @@ class Scatter(Op):
 
     def _elsewhere(self, spec: TensorSpec, dim: int) -> tuple[int, ...]:
         return (*spec.shape[:dim], *spec.shape[dim + 1 :])
-
-
-def _check(index: Tensor, count: int) -> None:
-    """LayerwiseError where a class is none of `count`; on a GPU its own assertion, for which nobody waits."""
-    import torch
-
-    inside = ((index >= 0) & (index < count)).all()
-    said = f"a class is not between 0 and {count - 1}"
-    if index.device.type == "cpu":
-        if not bool(inside):
-            raise LayerwiseError(f"{said}: {int(index.min())} to {int(index.max())} are given")
-    else:
-        torch._assert_async(inside, said)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import lcm
+from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Maps
 from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def same(spec: TensorSpec) -> Maps:
@@ -69,3 +73,16 @@ def only(spec: TensorSpec, dims: Sequence[int]) -> TensorSpec:
     """`spec` with only these of its dimensions, in this order."""
     shape, units = (tuple(row[i] for i in dims) for row in (spec.shape, spec.units))
     return TensorSpec(shape, tuple(spec.dims[i] for i in dims), spec.dtype, units)
+
+
+def check_positions(index: Tensor, count: int) -> None:
+    """LayerwiseError where a position is none of `count`; on a GPU its own assertion, for which nobody waits."""
+    import torch
+
+    inside = ((index >= 0) & (index < count)).all()
+    said = f"a position is not between 0 and {count - 1}"
+    if index.device.type == "cpu":
+        if not bool(inside):
+            raise LayerwiseError(f"{said}: {int(index.min())} to {int(index.max())} are given")
+    else:
+        torch._assert_async(inside, said)

@@ -35,7 +35,7 @@ def test_one_hot(data: st.DataObject) -> None:
 @pytest.mark.parametrize("given_class", [-1, 3])
 def test_a_class_that_there_is_not(given_class: int) -> None:
     index, op = TensorSpec((2, 1), ("n", "c"), "int64"), OneHot(1, 3, "float32")
-    with pytest.raises(LayerwiseError, match=f"a class is not between 0 and 2: .*{given_class}"):
+    with pytest.raises(LayerwiseError, match=f"a position is not between 0 and 2: .*{given_class}"):
         op.run(whole(op, [index]), [torch.tensor([[1], [given_class]])], {})
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import numpy as np
 import torch
@@ -134,7 +135,7 @@ class _Importer:
         self.placer.builder.autocast = effective(node.autocast, self.program.device)
         by_row = self.works_by_row(node)
         given = {r.name: loss for r in node.operands if (loss := self.losses.get(self.memory.current(r.name)))}
-        reduction = follows(node, given)
+        reduction = follows(node, given, lambda ref: prod(self.shape(ref)))
         if given and reduction is None:
             raise LayerwiseError(
                 f"layer {self.names[node.name]!r} ({node.target}) computes with a loss; a mean over samples is taken "

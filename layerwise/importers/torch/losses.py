@@ -5,7 +5,7 @@ So a model may do with its loss only what commutes with that: scale it, add loss
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import UNCHANGED
@@ -14,9 +14,14 @@ from layerwise.importers.torch.program import Node, Ref
 SCALING = (*UNCHANGED, "detach", "neg")
 
 
-def follows(node: Node, losses: Mapping[str, str]) -> str | None:
-    """The reduction of what a call makes of losses, which are named with theirs; None where it makes something else."""
+def follows(node: Node, losses: Mapping[str, str], elements: Callable[[Ref], int]) -> str | None:
+    """The reduction of what a call makes of losses, which are named with theirs; None where it makes something else.
+
+    elements: of a tensor. With one that has several a loss makes as many numbers, which are no loss.
+    """
     first, *rest = node.arguments.values()
+    if any(isinstance(v, Ref) and v.name not in losses and elements(v) != 1 for v in (first, *rest[:1])):
+        return None
     taken = [losses.get(v.name, "") if isinstance(v, Ref) else "" for v in (first, *rest[:1])]
     reductions = {reduction for reduction in taken if reduction}
     if len(reductions) != 1:

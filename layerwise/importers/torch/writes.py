@@ -16,6 +16,7 @@ from layerwise.importers.torch.ops.views import WRITTEN
 from layerwise.importers.torch.program import Node, Program, Ref, Value, bind, module_path
 
 COUNTER = "num_batches_tracked"
+RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
 
 
 def separate_writes(program: Program) -> Program:
@@ -34,7 +35,9 @@ def separate_writes(program: Program) -> Program:
         node = replace(before, arguments={k: _renamed(v, now) for k, v in before.arguments.items()})
         made |= {v.name: node for v in node.outputs if v}
         for view, seen in shared(node):
-            if shapes[view].dtype == shapes[seen].dtype:  # else `to` has made a copy
+            if (
+                shapes[view].dtype == shapes[seen].dtype or base_name(node.target) in RETYPED
+            ):  # else `to` has made a copy
                 views[seen].add(view)
                 shown[view] = seen
         part = _part(node, made, shapes)

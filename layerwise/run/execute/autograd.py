@@ -76,7 +76,10 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
 
 
 def held_only(token: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """The token as it is. Back: parameters that this rank has copies of get a gradient of zeros, in their turn."""
+    """The token as it is. Back: parameters that this rank has copies of get a gradient of zeros, in their turn.
+
+    So does what a rank has computed and no rank reads: it takes its part in what that layer sums over the ranks.
+    """
     result: Tensor = _HeldOnly.apply(token, *copies) if copies else token  # type: ignore[no-untyped-call]
     return result
 

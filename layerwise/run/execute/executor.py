@@ -105,6 +105,9 @@ class Executor:
                 del made
             if name in run.gathers:
                 values[name] = self._gathered.end(run, scheduled, values[name])
+            unread = values.get(name) if name in self.schedule.unread else None
+            if run.differentiate and unread is not None:
+                run.token = held_only(run.token, [unread])
             if scheduled.mirrors and run.training:
                 self._remember(run, scheduled)
             received = []
@@ -190,7 +193,7 @@ class Executor:
     ) -> Tensor | None:
         """What this rank needs of a layer's output for another one."""
         x, dtype = values[edge.source], types[edge.source]
-        whole = user is Role.SINK and self.schedule.free  # every rank has all of it, and computes the same of it
+        whole = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or whole):
             return edge.redistribution.kept(x, self._like(dtype))
         there, back = self._ways(run, edge, dtype, alike=whole and not self.schedule.whole_classes)

@@ -92,6 +92,7 @@ class Schedule:
         self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
+        self.unread = self._unread()
         users = {layer.layer.name: layer for layer in self.layers}
         self.begun_before = {
             number: tuple((users[user], users[user].edges[slot]) for user, slot in begun)
@@ -159,7 +160,8 @@ class Schedule:
         part = transfer(place.owned.each, need, self.comm.rank, everywhere=place.everywhere)
         if self.comm.collectives and not place.everywhere:
             self.groups |= groups_of(place.owned.each, need)
-        kind: Kind = "io" if sink and self.free else "transfers"
+        own = sink and self.boxes and self._keeps_its_box(layer, slot)
+        kind: Kind = "io" if sink and self.free and not own else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
         ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
@@ -170,7 +172,7 @@ class Schedule:
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""
         spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
-        if self.boxes and spec.index("n") is not None and source.main.loss is None:
+        if self.boxes and self._keeps_its_box(sink, slot):
             need = self.places[source.name].owned.each
         elif self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
@@ -178,6 +180,21 @@ class Schedule:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
         self.sinks.append(need)
         return need
+
+    def _keeps_its_box(self, sink: Layer, slot: int) -> bool:
+        """Of io boxes: whether a rank gets its own box of an output, not all of it, as of a loss or a class's Dice."""
+        return sink.specs[slot].index("n") is not None and self.graph[sink.inputs[slot]].main.loss is None
+
+    def _unread(self) -> frozenset[str]:
+        """Layers of which this rank has a part that is differentiated on other ranks only: nobody reads this one."""
+        read = {
+            edge.source
+            for scheduled in self.layers
+            for edge in scheduled.edges
+            if edge.backward and (edge.redistribution.transfer.kept or edge.redistribution.transfer.sends)
+        }
+        own = (one for one in self.layers if one.backward and one.layer.name not in read)
+        return frozenset(one.layer.name for one in own if one.layer.role is Role.COMPUTE)
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
         """The element type that a layer's output has on the wire."""

@@ -161,6 +161,7 @@ ONE: dict[str, Callable[[Tensor], object]] = {
         x.scatter_add(2, x.long(), x * 2),
         F.one_hot(x[:, 0].long(), 4) * 1.5,
     ),
+    "numbers beside": lambda x: (torch.round(x, decimals=1), torch.logit(x / 2, eps=0.2), torch.fmax(x, (x - 1).log())),
     "flips": lambda x: (x.roll(2, 1), x.roll((1, -2), (2, 3)), x.roll(4, 1)),
     "views": lambda x: (
         x.flatten(1),

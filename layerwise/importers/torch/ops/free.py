@@ -103,6 +103,8 @@ def of_first(call: Call, out: Shape) -> Free:
 def indices(call: Call, out: Shape) -> Free:
     """einsum: what the result has, too, goes along; what is summed over is needed whole."""
     terms, result = letters(str(call["equation"]), call.tensors)
+    if any(len(set(term)) < len(term) for term in (*terms, result)):  # a diagonal
+        return ()
     return tuple(tuple(result.index(c) if c in result else None for c in term) for term in terms)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import gelu, scaled, unary
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result, Table, Tensor
-from layerwise.importers.tensors import axis, sliced
+from layerwise.importers.tensors import axis, reshaped, sliced
 from layerwise.ops.pointwise import KEEPING, REAL, TESTING, Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.softmax import Softmax
 
@@ -26,6 +26,17 @@ def two(fn: str) -> Build:
         if isinstance(alpha, (int, float)) and alpha != 1:
             second = second * alpha if isinstance(second, (int, float)) else scaled(tensor(second), alpha)  # type: ignore[assignment]
         return binary(fn, first, second)
+
+    return build
+
+
+def without(name: str, fn: str) -> Build:
+    """A function that has no argument `name` here."""
+
+    def build(call: Call) -> Result:
+        if call.get(name, 0) != 0:
+            raise LayerwiseError(f"{fn} with {name}={call[name]} is not supported; write it out")
+        return unary(fn)(call)
 
     return build
 
@@ -79,7 +90,14 @@ _SWAPPED = {
 def _with_scalar(fn: str, number: Number) -> Unary:
     if fn not in REAL | KEEPING | TESTING:
         raise LayerwiseError(f"{fn.removesuffix('_scalar')} with a number is not supported; give it a tensor")
-    return Unary(fn, (float(number),))
+    return Unary(fn, (_exact(number),))
+
+
+def _exact(number: Number) -> float:
+    """LayerwiseError for a whole number that no float is."""
+    if float(number) != number and number == number:
+        raise LayerwiseError(f"the number {number} is more than floating-point numbers tell apart; give it as a tensor")
+    return float(number)
 
 
 def div(call: Call) -> Result:
@@ -131,7 +149,10 @@ def prelu(call: Call) -> Result:
     weight = call.operand("weight")
     if weight.role == "parameter" and not weight.transposed:
         return Built(Prelu(weight.shape[0] if weight.shape else 1), (call.tensors[0],), (weight,))
-    return Built(Binary("prelu"), (call.tensors[0], weight))
+    x, slopes = call.tensors[0], tensor(weight)
+    if len(weight.shape) == 1 and weight.shape != (1,) and len(x.shape) > 1:  # of the channels, which are dimension 1
+        slopes = reshaped(weight, (*weight.shape, *(1,) * (len(x.shape) - 2)))
+    return Built(Binary("prelu"), (x, slopes))
 
 
 def glu(call: Call) -> Result:
@@ -165,7 +186,7 @@ def where(call: Call) -> Result:
         inverse = _inverse(condition)
         if isinstance(x, (int, float)):
             cast = Built(Cast(call.outputs[0].dtype), (condition,))
-            return Built(Binary("masked_fill", arguments=(float(y),)), (_filled(cast, condition, x), inverse))
+            return Built(Binary("masked_fill", arguments=(_exact(y),)), (_filled(cast, condition, x), inverse))
         return _filled(tensor(x), inverse, y)
     if isinstance(x, (int, float)):
         return _filled(tensor(y), condition, x)
@@ -182,7 +203,7 @@ def _inverse(mask: Operand) -> Tensor:
 def _filled(x: Tensor, mask: Tensor, value: Argument | Built) -> Built:
     value = _plain(value)
     if isinstance(value, (int, float)):
-        return pair(Binary("masked_fill", arguments=(float(value),)), x, mask)
+        return pair(Binary("masked_fill", arguments=(_exact(value),)), x, mask)
     return Built(Where(), (mask, tensor(value), x))
 
 
@@ -210,16 +231,17 @@ ELEMENTWISE = frozenset(PLAIN) | frozenset(TWO) | {
 
 POINTWISE: Table = (
     {fn: unary(fn) for fn in PLAIN}
+    | {"round": without("decimals", "round")}
+    | dict.fromkeys(("logit", "special_logit"), without("eps", "logit"))
     | {fn: two(fn) for fn in TWO}
     | {old: unary(fn) for old, fn in {
-        "absolute": "abs", "negative": "neg", "log_sigmoid": "logsigmoid", "fix": "trunc", "sgn": "sign",
+        "absolute": "abs", "negative": "neg", "log_sigmoid": "logsigmoid", "fix": "trunc",
         "special_erf": "erf", "special_expm1": "expm1", "special_expit": "sigmoid", "arctan": "atan",
-        "special_logit": "logit", "logit": "logit",
     }.items()}
     | {old: two(fn) for old, fn in {
         "subtract": "sub", "multiply": "mul", "arctan2": "atan2", "greater": "gt", "greater_equal": "ge", "less": "lt",
         "less_equal": "le", "not_equal": "ne", "float_power": "pow", "__and__": "bitwise_and", "__or__": "bitwise_or",
-        "__xor__": "bitwise_xor", "fmax": "maximum", "fmin": "minimum", "true_divide": "div",
+        "__xor__": "bitwise_xor", "true_divide": "div",
     }.items()}
     | dict.fromkeys(("div", "divide"), div)
     | dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), dropout)

@@ -24,7 +24,10 @@ TABLE: Table = {
 # Run as they are: of equal largest elements the gradient goes to one, and what reduces them would share it out.
 AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
 # Run as they are, too, where a call of them is of a kind that the table does not know.
-ELSE_AS_IT_IS = {"einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat", "index_select"}
+ELSE_AS_IT_IS = {
+    "round", "logit", "special_logit", "einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat",
+    "index_select",
+}  # fmt: skip
 
 # Of what the importer rewrites: patterns, writes.
 OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}

@@ -201,7 +201,7 @@ VIEWS: Table = (
     | dict.fromkeys(("expand", "expand_as", "broadcast_to", "expand_copy"), expand)
     | dict.fromkeys(("transpose", "swapaxes", "swapdims", "transpose_copy"), transpose)
     | dict.fromkeys(("t", "numpy_T"), reverse)
-    | dict.fromkeys(("mT", "adjoint"), matrix_transpose)
+    | {"mT": matrix_transpose}
     | dict.fromkeys(("movedim", "moveaxis"), movedim)
     | dict.fromkeys(("permute", "permute_copy"), permute)
     | dict.fromkeys(("slice", "slice_copy"), slice_)

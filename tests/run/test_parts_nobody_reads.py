@@ -1,0 +1,97 @@
+"""Parts of a layer that no rank reads, and outputs of which each rank has a box: gradients are one device's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerwise.comm.base import Comm
+from layerwise.config import Config
+from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.run.load import load
+from tests.comm.thread import run_threads
+from tests.run.plans import priced, random_plan
+
+
+class Two(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.between = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.b(self.between(self.norm(self.a(x))))
+        return made
+
+
+def cut_along(label: str) -> Callable[[list[Config]], Config]:
+    return lambda configs: max(configs, key=lambda c: (c[label], c["n"], -c.total))
+
+
+@pytest.mark.parametrize("io", ["sample", "free", "boxes"])
+@pytest.mark.parametrize("name", ["class token", "all"])
+def test_gradients_of_each_ranks_own_outputs(name: str, io: str) -> None:
+    """A class token leaves the second half of the sequence, which rank 1 has, without a gradient."""
+    torch.manual_seed(0)
+    model = Two((lambda x: x[:, 0]) if name == "class token" else (lambda x: x)).double()
+    x = torch.randn(2, 4, 6).double()
+    single = copy.deepcopy(model)
+    (single(x).square().sum() / (2 if io == "sample" else 1)).backward()
+    network = network_of(copy.deepcopy(model), (x,), 2, "test")
+    graph = fuse(network.graph)
+    plan = priced(random_plan(graph, 2, 0, io, choose=cut_along("s")), graph)
+    assert any(config["s"] == 2 for config in plan.strategy.values())
+
+    def run(comm: Comm) -> dict[str, Tensor]:
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        box = module.read_boxes()["x"]
+        out = module(x[box.slices()])
+        out.square().sum().backward()
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        return module.full_state_dict()
+
+    for state in run_threads(2, run):
+        for key, p in single.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(state[key], p.detach() - p.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_loss_of_each_sample_by_a_weight_of_its_own_is_refused() -> None:
+    """PyTorch makes a vector of the mean and the weights: no loss a sample can be scaled so."""
+
+    class Weighted(nn.Module):
+        def forward(self, x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+            return F.cross_entropy(x, t) * w
+
+    with pytest.raises(LayerwiseError, match="computes with a loss"):
+        network_of(Weighted(), (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.rand(4)), 4, "test")
+
+
+def test_negative_positions_of_a_table() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table[x - 3]
+
+    torch.manual_seed(0)
+    model, x = Table().double(), torch.tensor([[0, 1], [5, 4]])
+    network = network_of(copy.deepcopy(model), (x,), 2, "test")
+    graph = fuse(network.graph)
+    plan = priced(random_plan(graph, 2, 0, "free", choose=cut_along("k")), graph)
+    assert any(config["k"] == 2 for config in plan.strategy.values())
+
+    def run(comm: Comm) -> Tensor:
+        made: Tensor = load(plan, network, comm=comm, dtype=torch.float64)(x)
+        return made.detach()
+
+    for found in run_threads(2, run):
+        torch.testing.assert_close(found, model(x).detach())
