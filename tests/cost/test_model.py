@@ -9,11 +9,14 @@ import pytest
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost import transfer
+from layerwise.cost.compute.roofline import compute_time
+from layerwise.cost.layer_collectives import kept_share
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.transfer import telling_devices
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import Region, Regions
 from layerwise.machine import load as load_profile
 from layerwise.ops.combine import Concat
@@ -22,6 +25,7 @@ from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Cast, Unary
 from layerwise.ops.view import Reshape
+from layerwise.search.variants import OFFERS, Forms
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 
@@ -70,6 +74,40 @@ def test_every_entry_is_the_cost_of_that_pair_alone(chunk: int, monkeypatch: pyt
         for i, j in [pairs[p] for p in rng.permutation(len(pairs))[:60]]:
             ends = ((configs[edge[0]][i],), (configs[edge[1]][j],))
             assert tables.transfer[edge][i, j] == pytest.approx(float(alone.edge_cost(edge, *ends)[0, 0]))
+
+
+def uncached(model: CostModel, layer: Layer, config: Config) -> dict[str, float]:
+    """Seconds by term of one configuration in its form, of which nothing is looked up."""
+    made, wanted = model.layout(layer, (config,)), model.graph.flows_back(layer)
+    processor, dtype = model.devices.processor, model.dtype(layer)
+    compute = compute_time(layer, made, wanted, processor, dtype, model.options.optimizer)
+    compute = compute.updating(kept_share(model, layer, made))
+    seconds = {COMPUTE.name: compute.total, **{term.name: term.seconds(model, layer, made) for term in LAYER_TERMS}}
+    if config.recompute:
+        seconds[COMPUTE.name] = seconds[COMPUTE.name] + compute.forward
+        for term in LAYER_TERMS:
+            if term.again_s is not None:
+                seconds[term.name] = seconds[term.name] + term.again_s(model, layer, made)
+    return {name: float(cost[0]) for name, cost in seconds.items()}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forms_of_a_layer_cost_the_same_together_or_apart_and_in_any_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = CostModel(residual(), brute.machine((2, 6)), CostOptions(optimizer="adam"))
+    forms = Forms.of(model.graph, model.devices.count, OFFERS)
+    for layer in model.graph.inner:
+        cells = configurations(model)[layer.name]
+        few = [cells[i] for i in rng.permutation(len(cells))[:4]]
+        formed = [forms.of_layer(layer.name, config, form) for config in few for form in forms.offered]
+        asked = [formed[i] for i in rng.integers(0, len(formed), 3 * len(formed))]  # some more than once
+        truth = {config: uncached(model, layer, config) for config in asked}
+        while asked:
+            count = int(rng.integers(1, 9))
+            group, asked = tuple(asked[:count]), asked[count:]
+            found = model.node_cost(layer, group).seconds
+            for name in found:
+                assert found[name] == pytest.approx([truth[config][name] for config in group]), (layer.name, name)
 
 
 def test_layers_alike_share_what_is_alike_only() -> None:
