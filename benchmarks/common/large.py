@@ -34,7 +34,10 @@ class _Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2's layers (Radford et al., 2019): token ids (n, s) to scores (n * s, words). tied: one table for both ends."""
+    """GPT-2's layers (Radford et al., 2019): token ids (n, s) to scores (n * s, words).
+
+    tied: the head has the embedding's weight.
+    """
 
     def __init__(
         self, layers: int, width: int, heads: int, words: int, length: int, *, tied: bool, dropout: float = 0.1
