@@ -13,14 +13,13 @@ Example = tuple[nn.Module, tuple[Tensor, ...]]
 class _Block(nn.Module):
     """Attention written out, so that its scores are kept, and a perceptron; norms before each."""
 
-    def __init__(self, width: int, heads: int, length: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
-        self.register_buffer("seen", torch.ones(length, length, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor) -> Tensor:
         n, s, c = x.shape
@@ -28,7 +27,8 @@ class _Block(nn.Module):
             t.view(n, s, self.heads, c // self.heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(c, dim=2)
         )
         scores = q @ k.transpose(2, 3) / (c // self.heads) ** 0.5
-        weights = self.drop(F.softmax(scores.masked_fill(~self.seen, -1e9), dim=-1))
+        seen = torch.ones(s, s, dtype=torch.bool, device=x.device).tril()
+        weights = self.drop(F.softmax(scores.masked_fill(~seen, -1e9), dim=-1))
         x = x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(n, s, c)))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -44,7 +44,7 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(_Block(width, heads, length, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.words.weight
@@ -56,14 +56,17 @@ class Gpt(nn.Module):
 
 def gpt() -> Example:
     """Of 20 million parameters, for two cores."""
-    return Gpt(6, 512, 8, 2048, 128, tied=True), (torch.zeros(2, 128, dtype=torch.long),)
+    with torch.device("meta"):  # else each rank has all of its values, too
+        return Gpt(6, 512, 8, 2048, 128, tied=True), (torch.zeros(2, 128, dtype=torch.long),)
 
 
 def gpt_653m() -> Example:
     """16 layers of GPT-2 XL, whose head is not tied: 653 million parameters."""
-    return Gpt(16, 1600, 25, 50257, 1024, tied=False), (torch.zeros(2, 1024, dtype=torch.long),)
+    with torch.device("meta"):
+        return Gpt(16, 1600, 25, 50257, 1024, tied=False), (torch.zeros(2, 1024, dtype=torch.long),)
 
 
 def volume() -> Example:
     """A 3-D U-Net of a quarter of the channels. Large sides, so that all large convolutions are oneDNN's."""
-    return UNet3d(width=0.25), (torch.empty(2, 1, 104, 104, 64),)
+    with torch.device("meta"):
+        return UNet3d(width=0.25), (torch.empty(2, 1, 104, 104, 64),)
