@@ -7,9 +7,8 @@ train, with the losses of one rank without a limit.
 
 Measured: the most memory of the fullest rank that no file is behind (RssAnon), every 5 ms, without a limit, less that
 of a rank that trains a network of next to nothing. The limit of a run is the kernel's RLIMIT_DATA: what the latter
-takes, what the search was told that a step may take, and 5 % of that, as predictions are to be within these; what
-oneDNN takes, whatever the plan, as much as a rank's share of what the largest convolution reads and writes, of which it
-makes copies; besides what is only reserved, such as stacks of threads, which RLIMIT_DATA counts, too.
+takes, what the search was told that a step may take, and 5 % of that, as predictions are to be within these; besides
+what is only reserved, such as stacks of threads, which RLIMIT_DATA counts, too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model, names_code
 from layerwise.machine import load
-from layerwise.ops.conv import Conv
 from layerwise.quantities import units
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
@@ -51,19 +49,17 @@ ROOM = 1.05  # of what is predicted, that a process may take
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What trains under which limit, and on how many ranks it does not. dims: that may be split."""
+    """What trains under which limit, and on how many ranks it does not."""
 
     model: str
     batch: int
     optimizer: str
     limit_bytes: int
     too_few: int = RANKS
-    dims: tuple[str, ...] = SearchSpace(1).dims
 
 
 CASES = {
     "alexnet": Case("alexnet", 4, "momentum", 450 * 10**6, too_few=1),
-    "volume": Case("benchmarks.common.large:volume", 1, "sgd", 180 * 10**6, dims=("n", "c", "w")),
     "mlp": Case("mlp:1536x1536x1536x1536x1536x1536x1536", 3072, "adam", 150 * 10**6),
     "gpt": Case("benchmarks.common.large:gpt", 8, "adam", 130 * 10**6),
 }
@@ -93,19 +89,11 @@ def planned(case: Case, ranks: int, limit_bytes: float, offer: Sequence[str], fo
     graph = fuse(load_model(case.model, case.batch))
     options = CostOptions(io="sample" if case.batch >= ranks else "free", optimizer=case.optimizer)
     model = CostModel(graph, load("cpu").device_graph(ranks, ranks), options)
-    space = SearchSpace(ranks, case.dims)
+    space = SearchSpace(ranks)
     result = search(model, space, memory_limit_bytes=limit_bytes, offer=offer)
     path = folder / f"{ranks} {limit_bytes:.0f} {len(offer)}.json"
     make_plan(case.model, "cpu", model, space, result, fused=True).save(path)
     return Planned(path, result)
-
-
-def library_bytes(case: Case) -> float:
-    """What oneDNN takes besides, on a rank: its own copies of what the largest convolution reads and writes."""
-    layers = fuse(load_model(case.model, case.batch)).layers
-    stages = [stage for layer in layers for stage in layer.stages if isinstance(stage.op, Conv)]
-    copied = [sum(spec.volume * spec.item_bytes for spec in (*stage.specs, stage.space.out)) for stage in stages]
-    return max(copied, default=0) / RANKS
 
 
 def train(plan: Path, model: str, ranks: int, limit_bytes: float | None) -> End:
@@ -196,7 +184,7 @@ def run(case: Case, table: Table, folder: Path) -> str:
     assert chosen.result.best.fits, nothing_fits(chosen.result)
     whole, free = (train(one.path, case.model, ranks, None) for one, ranks in ((alone, 1), (chosen, RANKS)))
     assert whole.code == free.code == 0, (whole.said, free.said)
-    may_take = nothing(RANKS).own_bytes + ROOM * limit + library_bytes(case) + free.data_bytes - free.own_bytes
+    may_take = nothing(RANKS).own_bytes + ROOM * limit + free.data_bytes - free.own_bytes
     failed, trained = train(forced.path, case.model, few, may_take), train(chosen.path, case.model, RANKS, may_take)
     row(table, "on one rank", 1, alone, None, whole, whole)
     row(table, "on one rank" if few == 1 else "without the choices", few, forced, limit, failed, None)

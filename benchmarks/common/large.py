@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,9 +63,3 @@ def gpt_653m() -> Example:
     """16 layers of GPT-2 XL, whose head is not tied: 653 million parameters."""
     with torch.device("meta"):
         return Gpt(16, 1600, 25, 50257, 1024, tied=False), (torch.zeros(2, 1024, dtype=torch.long),)
-
-
-def volume() -> Example:
-    """A 3-D U-Net of a quarter of the channels. Large sides, so that all large convolutions are oneDNN's."""
-    with torch.device("meta"):
-        return UNet3d(width=0.25), (torch.empty(2, 1, 104, 104, 64),)
