@@ -29,7 +29,8 @@ class _Block(nn.Module):
         seen = torch.ones(s, s, dtype=torch.bool, device=x.device).tril()
         weights = self.drop(F.softmax(scores.masked_fill(~seen, -1e9), dim=-1))
         x = x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(n, s, c)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x
 
 
 class Gpt(nn.Module):
