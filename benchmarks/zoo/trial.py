@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -102,7 +103,8 @@ def _stages(row: Row, dtype: str) -> None:
 
 
 def _export(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    torch.export.export(model, inputs, strict=False)
+    with redirect_stderr(io.StringIO()):  # where it fails, it prints the graph so far
+        torch.export.export(model, inputs, strict=False)
 
 
 def _plan(row: Row, network: Network) -> None:

@@ -38,6 +38,8 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], 3, 2).relu().reshape(x.shape[0], -1),
     "expand": lambda x: x + torch.ones(1, 6).expand(x.shape[0], -1),
     "roll of features": lambda x: x.roll(1, 1),
+    "a number a sample": lambda x: x + (2 * torch.ones(x.shape[0]) * x[:, 0])[:, None],
+    "as many numbers as samples": lambda x: x[:, :4] * torch.full((4,), 3.0),
     "fixed": lambda x: x.view(4, 2, 3).transpose(1, 2).flatten(1),
 }
 

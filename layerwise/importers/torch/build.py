@@ -18,7 +18,7 @@ from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
-from layerwise.importers.torch.constants import Constants, Missing, constant_names, is_constant
+from layerwise.importers.torch.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.decompose import decomposed
 from layerwise.importers.torch.losses import follows
 from layerwise.importers.torch.memory import Memory, in_place
@@ -183,7 +183,7 @@ class _Importer:
         for value in node.outputs:
             if value is not None and 0 not in value.shape:  # nothing is in the others, and nobody misses it
                 spec = _spec(value)
-                if self.by_sample(value):
+                if self.by_sample(value) or self.filled_by_sample(node, value):
                     spec = replace(spec, dims=("n", *spec.dims[1:]))
                 self.values[value.name] = Operand("constant", value.name, spec, self.constants.value(value.name))
             elif value is not None:
@@ -193,6 +193,18 @@ class _Importer:
         """Whether a constant that the forward pass makes has a row a sample. (s, s) masks and (s,) positions do not."""
         rank, shape = len(value.shape), value.shape
         return rank > 1 and shape[0] == self.batch and (rank > 2 or shape[0] != shape[1])
+
+    def filled_by_sample(self, node: Node, value: Value) -> bool:
+        """Whether a constant is one number for every sample, as `torch.ones(x.shape[0])`, or computed of such.
+
+        Where it is but as long as the batch happens to be, the trace of another batch tells (see `check_batches`).
+        """
+        if value.shape != (self.batch,) or self.batch < 2:
+            return False
+        known = [x for ref in node.operands if isinstance(x := self.known(ref), Operand)]
+        return base_name(node.target).removeprefix("new_").removesuffix("_like") in FILLED or any(
+            x.spec.dims == ("n",) for x in known
+        )
 
     def merges_samples(self, node: Node) -> bool:
         """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
-from layerwise.importers.torch.cache import without_cache
+from layerwise.importers.torch.configurations import configured
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING, Program, read_program
 from layerwise.importers.torch.structure import Structure, structure_of
@@ -147,7 +147,7 @@ def _export(
             _ranges_as_lists(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
-            without_cache(model),
+            configured(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, watch

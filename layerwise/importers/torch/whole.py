@@ -74,7 +74,8 @@ def torch_call(node: Node, call: Call, used: Callable[[str], bool], shapes: Mapp
         for argument in overload._schema.arguments:
             raw, bound = node.arguments[argument.name], call.arguments[argument.name]
             default = argument.default_value
-            if raw != (tuple(default) if isinstance(default, list) else default):
+            given = raw != (tuple(default) if isinstance(default, list) else default)
+            if given or not argument.has_default_value():
                 arguments.append((argument.name, _argument(raw, bound, inputs, trained)))
         held = tuple((p.shape, p.spec.dtype) for p in trained)
         target = node.target if overload is node.overload else _target(overload)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.conv import Conv
 from layerwise.ops.norm import BatchNorm, InstanceNorm, LocalResponseNorm
@@ -132,6 +133,41 @@ def test_products_with_parameters() -> None:
     assert graph.parameter_count() == sum(p.numel() for p in model.parameters())
     kinds = [layer.op.kind for layer in graph.inner]
     assert kinds.count("linear") == 5, kinds  # only left @ y is none
+
+
+def test_einsum_leaves_samples_apart() -> None:
+    """As XLNet writes its projections: samples are the second of the letters that only the first operand has."""
+    heads = nn.Parameter(torch.randn(5, 3, 4, dtype=torch.float64))
+
+    def projected(x: Tensor) -> Tensor:
+        made = torch.einsum("ibh,hnd->ibnd", x.transpose(0, 1), heads)
+        return torch.einsum("ibnd,hnd->bih", made, heads)
+
+    model = Function(projected)
+    model.register_parameter("heads", heads)
+    graph = imported(model, (torch.randn(4, 6, 5).double(),))
+    assert [layer.out.dims[:2] for layer in graph.inner if layer.op.kind == "matmul"] == [("s", "n"), ("s", "n")]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bags(mode: str) -> None:
+    bag, ids = nn.EmbeddingBag(9, 4, mode=mode).double(), torch.randint(9, (4, 5))
+    graph = imported(bag, (ids,))
+    assert graph.layers[-2].out.describe() == "(n=4, c=4)"
+    assert not any(layer.whole for layer in graph.inner)
+
+
+def test_an_embedding_bag_with_weights_of_its_rows() -> None:
+    bag, ids = nn.EmbeddingBag(9, 4, mode="sum").double(), torch.randint(9, (4, 5))
+    imported(bag, (ids,), {"per_sample_weights": torch.randn(4, 5).double()})
+
+
+@pytest.mark.parametrize("bag", [nn.EmbeddingBag(9, 4, mode="max"), nn.EmbeddingBag(9, 4, padding_idx=3)])
+def test_embedding_bags_of_other_rules_are_whole(bag: nn.Module) -> None:
+    graph = from_torch(bag, (torch.randint(9, (4, 5)),))
+    assert [layer.whole for layer in graph.inner][-1]
+    with pytest.raises(LayerwiseError):  # its bags begin where those of the example do
+        network_of(bag, (torch.randint(9, (4, 5)),), 8, "test")
 
 
 def test_parameters_and_buffers_live_in_the_layer() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from layerwise.errors import LayerwiseError
 from layerwise.importers import reductions
 from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.tensors import reshaped
+from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
 from layerwise.ops.attention import Attention
@@ -16,6 +20,7 @@ from layerwise.ops.embed import Embedding
 from layerwise.ops.loss import Loss
 from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.pool import AdaptivePool, Pool
+from layerwise.ops.reduce import Reduce
 from layerwise.ops.resample import Interpolate, Pad
 
 Pads = tuple[tuple[int, int], ...]
@@ -170,6 +175,27 @@ def embedding(call: Call) -> Result:
     return Built(op, (call.operand("indices"),), (weight,))
 
 
+def embedding_bag(call: Call) -> Result:
+    """The rows of every bag, added or averaged. Bags of one size: the ids are (n, s), seen as one row of numbers."""
+    (weight,) = stored(call, "weight")
+    ids, offsets = call.operand("indices"), call.operand("offsets")
+    bags = offsets.shape[0] - call.flag("include_last_offset")
+    size = ids.shape[0] // bags
+    alike = offsets.value is not None and np.array_equal(offsets.value[:bags], np.arange(bags) * size)
+    if not alike or ids.shape != (bags * size,):
+        raise LayerwiseError("an embedding bag of bags that differ in size is not supported: give ids (n, s)")
+    mode, padding = call.integer("mode"), call.get("padding_idx")
+    if mode not in BAGS or (isinstance(padding, int) and padding >= 0) or call.flag("scale_grad_by_freq"):
+        raise LayerwiseError(
+            "an embedding bag with mode='max', padding_idx or scale_grad_by_freq is not supported: use nn.Embedding"
+        )
+    rows: Tensor = Built(Embedding(*weight.shape, weight.spec.dtype), (reshaped(ids, (bags, size)),), (weight,))
+    weights = call.get("per_sample_weights")
+    if isinstance(weights, Operand):
+        rows = binary("mul", rows, reshaped(weights, (bags, size, 1)))
+    return Built(Reduce(BAGS[mode], (1,)), (rows,)), None, None, None
+
+
 def attention(call: Call) -> Result:
     q, k, v = call.operand("query"), call.operand("key"), call.operand("value")
     mask, scale = call.get("attn_mask"), call.get("scale")
@@ -178,6 +204,7 @@ def attention(call: Call) -> Result:
     return Built(Attention(call.flag("is_causal"), len(inputs) > 3, factor, call.number("dropout_p")), inputs)
 
 
+BAGS: dict[int, Literal["sum", "mean"]] = {0: "sum", 1: "mean"}
 REDUCTIONS: dict[int, Literal["none", "mean", "sum", "batchmean"]] = {
     0: "none", 1: "mean", 2: "sum", BATCH_MEAN: "batchmean"
 }  # fmt: skip
@@ -262,6 +289,7 @@ LAYERS: Table = (
         "instance_norm": instance_norm,
         "rms_norm": rms_norm,
         "embedding": embedding,
+        "embedding_bag": embedding_bag,
         "scaled_dot_product_attention": attention,
         "pad": pad(),
         "constant_pad_nd": pad("constant"),

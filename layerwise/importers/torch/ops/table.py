@@ -26,7 +26,7 @@ AS_IT_IS = {"aten::max.dim", "aten::min.dim"}
 # Run as they are, too, where a call of them is of a kind that the table does not know.
 ELSE_AS_IT_IS = {
     "round", "logit", "special_logit", "einsum", "linalg_vector_norm", "argmax", "index", "gather", "roll", "repeat",
-    "index_select",
+    "index_select", "embedding_bag",
 }  # fmt: skip
 
 # Of what the importer rewrites: patterns, writes.
