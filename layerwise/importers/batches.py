@@ -16,7 +16,7 @@ from layerwise.importers.torch.from_torch import import_module
 from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
 
-MORE = 3  # times the example's samples, where sizes of the network may happen to be their number
+MORE = (3, 7)  # times the example's samples, where sizes of the network may happen to be their number, or twice that
 
 
 def import_for_batches(
@@ -34,13 +34,14 @@ def import_for_batches(
         refused = None
     except LayerwiseError as error:
         refused = error
-    more = repeated(examples, graph.batch, MORE)
-    try:
-        larger, stored, structure = import_module(model, more, name=name)
-        if check_batches(model, more, larger, name):
-            return larger.rebatch(graph.batch), stored, structure
-    except LayerwiseError:
-        pass  # the first says more
+    for times in MORE:
+        more = repeated(examples, graph.batch, times)
+        try:
+            larger, stored, structure = import_module(model, more, name=name)
+            if check_batches(model, more, larger, name):
+                return larger.rebatch(graph.batch), stored, structure
+        except LayerwiseError:
+            pass  # the first says more
     if refused is not None:
         raise refused
     return imported

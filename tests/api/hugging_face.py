@@ -70,11 +70,15 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     "gemma": lambda: (hf.GemmaForCausalLM, hf.GemmaConfig(num_key_value_heads=2, head_dim=8, **TEXT)),
     "qwen2": lambda: (hf.Qwen2ForCausalLM, hf.Qwen2Config(num_key_value_heads=2, **TEXT)),
     "mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(num_key_value_heads=2, sliding_window=5, **TEXT)),
+    "mixtral": lambda: (
+        hf.MixtralForCausalLM,  # whose experts, sorted, PyTorch has no kernel for in float64
+        hf.MixtralConfig(num_key_value_heads=2, num_local_experts=3, experts_implementation="eager", **TEXT),
+    ),
     "whisper": lambda: (hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER)),
     "t5": lambda: (hf.T5ForConditionalGeneration, hf.T5Config(decoder_start_token_id=0, **T5)),
 }
 VISION = ("vit", "resnet", "convnext", "poolformer", "swin")
-LANGUAGE = ("gpt2", "llama", "gemma", "t5", "roberta", "qwen2", "mistral")
+LANGUAGE = ("gpt2", "llama", "gemma", "t5", "roberta", "qwen2", "mistral", "mixtral")
 
 
 def build(name: str, attention: str, seed: int = 0) -> nn.Module:

@@ -40,6 +40,7 @@ CASES = [
     ("gpt2, no mask", "sdpa", True, "data"),
     ("qwen2, no mask", "eager", True, "model"),
     ("mistral, no mask", "sdpa", False, {"model.layers.0.mlp.down_proj": {"k": 2}}),
+    ("mixtral, no mask", "sdpa", True, {"model.layers.0.self_attn.o_proj": {"c": 2}}),
     ("whisper", "sdpa", True, "data"),
 ]
 # Of the same operators as others of CASES; they run with the slow ones.
@@ -88,14 +89,15 @@ def test_a_model_returns_what_it_returned() -> None:
     assert returned.past_key_values is not None
 
 
-def test_routing_by_data_is_run_whole() -> None:
-    """Which experts a token goes to is known in the step only: their layers are not split, and exact."""
+def test_routing_by_data_is_run_token_by_token() -> None:
+    """Which experts a token goes to is known in the step only; the model itself sorts all tokens by their experts."""
     config = hf.MixtralConfig(**hugging_face.TEXT, num_key_value_heads=2, num_local_experts=2)
     torch.manual_seed(0)
     model, ids = hf.MixtralForCausalLM(config), torch.randint(0, hugging_face.WORDS, (2, 12))
     network = network_of(ByPosition(model, ("input_ids",)), (ids,), 2, "mixtral")
     graph = fuse(network.graph)
-    assert any("grouped_mm" in layer.name for layer in graph.inner if layer.whole)
+    assert model.config._experts_implementation == "grouped_mm"
+    assert not any(layer.whole for layer in graph.inner)
     plan = random_plan(graph, 2, 1, "free")
 
     def logits(comm: Comm) -> torch.Tensor:

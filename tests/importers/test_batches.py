@@ -68,6 +68,16 @@ def test_windows_are_told_from_samples() -> None:
     assert graph.layers[-1].specs[0].describe() == "(n=32, 2, 3)"
 
 
+def test_sizes_that_are_several_batches() -> None:
+    """Repeated as often as there are samples in one trace or another: 8 times, and 24 times."""
+
+    def tiled(x: Tensor) -> Tensor:
+        eight, many = torch.arange(3.0)[:, None].repeat(1, 8), torch.arange(2.0)[:, None].repeat(1, 24)
+        return x + eight.sum() + (x[:, :1, None] * many).sum(2).repeat(1, 3)
+
+    assert network_of(Model(tiled), (torch.randn(4, 6),), 8, "test").graph.batch == 8
+
+
 class ShiftedWindows(nn.Module):
     """A block of torchvision's Swin transformer: windows of 4 x 4 positions of an image of 8 x 8, shifted by 2."""
 

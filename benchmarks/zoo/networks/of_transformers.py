@@ -181,7 +181,7 @@ NETWORKS: dict[str, Build] = {
     "olmo": _text("Olmo", LM, **GROUPED),
     "cohere": _text("Cohere", LM, **GROUPED),
     "starcoder2": _text("Starcoder2", LM, **GROUPED),
-    "mixtral": _text("Mixtral", LM, num_local_experts=2, experts_implementation="eager", **GROUPED),
+    "mixtral": _text("Mixtral", LM, num_local_experts=2, experts_implementation="batched_mm", **GROUPED),
     "mamba": _text("Mamba", LM, vocab_size=WORDS, hidden_size=32, num_hidden_layers=1, state_size=4, time_step_rank=4),
     # Both
     "t5": _both("T5", "ForConditionalGeneration", **T5),

@@ -189,7 +189,8 @@ def embedding_bag(call: Call) -> Result:
         raise LayerwiseError(
             "an embedding bag with mode='max', padding_idx or scale_grad_by_freq is not supported: use nn.Embedding"
         )
-    rows: Tensor = Built(Embedding(*weight.shape, weight.spec.dtype), (reshaped(ids, (bags, size)),), (weight,))
+    op = Embedding(weight.shape[0], weight.shape[1], weight.spec.dtype)
+    rows: Tensor = Built(op, (reshaped(ids, (bags, size)),), (weight,))
     weights = call.get("per_sample_weights")
     if isinstance(weights, Operand):
         rows = binary("mul", rows, reshaped(weights, (bags, size, 1)))
