@@ -4,6 +4,8 @@ MODEL ?= vgg16
 GPUS ?= 16
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
+# Beside the environment, as no other command needs them; without their own needs, which contradict each other.
+ZOO = diffusers dynamic-network-architectures monai segmentation-models-pytorch timm torchvision
 
 .PHONY: search test lint bench zoo notebooks docs clean
 
@@ -31,7 +33,7 @@ bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks
 	$(VENV)/bin/python -m benchmarks.search $(ARGS)
 
 zoo: $(VENV)/.installed-zoo  ## published networks at the first try; ARGS="--small" for few
-	$(VENV)/bin/python -m benchmarks.zoo $(ARGS)
+	PYTHONPATH=$(VENV)/zoo $(VENV)/bin/python -m benchmarks.zoo $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV): where it has no PyTorch, pip fetches it, which may take minutes" >&2
@@ -45,6 +47,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-zoo: $(VENV)/.installed
 	$(PIP) -e '.[data,zoo]'
+	$(PIP) --no-deps --target $(VENV)/zoo $(ZOO)
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

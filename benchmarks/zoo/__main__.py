@@ -1,7 +1,7 @@
 """python -m benchmarks.zoo: published networks, imported, planned for 8 GPUs, and run on 2 ranks against PyTorch.
 
 Each network is tried in a process of its own, under a time limit. `--json FILE` keeps the rows, and goes on where it
-was; `--write` puts the table into docs/benchmarks/zoo.md. The packages: pip install 'layerwise[zoo]' (see the docs).
+was; `--write` puts the table into docs/benchmarks/zoo.md. `make zoo` installs the packages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> int:
     """Prints the table. Exit code 1 where a number is wrong, or (--small) where a network is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="such as 'timm/*'")
-    parser.add_argument("--small", action="store_true", help="40 networks that must be exact, for CI")
+    parser.add_argument("--small", action="store_true", help="few networks that must be exact, for CI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every row; what it has is not tried again")
     parser.add_argument("--again", choices=("failed", "all"), help="of FILE, what is tried again nevertheless")
     parser.add_argument("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for a network (default 300)")

@@ -20,9 +20,9 @@ whatever they are given, and are compared to 1e-6. What is dropped is set to 0. 
 numbers: their plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export`
 (CPU time); K is the size of the final graph of the search.
 
-The packages: `pip install 'layerwise[zoo]'`, and, without what it needs itself, `pip install --no-deps torchvision` of
-any version: its compiled part is not used (the benchmark defines `torchvision::nms`, which torchvision's Python asks
-for when it is imported).
+The packages: `make zoo` installs them beside the environment, without what they need themselves (they name different
+versions of timm and of torch), and runs this. Any version of torchvision will do, as its compiled part is not used: the
+benchmark defines `torchvision::nms`, which torchvision's Python asks for when it is imported.
 
 """
 
