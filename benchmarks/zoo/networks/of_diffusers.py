@@ -105,14 +105,7 @@ def _sd3() -> Example:
 
 
 def _unet1d() -> Example:
-    model = _built(
-        "UNet1DModel",
-        sample_size=64,
-        in_channels=2,
-        out_channels=2,
-        extra_in_channels=16,
-        block_out_channels=(8, 8, 16),
-    )
+    model = _built("UNet1DModel", sample_size=64, in_channels=2, out_channels=2, extra_in_channels=64)
     return Example(model, (torch.randn(SAMPLES, 2, 64), _times()), ("sample", "timestep"))
 
 
