@@ -34,7 +34,7 @@ SPLIT: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], set[str]]] = {
     "cdist": (lambda x: torch.cdist(x, x), (X,), {"n"}),
     "cumprod": (lambda x: x.cumprod(2), (X,), {"n", "s"}),
     "einsum of three": (lambda x: torch.einsum("nsc,nsd,nse->nde", x, x, x), (X,), {"n", "c"}),
-    "einsum of a diagonal": (lambda x: torch.einsum("nss->ns", x[:, :, :6]), (X,), {"n", "s"}),
+    "einsum of a diagonal": (lambda x: torch.einsum("nss->ns", x[:, :, :6]), (X,), {"n"}),
     "cosine": (lambda x: F.cosine_similarity(x, x.tanh(), 1), (X,), {"n", "c"}),
     "element by element": (torch.sinc, (X,), {"n", "s", "c"}),
     "two": (lambda x: torch.special.xlogy(x, x[:, :1]), (X,), {"n", "s", "c"}),

@@ -101,11 +101,10 @@ def of_first(call: Call, out: Shape) -> Free:
 
 
 def indices(call: Call, out: Shape) -> Free:
-    """einsum: what the result has, too, goes along; what is summed over is needed whole."""
+    """einsum: what the result has, too, goes along; what is summed over, and a diagonal, is needed whole."""
     terms, result = letters(str(call["equation"]), call.tensors)
-    if any(len(set(term)) < len(term) for term in (*terms, result)):  # a diagonal
-        return ()
-    return tuple(tuple(result.index(c) if c in result else None for c in term) for term in terms)
+    whole = {c for term in (*terms, result) for c in term if term.count(c) > 1}
+    return tuple(tuple(result.index(c) if c in result and c not in whole else None for c in term) for term in terms)
 
 
 def sampled(call: Call, out: Shape) -> Free:
