@@ -104,9 +104,8 @@ class Loss(Op):
 
         x, target, *given = inputs
         arguments = {name: TYPES.get(name, float)(value) for name, value in self.arguments}
-        weights = {
-            name: w.detach() for name, w in zip(self.weighted, given, strict=True)
-        }  # torch has no gradient of them
+        detached = (w.detach() for w in given)  # torch has no gradient of them
+        weights = dict(zip(self.weighted, detached, strict=True))
         each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments, **weights)
         if self.reduction == "none":
             return each

@@ -61,7 +61,7 @@ class BoxLoader:
             raise LayerwiseError(f"the model takes {len(boxes)} inputs ({', '.join(boxes)}), not {len(sources)}")
         given = [
             source_of(source, name, samples, spec.shape[1:])
-            for source, (name, spec) in zip(sources, zip(boxes, specs, strict=True), strict=True)
+            for source, name, spec in zip(sources, boxes, specs, strict=True)
         ]
         counts = {len(source) for source in given}
         if len(counts) > 1:
@@ -81,6 +81,12 @@ class BoxLoader:
 
     def __len__(self) -> int:
         return self.samples // self.batch
+
+    @property
+    def as_they_are(self) -> bool:
+        """Whether samples come in their order, whole and unchanged."""
+        reading = self._reading
+        return not (self.shuffle or reading.crop or reading.flip or reading.intensity)
 
     def set_epoch(self, epoch: int) -> None:
         """Which one the next pass over the samples is."""

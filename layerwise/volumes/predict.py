@@ -21,16 +21,16 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
 
     out: the path of a .npy file, which rank 0 makes, (samples, ...) of float32 or the output's own integers, on a disk
     that all ranks see; or anything that takes `out[index] = values`, such as a zarr array with chunks that no two ranks
-    share. The model is in evaluation mode meanwhile. LayerwiseError where the loader shuffles, leaves samples out or
-    feeds more than the inputs of the plan, and where the plan has no such output.
+    share. The model is in evaluation mode meanwhile. LayerwiseError where the loader shuffles, changes samples
+    or leaves some out, and where the plan has no such output.
     """
     boxes = model.output_boxes()
     if not 0 <= output < len(boxes):
         raise LayerwiseError(f"the model has {len(boxes)} outputs: there is no number {output}")
-    if loader.shuffle or len(loader) * loader.batch != loader.samples:
+    if not loader.as_they_are or len(loader) * loader.batch != loader.samples:
         raise LayerwiseError(
-            f"predict writes every sample in its place: give a loader that does not shuffle, of a multiple of "
-            f"{loader.batch} samples (it has {loader.samples})"
+            "predict writes every sample in its place: give a loader that does not shuffle, crop, flip or change them, "
+            f"of a multiple of {loader.batch} samples (it has {loader.samples})"
         )
     if model.io != "boxes":
         raise LayerwiseError(f"the plan has io {model.io!r}: parallelize the model with io='boxes'")

@@ -242,6 +242,7 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
     refused: list[tuple[BoxLoader, object, int, str]] = [
         (BoxLoader(module, x), tmp_path / "a.npy", 0, "a multiple of 2 samples"),
         (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", 0, "does not shuffle"),
+        (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", 0, "does not shuffle, crop, flip"),
         (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
         (BoxLoader(module, whole), tmp_path / "a.txt", 0, "makes .npy files"),
         (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "cannot write"),

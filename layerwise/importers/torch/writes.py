@@ -35,9 +35,8 @@ def separate_writes(program: Program) -> Program:
         node = replace(before, arguments={k: _renamed(v, now) for k, v in before.arguments.items()})
         made |= {v.name: node for v in node.outputs if v}
         for view, seen in shared(node):
-            if (
-                shapes[view].dtype == shapes[seen].dtype or base_name(node.target) in RETYPED
-            ):  # else `to` has made a copy
+            # Of another type `to` has made a copy.
+            if shapes[view].dtype == shapes[seen].dtype or base_name(node.target) in RETYPED:
                 views[seen].add(view)
                 shown[view] = seen
         part = _part(node, made, shapes)

@@ -1,4 +1,4 @@
-"""Parts of a layer that no rank reads, and outputs of which each rank has a box: gradients are one device's."""
+"""What once went wrong without a word: parts that no rank reads, boxes of outputs, operators taken for others."""
 
 from __future__ import annotations
 
@@ -95,3 +95,43 @@ def test_negative_positions_of_a_table() -> None:
 
     for found in run_threads(2, run):
         torch.testing.assert_close(found, model(x).detach())
+
+
+class After(nn.Module):
+    """A linear layer, and a function of what it makes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(5, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def written(y: Tensor) -> Tensor:
+    c = torch.complex(y, 2 * y)
+    torch.view_as_real(c)[:, 0] = 0
+    return (c * c).abs()
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "computed slopes of channels": lambda y: F.prelu(y, y.mean((0, 2)).square()),
+    "adjoint": lambda y: (torch.complex(y, 2 * y).adjoint() * 1j).real,
+    "sgn": lambda y: torch.complex(y, 2 * y).sgn().imag,
+    "round": lambda y: torch.round(y, decimals=2),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_were_others(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = After(FUNCTIONS[name]).double(), torch.randn(4, 5, 5).double()
+    network = network_of(copy.deepcopy(model), (x,), 4, "test")
+    plan = random_plan(fuse(network.graph), 2, 1, "free")
+    for found in run_threads(2, lambda comm: load(plan, network, comm=comm, dtype=torch.float64)(x).detach()):
+        torch.testing.assert_close(found, model(x).detach())
+
+
+def test_a_write_through_a_view_of_another_type_is_refused() -> None:
+    with pytest.raises(LayerwiseError, match="writes in place into a view of a tensor that is used again"):
+        network_of(After(written).double(), (torch.randn(4, 5, 5).double(),), 4, "test")
