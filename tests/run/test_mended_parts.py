@@ -35,8 +35,8 @@ def cut_along(label: str) -> Callable[[list[Config]], Config]:
 
 
 @pytest.mark.parametrize("io", ["sample", "free", "boxes"])
-@pytest.mark.parametrize("name", ["class token", "all"])
-def test_gradients_of_each_ranks_own_outputs(name: str, io: str) -> None:
+@pytest.mark.parametrize(("name", "label"), [("class token", "s"), ("all", "s"), ("all", "n")])
+def test_gradients_of_each_ranks_own_outputs(name: str, label: str, io: str) -> None:
     """A class token leaves the second half of the sequence, which rank 1 has, without a gradient."""
     torch.manual_seed(0)
     model = Two((lambda x: x[:, 0]) if name == "class token" else (lambda x: x)).double()
@@ -45,8 +45,8 @@ def test_gradients_of_each_ranks_own_outputs(name: str, io: str) -> None:
     (single(x).square().sum() / (2 if io == "sample" else 1)).backward()
     network = network_of(copy.deepcopy(model), (x,), 2, "test")
     graph = fuse(network.graph)
-    plan = priced(random_plan(graph, 2, 0, io, choose=cut_along("s")), graph)
-    assert any(config["s"] == 2 for config in plan.strategy.values())
+    plan = priced(random_plan(graph, 2, 0, io, choose=cut_along(label)), graph)
+    assert any(config[label] == 2 for config in plan.strategy.values())
 
     def run(comm: Comm) -> dict[str, Tensor]:
         module = load(plan, network, comm=comm, dtype=torch.float64)

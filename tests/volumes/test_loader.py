@@ -143,6 +143,23 @@ def test_layerwise_run_feeds_boxes() -> None:
     assert all(mine == pytest.approx(losses, rel=1e-9) for mine in run_threads(2, run))
 
 
+def test_crops_are_parts_of_the_samples() -> None:
+    """The same of all inputs; in the middle, or anywhere, and another one in another epoch."""
+    x, _ = samples(2, EXTENT + 6)
+    target = np.where(x[:, 0] > 0, 2, 0)  # so that it tells whether it is cut alike
+    _, network, graph = segments(2)
+    module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    middle = slice(3, 3 + EXTENT)
+    ((mine, classes),) = BoxLoader(module, x, target, crop="center")
+    assert torch.equal(mine, torch.from_numpy(x[:, :, middle, middle, middle]))
+    loader = BoxLoader(module, x, target, crop="random")
+    epochs = [next(iter(loader)) for _ in range(3)]
+    for mine, classes in epochs:
+        assert torch.equal(classes == 2, mine[:, 0] > 0)
+        assert all(np.isin(part.numpy(), whole).all() for part, whole in zip(mine, x, strict=True))
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, object]:
     x, target = samples(2)
