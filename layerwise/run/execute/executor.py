@@ -163,7 +163,7 @@ class Executor:
         ahead: dict[int, tuple[Link, Tensor | None]],
     ) -> list[Tensor | None]:
         """A layer's inputs. First those sent ahead: so in the backward pass what is needed next goes first."""
-        edges, role = scheduled.edges, scheduled.layer.role
+        edges = scheduled.edges
         if all(edge.stays for edge in edges):
             return [values[edge.source] for edge in edges]
         if run.differentiate and scheduled.late_weight is not None:
@@ -171,7 +171,7 @@ class Executor:
                 ahead[id(edges[0])] = self._sent_ahead(run, edges[0], values, types)
             self._weights_late(run, scheduled, scheduled.late_weight)
         came = [self._awaited(run, *ahead.pop(id(edge))) if id(edge) in ahead else edge for edge in edges]
-        return [self._redistribute(run, x, values, types, role) if isinstance(x, ScheduledEdge) else x for x in came]
+        return [self._redistribute(run, x, values, types) if isinstance(x, ScheduledEdge) else x for x in came]
 
     def _weights_late(self, run: Pass, scheduled: ScheduledLayer, name: str) -> None:
         """The gradient of a layer's weights is made when the backward pass comes back to here."""
@@ -189,7 +189,7 @@ class Executor:
             run.late[scheduled.layer.name] = late, weight
 
     def _redistribute(
-        self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype], user: Role
+        self, run: Pass, edge: ScheduledEdge, values: Made, types: Mapping[str, torch.dtype]
     ) -> Tensor | None:
         """What this rank needs of a layer's output for another one."""
         x, dtype = values[edge.source], types[edge.source]
