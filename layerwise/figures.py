@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: str | os.PathLike[str]) -> None:
+def check_plot(path: str | os.PathLike[str], flag: str = "--plot") -> None:
     """LayerwiseError where `save_plot` would fail for want of a known format or of matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
-        raise LayerwiseError(f"--plot {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
+        raise LayerwiseError(f"{flag} {os.fspath(path)!r}: the file's name must end in {', '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LayerwiseError("--plot needs matplotlib: pip install 'layerwise[plot]'") from None
+        raise LayerwiseError(f"{flag} needs matplotlib: pip install 'layerwise[plot]'") from None
 
 
 def save_plot(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 from layerwise.oracle.ask import Asked, ask, compare_with
 from layerwise.oracle.question import Answer, Oracle, Question
-from layerwise.oracle.report.plot import draw
+from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import Wishes, shapes, strategy
 from layerwise.oracle.suggest import Budget, suggest
@@ -17,6 +17,7 @@ __all__ = [
     "ask",
     "compare_with",
     "draw",
+    "draw_phases",
     "read_runs",
     "shapes",
     "strategy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
@@ -17,14 +17,14 @@ from layerwise.figures import check_plot, save_plot
 from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
-from layerwise.machine import DEFAULT, load, names
+from layerwise.machine import DEFAULT, Profile, load, names
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
 from layerwise.oracle.framework import Framework, framework
 from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
 from layerwise.oracle.report import as_json as report_json
 from layerwise.oracle.report import text as report
-from layerwise.oracle.report.plot import draw
+from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
@@ -38,6 +38,7 @@ FORMULAS = {
     "as-run": "closed forms as run",
     "chainermnx": "closed forms of ChainerMNX",
     "chainermnx:logs": "closed forms of ChainerMNX, with data loading",
+    "chainermnx:fitted": "closed forms of ChainerMNX, growth of hybrids FITTED to its published runs",
 }
 
 EPILOG = """examples:
@@ -66,7 +67,9 @@ ParaDL's, "as-run" the same with the messages that layerwise.run sends.
 "chainermnx" is the software that ParaDL's measurements were taken with, on
 profile v100, networks whose time on one V100 was published; its constants come
 from runs of a single device or purpose, data loading aside. "chainermnx:logs":
-with it, as the software was four months earlier.
+with it, as the software was four months earlier. "chainermnx:fitted": with
+one constant more, the growth of hybrids with layers times GPUs, fitted to the
+published runs themselves: accuracy on these is no evidence.
   python -m layerwise.oracle resnet50 --gpus 64 --profile v100 --batch 64 \\
       --scaling strong --strategy filter,channel --formulas chainermnx
 
@@ -132,8 +135,8 @@ def parser() -> argparse.ArgumentParser:
         "--gamma",
         type=positive,
         metavar="G",
-        help="measured peak of memory over what closed forms count (default: none known, what is over memory at 1 is "
-        "marked; not for cost tables)",
+        help="measured peak of memory over what closed forms count (default: memory is that of layerwise.run, by the "
+        "cost tables)",
     )
     g.add_argument("--max-gpus", type=_whole, metavar="N", help="suggest with at most so many GPUs")
     g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
@@ -143,7 +146,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
     g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
     g.add_argument("--json", action="store_true", help="everything, for programs")
-    g.add_argument("--plot", metavar="FILE.png", help="scaling curves")
+    g.add_argument("--plot", metavar="FILE.png", help="scaling curves: an epoch and the speed-up, over the GPUs")
+    g.add_argument("--plot-phases", metavar="FILE.png", help="phases of an iteration, a panel a strategy")
     g.add_argument("--plan", metavar="PLAN.json", help="write the one strategy at the one number of GPUs as a plan")
     return p
 
@@ -155,49 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.processor.peak(args.dtype)
     named = _strategies(args.strategy)
     runs = [] if args.measured is None else read_runs(args.measured)
-    if args.gamma is not None and args.formulas == "tables":
-        raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
     formulas, ran = _formulas(args, profile.name)
-    if args.gamma is not None and not 1 / GAMMA <= args.gamma <= GAMMA:
-        raise LayerwiseError(f"--gamma {args.gamma:g}: from {1 / GAMMA:g} to {GAMMA:g}")
     gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
-    if args.scaling == "strong" and args.batch is None:
-        raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
-    batch = (args.batch or 32) * (max(gpus, default=1) if args.scaling == "weak" else 1)
-    if batch > MAX_BATCH:
-        raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
+    _check(args, named, gpus)
     for count in gpus:
         profile.device_graph(count, args.gpus_per_node)
-    if args.plan is not None:
-        if len(named) != 1 or len(gpus) != 1 or args.formulas != "tables":
-            raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
-        if args.plot is not None and os.path.realpath(args.plan) == os.path.realpath(args.plot):
-            raise LayerwiseError("--plan and --plot name the same file: give each its own")
-        check_writable(args.plan)
-    if args.plot is not None:
-        check_plot(args.plot)
-        check_writable(args.plot)
-    dims = _dims(args.spatial_dims)
-    graph = load_model(args.model, 1, args.input_shape)
-    gather_after = args.gather_after or (None if ran is None else ran.gathers_after(args.model))
-    oracle = Oracle(
-        Question(
-            graph=fuse(graph) if ran is None else graph,
-            profile=profile,
-            batch=args.batch or 32,
-            scaling=args.scaling,
-            gpus_per_node=args.gpus_per_node,
-            segments=args.segments,
-            wishes=Wishes(args.group_size, gather_after, dims),
-            options=CostOptions(
-                io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
-            ),
-            formulas=formulas,
-            gamma=args.gamma,
-            framework=ran,
-            seconds_per_sample=None if ran is None else ran.single_s(args.model),
-        )
-    )
+    oracle = Oracle(_question(args, profile, formulas, ran))
     with progress_bar("asking", quiet=args.json) as progress:
         asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)
@@ -211,15 +178,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         ((name, count),) = asked.answers
         answer = asked.answers[name, count]
         plan_of(args.model, args.profile, oracle.model(count), answer, input_shape=args.input_shape).save(args.plan)
+    heading = f"{args.model} on {profile.processor.name}"
     if args.plot is not None:
-        save_plot(draw(asked.answers, f"{args.model} on {profile.processor.name}", compared, asked.reasons), args.plot)
+        save_plot(draw(oracle.question, asked, args.samples, heading, compared), args.plot)
+    if args.plot_phases is not None:
+        save_plot(draw_phases(oracle.question, asked, heading), args.plot_phases)
     if args.json:
         print(report_json.text(report_json.as_dict(args.model, oracle, asked, args.samples, suggestion, compared)))
         return 0
     out = console()
     out.print(Text.assemble((args.model, "bold"), _heading(args, profile.processor.name)))
     out.print(report.show(oracle, asked, args.samples, suggestion, budget, compared, every=args.phases))
-    for what, path in (("plan", args.plan), ("figure", args.plot)):
+    for what, path in (("plan", args.plan), ("figure", args.plot), ("figure", args.plot_phases)):
         if path is not None:
             out.print(f"{what} written to {path}", soft_wrap=True)
     return 0
@@ -231,12 +201,68 @@ def _heading(args: argparse.Namespace, processor: str) -> str:
     return f" on {processor}, {args.batch or 32:,} samples {each}, {args.samples:,} an epoch; {how}\n"
 
 
+def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:
+    """LayerwiseError for flags that do not go together, and for files that cannot be written."""
+    if args.gamma is not None and args.formulas == "tables":
+        raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
+    if args.gamma is not None and not 1 / GAMMA <= args.gamma <= GAMMA:
+        raise LayerwiseError(f"--gamma {args.gamma:g}: from {1 / GAMMA:g} to {GAMMA:g}")
+    if args.scaling == "strong" and args.batch is None:
+        raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
+    batch = (args.batch or 32) * (max(gpus, default=1) if args.scaling == "weak" else 1)
+    if batch > MAX_BATCH:
+        raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
+    if args.plan is not None and (len(named) != 1 or len(gpus) != 1 or args.formulas != "tables"):
+        raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
+    if args.plot_phases is not None and not gpus:
+        raise LayerwiseError("--plot-phases draws answers: give numbers of --gpus")
+    _check_files({"--plan": args.plan, "--plot": args.plot, "--plot-phases": args.plot_phases})
+
+
+def _check_files(paths: Mapping[str, str | None]) -> None:
+    """LayerwiseError where a file cannot be written, or two flags name the same."""
+    seen: dict[str, str] = {}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(os.path.realpath(path), flag)) != flag:
+            raise LayerwiseError(f"{other} and {flag} name the same file: give each its own")
+        if flag != "--plan":
+            check_plot(path, flag)
+        check_writable(path)
+
+
+def _question(args: argparse.Namespace, profile: Profile, formulas: Pricing, ran: Framework | None) -> Question:
+    """What the flags ask about the model."""
+    dims, capacity = _dims(args.spatial_dims), profile.processor.memory_bytes
+    graph = load_model(args.model, 1, args.input_shape)
+    gather_after = args.gather_after or (None if ran is None else ran.gathers_after(args.model))
+    return Question(
+        graph=fuse(graph) if ran is None else graph,
+        profile=profile,
+        batch=args.batch or 32,
+        scaling=args.scaling,
+        gpus_per_node=args.gpus_per_node,
+        segments=args.segments,
+        wishes=Wishes(args.group_size, gather_after, dims),
+        options=CostOptions(
+            io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
+        ),
+        formulas=formulas,
+        memory_limit_bytes=None if args.max_memory is None else min(args.max_memory * 2**30, capacity),
+        gamma=args.gamma,
+        framework=ran,
+        seconds_per_sample=None if ran is None else ran.single_s(args.model),
+    )
+
+
 def _formulas(args: argparse.Namespace, profile: str) -> tuple[Pricing, Framework | None]:
     """What prices, and the framework that it is of, whose constants hold for what it ran only."""
     form, _, runs = args.formulas.partition(":")
     if form != "chainermnx":
         return form, None
-    ran = framework(form, runs or "bars")
+    fitted = runs == "fitted"
+    ran = framework(form, "bars" if fitted else runs or "bars", fitted=fitted)
     for flag, given, only in (
         ("profile", profile, ran.profile),
         ("optimizer", args.optimizer, ran.options["optimizer"]),

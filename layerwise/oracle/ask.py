@@ -16,10 +16,18 @@ from layerwise.oracle.strategies import Limit, UnreachableError
 class Asked:
     """Answers, by strategy and devices."""
 
+    gpus: tuple[int, ...]  # numbers of devices that were asked about
+    single: Answer  # one device, over which speed-ups are
     answers: dict[tuple[str, int], Answer]
     limits: dict[str, Limit]  # of each strategy, with the batch of the most devices asked about
     reasons: dict[tuple[str, int], str]  # why there is no answer
     notes: tuple[str, ...]  # what was left out and how to get it
+
+    def speed_up(self, a: Answer) -> float | None:
+        """Samples per second over those of one device; None where other formulas priced that."""
+        if a.formulas != self.single.formulas:
+            return None
+        return self.single.epoch_s(1) / a.epoch_s(1)
 
 
 def ask(
@@ -31,10 +39,11 @@ def ask(
 ) -> Asked:
     """The named strategies (default: those that suit the model) at all numbers of devices.
 
-    Raises LayerwiseError where a named strategy cannot use any of the numbers.
+    Where a strategy cannot use a number of them, `reasons` says why. Raises LayerwiseError where none can use any.
     """
+    single = oracle.answer("serial", 1)
     if not gpus:
-        return Asked({}, {}, {}, ())
+        return Asked((), single, {}, {}, {}, ())
     names = tuple(named) or applicable(oracle.question.graph, oracle.node, oracle.question.formulas)
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
@@ -49,9 +58,8 @@ def ask(
                 reasons[name, count] = str(error)
         if progress:
             progress(done, len(work))
-    for name in named:
-        if not any(name == answered for answered, _ in answers):
-            raise LayerwiseError(reasons[name, gpus[0]])
+    if not answers:
+        raise LayerwiseError(reasons[names[0], gpus[0]])
     notes = []
     unsearched = [count for name, count in reasons if name == "layerwise" and count > search_up_to]
     if unsearched:
@@ -65,7 +73,8 @@ def ask(
             "layerwise is priced by the cost tables, the other strategies by closed forms: it is left out of the "
             "suggestion."
         )
-    return Asked(answers, {name: oracle.limit(name, max(gpus)) for name in names}, reasons, tuple(notes))
+    limits = {name: oracle.limit(name, max(gpus)) for name in names}
+    return Asked(tuple(gpus), single, answers, limits, reasons, tuple(notes))
 
 
 def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:

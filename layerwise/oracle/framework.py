@@ -28,6 +28,8 @@ class Framework:
     piece_s: float  # host time for one piece
     mpi_latency_s: float  # a message through MPI and the host
     feed_s_per_sample: float  # for a leader to load and hand out one sample of its group
+    # Of a hybrid, a layer with weights and GPU. Fitted to the runs that it is compared with: no score of theirs counts.
+    growth_s: float = 0.0
     # Of one device, by model, the update included.
     seconds_per_sample: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # where each number comes from
@@ -55,20 +57,25 @@ class Framework:
         return self.gather_after.get(model.partition(":")[0])
 
 
-CONSTANTS = tuple(f.name for f in fields(Framework) if f.type == "float")
+FITTED = ("growth_s",)
+CONSTANTS = tuple(f.name for f in fields(Framework) if f.type == "float" and f.name not in FITTED)
 
 
-def framework(name: str, runs: str) -> Framework:
-    """The constants of `frameworks/NAME.json` as they were when `runs` were measured (`bars` or `logs`)."""
+def framework(name: str, runs: str, *, fitted: bool = False) -> Framework:
+    """The constants of `frameworks/NAME.json` as they were when `runs` were measured (`bars` or `logs`).
+
+    fitted: also those that check records were fitted to.
+    """
     text = (resources.files("layerwise.oracle") / "frameworks" / f"{name}.json").read_text(encoding="utf-8")
     document = json.loads(text)
     assert (document["format"], document["version"]) == (FORMAT, 1), f"{name}.json is of another format"
     if runs not in document["runs"]:
         raise LayerwiseError(f"framework {name} knows no runs {runs!r}: it has {', '.join(document['runs'])}")
     constants = document["constants"] | document["runs"][runs]["constants"]
+    constants |= document["fitted"].get(runs, {}) if fitted else {}
     single, gather_after = document["runs"][runs]["seconds_per_sample"], document["gather_after"]
     return Framework(
-        **{key: float(constants[key]["value"]) for key in CONSTANTS},
+        **{key: float(constants[key]["value"]) for key in (*CONSTANTS, *FITTED) if key in constants},
         seconds_per_sample={key: value["value"] for key, value in single.items()},
         sources={key: value["source"] for key, value in (constants | single | gather_after).items()},
         gather_after={key: value["value"] for key, value in gather_after.items()},

@@ -37,14 +37,11 @@ def findings(
     devices: DeviceGraph,
     staged: Sequence[PipelineStage] = (),
     exposed_s: float | None = None,
-    *,
-    memory_known: bool = True,
 ) -> list[Finding]:
     """Those that apply to a projection on `devices`, the costliest first; none on one device.
 
     staged: a pipeline's stages, where the cost tables made them; else those that the published form balances.
     exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None where nobody simulated it.
-    memory_known: whether memory counts what is used again, or a gamma that was measured.
     """
     if projection.devices == 1:
         return []
@@ -57,7 +54,6 @@ def findings(
     used = projection.phases.memory_bytes / capacity
     if used > 1:
         text = f"needs {used:.2f}× the memory of a device"
-        text += "" if memory_known else " if nothing of it is used again (γ = 1), so it may not fit"
         result.append(Finding("limit", "memory capacity", used, 0.0, text))
     most = projection.limit
     share = projection.devices / most.devices

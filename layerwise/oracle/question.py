@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -20,8 +20,8 @@ from layerwise.oracle.formulas.pipeline import PipelineStage, pipeline_phases, p
 from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
-from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, weighted
-from layerwise.oracle.tables import Priced, price_plan, priced
+from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, strategy, weighted
+from layerwise.oracle.tables import Priced, memory_bytes, price_plan, priced
 from layerwise.plan import nearest
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
@@ -45,7 +45,8 @@ class Question:
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
     formulas: Pricing = "tables"
-    gamma: float | None = None  # the share of the memory that closed forms count that is really used; None: not known
+    memory_limit_bytes: float | None = None  # of a device, for plans that are searched; None: all that it has
+    gamma: float | None = None  # of the memory that closed forms count, the share that is used; None: see `Answer.fits`
     framework: Framework | None = None  # of `chainermnx`
     seconds_per_sample: float | None = None  # that one device was measured to take
 
@@ -65,9 +66,8 @@ class Answer:
 
     projection: Projection
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
-    # Within a device's memory. None: a closed form counts more than that, and how much of it is used again (gamma) was
-    # not measured.
-    fits: bool | None
+    # Within a device's memory: by the cost tables, as layerwise.run uses it; by a closed form where a gamma is given.
+    fits: bool
     shape: Shape | None = None  # how the devices are used, where there is a choice
     gamma: float | None = None  # the memory over what the published formula counts
     priced: Priced | None = None  # where it is a strategy of configurations
@@ -146,7 +146,7 @@ class Oracle:
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
-            result = search(model, space, progress=progress)
+            result = search(model, space, memory_limit_bytes=q.memory_limit_bytes, progress=progress)
             inner = {layer.name: result.best.strategy[layer.name] for layer in model.graph.inner}
             return self._answer(name, price_plan(model, Shape(1, devices), inner), result)
         if q.formulas != "tables":
@@ -166,8 +166,7 @@ class Oracle:
         if p.strategy == "layerwise":
             return []
         exposed_s = None if answer.priced is None else answer.priced.exposed_s
-        devices, known = self.model(p.devices).devices, answer.fits is not None
-        return findings(p, self.facts, devices, answer.stages, exposed_s, memory_known=known)
+        return findings(p, self.facts, self.model(p.devices).devices, answer.stages, exposed_s)
 
     def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
@@ -197,14 +196,23 @@ class Oracle:
             possible = [min(possible, key=lambda s: len(s.grid))]
         projected = [(shape, self._project(name, devices, shape, formulas, q.gamma or 1.0)) for shape in possible]
         shape, best = min(projected, key=lambda pair: pair[1].phases.total_s)
+        staged = pipeline_stages(self.model(devices), devices, best.segments) if name == "pipeline" else ()
+        if q.gamma is None:  # the forms count every tensor at once, and memory is used again
+            if staged:
+                memory = max(stage.memory_bytes for stage in staged)
+            else:
+                memory = memory_bytes(self.model(devices), strategy(self.model(devices).graph, name, shape))
+            best = replace(best, phases=replace(best.phases, memory_bytes=memory))
         memory = best.phases.memory_bytes
-        fits = self._fits(memory) or (None if q.gamma is None else False)
-        staged = name == "pipeline" and formulas == "as-run"  # whose stages are those of the cost tables
-        cut = pipeline_stages(self.model(devices), devices, best.segments) if staged else ()
         return Answer(
-            best, best.phases.total_s, fits, shape, self._gamma(name, shape, memory), stages=cut,
+            best,
+            best.phases.total_s,
+            self._fits(memory),
+            shape,
+            self._gamma(name, shape, memory),
+            stages=staged if formulas == "as-run" else (),  # whose stages are those of the cost tables
             formulas=formulas,
-        )  # fmt: skip
+        )
 
     def _project(self, name: str, devices: int, shape: Shape, formulas: Formulas, gamma: float) -> Projection:
         q, batch = self.question, self.question.batch_at(devices)

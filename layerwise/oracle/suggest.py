@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerwise.cost.basis import ANALYTIC_ERROR, model_error
 from layerwise.oracle.question import Answer
-
-TIE = 1e-3  # answers nearer than this are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,15 @@ class Suggestion:
 
     best: Answer | None
     runner_up: Answer | None
-    margin: float | None  # how much more of that the runner-up takes: 0.1 is 10 %; 0 where a tie was decided
+    margin: float | None  # how much more of that the runner-up takes: 0.1 is 10 %; below 0 it takes less
     why: str = ""  # there is no best one
+    gain: float = 1.0  # how many times as much the best one takes as the least, which is within `error` of it
+    error: float = 0.0  # the model's: the share of an epoch below which a difference says nothing
 
 
 def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:
-    """Chooses by the time with overlap. Ties within 0.1 % go to data parallelism, then to fewer devices.
+    """Chooses by samples per second, with overlap. Of what the model's error does not tell from the best, data
+    parallelism is taken, then fewer devices, then the best.
 
     Times of cost tables and of closed forms are not compared: where answers have both, those of closed forms count.
     """
@@ -46,19 +48,15 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
     few = [a for a in answers if budget.gpus is None or a.projection.devices <= budget.gpus]
     if not few:
         return Suggestion(None, None, None, f"no strategy was asked about with at most {budget.gpus} GPUs")
-    roomy = [a for a in few if a.fits is not False and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
+    roomy = [a for a in few if a.fits and _within(a.projection.phases.memory_bytes, budget.memory_bytes)]
     if not roomy:
         least = min(few, key=lambda a: a.projection.phases.memory_bytes)
-        searched = ""
-        if any(a.projection.strategy == "layerwise" for a in few):
-            searched = "; the search of layerwise knows nothing of memory, so a slower plan that fits may exist"
-        reuse = "" if least.formulas == "tables" else " (closed forms count no reuse of it: --gamma does)"
         return Suggestion(
             None,
             None,
             None,
             f"none fits into memory: the least, {_at(least)}, "
-            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device{reuse}{searched}",
+            f"needs {least.projection.phases.memory_bytes / 2**30:.3g} GiB a device",
         )
     quick = [a for a in roomy if _within(a.epoch_s(samples), budget.seconds)]
     if not quick:
@@ -70,15 +68,24 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
             f"none is fast enough: the fastest, {_at(fastest)}, "
             f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
         )
-    least_cost = min(map(cost, quick))
-    tied = [a for a in quick if cost(a) <= least_cost * (1 + TIE)]
+    least = min(quick, key=cost)
+    errors = {id(a): error_between(a, least) for a in quick}
+    tied = [a for a in quick if cost(least) >= cost(a) * (1 - errors[id(a)])]
     best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
+    gain, error = cost(best) / cost(least), errors[id(best)]
     name = best.projection.strategy
     others = [a for a in quick if a.kind != best.kind and a.projection.strategy != name]
     if not others:
-        return Suggestion(best, None, None)
+        return Suggestion(best, None, None, gain=gain, error=error)
     second = min(others, key=cost)
-    return Suggestion(best, second, cost(second) / min(cost(best), cost(second)) - 1)
+    return Suggestion(best, second, cost(second) / cost(best) - 1, gain=gain, error=error)
+
+
+def error_between(a: Answer, b: Answer) -> float:
+    """The model's error of two answers: by what their t_C rests on; of closed forms and pipelines, as if analytic."""
+    if a.priced is None or b.priced is None:
+        return ANALYTIC_ERROR
+    return model_error(a.priced.price, b.priced.price)
 
 
 def _at(a: Answer) -> str:

@@ -9,7 +9,7 @@ from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
-from layerwise.cost.terms import LAYER_TERMS
+from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
@@ -47,15 +47,18 @@ def _group_s(model: CostModel, name: str, shape: Shape) -> float:
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy) -> Priced:
     """Any strategy, a searched one too."""
-    cost = price(model, plan, memory_bytes=_memory_bytes(model, plan))
+    cost = price(model, plan, memory_bytes=memory_bytes(model, plan))
     phases, statistics_s = phases_of(model, plan, cost.memory_bytes)
     step = timeline(model, plan)
     return Priced(shape, dict(plan), cost, phases, step.total_s, step.exposed_sync_s, statistics_s)
 
 
-def _memory_bytes(model: CostModel, plan: Strategy) -> float:
-    """Of the fullest device. Input and output cost no time with io free; memory has a device's share of the samples,
-    where there is one for each: nobody would hold the batch of a thousand devices on every one."""
+def memory_bytes(model: CostModel, plan: Strategy) -> float:
+    """Of the fullest device, as `layerwise.run` uses memory.
+
+    Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
+    nobody would hold the batch of a thousand devices on every one.
+    """
     if model.graph.batch >= model.devices.count:
         model = CostModel(model.graph, model.devices, replace(model.options, io="sample"))
     return float(peak_bytes(model, complete(model, plan)).max())
@@ -69,7 +72,7 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
     for layer in model.graph.layers:
         config = plan[layer.name]
         cost = model.node_cost(layer, (config,))
-        seconds_of["compute_s"] += float(cost.compute.forward[0] + cost.compute.backward[0])
+        seconds_of["compute_s"] += float(cost.seconds[COMPUTE.name][0] - cost.compute.update[0])
         seconds_of["update_s"] += float(cost.compute.update[0])
         statistics_s += float(cost.seconds["statistics"][0])
         for phase in seconds_of:
@@ -84,8 +87,9 @@ def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Ph
             if is_halo(plan[source], config):
                 seconds_of["halo_s"] += seconds
             elif times == 2 and is_replicating(model, edge, plan[source], config):
-                seconds_of["gather_s"] += seconds / 2
-                seconds_of["reduce_s"] += seconds / 2  # its adjoint adds what came back
+                back_s = seconds / (times + config.recompute)
+                seconds_of["gather_s"] += seconds - back_s
+                seconds_of["reduce_s"] += back_s  # its adjoint adds what came back
             else:
                 seconds_of["gather_s"] += seconds
     return Phases(memory_bytes=memory_bytes, **seconds_of), statistics_s

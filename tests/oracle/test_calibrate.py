@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -79,14 +78,13 @@ def test_scores() -> None:
     assert order({"a": 3, "b": 1, "c": 2}, measured, 0.02) == ([("b", "c")], [("a", "c")])
 
 
-@pytest.mark.parametrize("formulas", ["published", "chainermnx"])
-def test_no_published_run_is_called_over_memory(formulas: Literal["published", "chainermnx"]) -> None:
-    """They all ran. Without a gamma the closed forms count more than the memory of a device for most of them."""
-    unknown, every = 0, [r for use in ("calibration", "check") for r in records(use)]
+def test_no_published_run_is_called_over_memory() -> None:
+    """They all ran. (With a gamma of 1 the closed forms count more than the memory of a device for most of them.)"""
+    every = [r for use in ("calibration", "check") for r in records(use)]
     for model, kind in {(r.model, r.runs) for r in every}:
         chainer = GIVEN[kind]
         given = {"framework": chainer, "seconds_per_sample": chainer.single_s(model)}
-        question = Question(load_model(model, 1), load("v100"), 64, formulas=formulas, **given)
+        question = Question(load_model(model, 1), load("v100"), 64, formulas="chainermnx", **given)
         some = {  # of runs that differ in the number of groups alone, and so not in memory, one
             (r.strategy, r.inside, r.batch // r.groups): Run(
                 r.strategy, r.devices, r.batch, r.total_s, r.inside if r.strategy in FOR["inside"] else None
@@ -95,10 +93,8 @@ def test_no_published_run_is_called_over_memory(formulas: Literal["published", "
             if (r.model, r.runs) == (model, kind)
         }
         answers = [c.answer for c in compare_with(Oracle(question), list(some.values()))]
-        assert not [a.projection for a in answers if a.fits is False]
+        assert all(a.fits for a in answers)
         assert suggest(answers, 1000, Budget()).best is not None
-        unknown += sum(a.fits is None for a in answers)
-    assert unknown > 10
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ BAD = [
     ("lenet5 --gpus 4 --strategy pipeline --plan plan.json", "pipeline is not a configuration for every layer"),
     ("lenet5 --gpus 4 --plot figure.doc", "must end in .png"),
     ("lenet5 --gpus 4 --plot no/figure.png", "cannot be written"),
+    ("lenet5 --gpus 4 --plot a.png --plot-phases a.png", "--plot and --plot-phases name the same file"),
     ("lenet5 --gpus 4 --measured runs.json", "cannot be read"),
     ("lenet5 --gpus 4 --profile v10", "did you mean v100?"),
     ("lenet6 --gpus 4", "unknown model 'lenet6'"),
@@ -124,7 +125,7 @@ def test_answers_for_people(run: Run) -> None:
     assert "data" in rows["GPUs"]
     assert "layerwise" in rows["GPUs"]
     assert rows["8"].split()[1] == "-"  # serial
-    assert "'features.0' with 6 output channels" in rows["filter"]
+    assert "'features.0' with 6 output channels" in text
     assert "Suggestion (fastest with at most 4 GPUs): " in text
     assert "Runner-up: " in text
 
@@ -173,7 +174,7 @@ def test_measured_runs(run: Run, here: Path) -> None:
 def test_a_measured_peak_gives_gamma(run: Run, here: Path) -> None:
     """Which the closed forms then take: memory as measured."""
     at = ("--gpus", "4", "--strategy", "filter", "--formulas", "published", "--json")
-    naive = json.loads(run(*LENET, *at))["answers"][0]
+    naive = json.loads(run(*LENET, *at, "--gamma", "1"))["answers"][0]
     one = {"strategy": "filter", "gpus": 4, "batch": 32, "iteration_s": 1.0, "peak_bytes": 10**6}
     (here / "runs.json").write_text(json.dumps([one, one | {"strategy": "layerwise"}]))
     filter_run, searched = json.loads(run(*LENET, "--measured", "runs.json", "--json"))["measured"]["runs"]
@@ -186,8 +187,8 @@ def test_a_measured_peak_gives_gamma(run: Run, here: Path) -> None:
 
 def test_figure(run: Run, here: Path) -> None:
     pytest.importorskip("matplotlib")
-    run(*LENET, "--gpus", "1..4", "--plot", "figure.png", "--strategy", "data,filter")
-    assert (here / "figure.png").read_bytes().startswith(b"\x89PNG")
+    run(*LENET, "--gpus", "1..4", "--plot", "a.png", "--plot-phases", "b.png", "--strategy", "data,filter")
+    assert all((here / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
 
 
 def test_figure_of_measured_runs_alone(run: Run, here: Path) -> None:
@@ -212,8 +213,8 @@ def test_closed_forms_beside_a_searched_plan(run: Run) -> None:
         assert found["suggestion"]["runner_up"] is None
         assert "left out of the suggestion" in found["notes"][-1]
     naive, ours = (by_form[form]["answers"][0] for form in ("published", "as-run"))
-    assert naive["gamma"] == pytest.approx(1)
-    assert ours["gamma"] == pytest.approx(ours["memory_bytes"] / naive["memory_bytes"])
+    assert naive["memory_bytes"] == ours["memory_bytes"]  # layerwise.run's, by the tables
+    assert 0 < naive["gamma"] == ours["gamma"] < 1
 
 
 @pytest.mark.parametrize(("form", "runs"), [("chainermnx", "bars"), ("chainermnx:logs", "logs")])
@@ -236,45 +237,45 @@ def test_closed_forms_of_a_framework(run: Run, form: str, runs: str) -> None:
 
 
 def test_too_little_memory(run: Run) -> None:
-    """In the unit of the flag; and closed forms say what would make them less."""
+    """In the unit of the flag."""
     at = ("--gpus", "1", "--strategy", "serial", "--max-memory", "0.0005")
-    by_tables, by_form = run(*LENET, *at), run(*LENET, *at, "--formulas", "as-run")
-    for text in (by_tables, by_form):
-        line = " ".join(text.split())
-        assert "with 0.0005 GiB a device: none fits into memory: the least, serial at 1 GPU, needs 0.00" in line
-    assert "--gamma" in by_form
-    assert "--gamma" not in by_tables
+    line = " ".join(run(*LENET, *at).split())
+    assert "with 0.0005 GiB a device: none fits into memory: the least, serial at 1 GPU, needs 0.00" in line
 
 
-def test_closed_forms_over_memory_are_not_known_to_be_without_gamma(run: Run) -> None:
-    """They count what a framework uses again; with a gamma that was measured they are left out."""
+def test_a_strategy_that_cannot_be_is_a_line(run: Run) -> None:
+    text = run(*LENET, "--gpus", "2,8", "--strategy", "data,filter,df")
+    rows = [line.split() for line in text[text.index("none on") :].splitlines()]
+    assert {("filter", "8"), ("data+filter", "2")} <= {tuple(row[:2]) for row in rows}
+    assert "by layer 'features.0' with 6 output channels" in " ".join(text.split())
+    assert "Times and memory are of layerwise.run on this machine, by the cost tables." in " ".join(text.split())
+
+
+def test_growth_that_was_fitted_is_off_by_default_and_marked(run: Run) -> None:
+    at = ("resnet50", "--profile", "v100", "--batch", "16", "--gpus", "64", "--strategy", "data,df")
+    plain, fitted = (
+        {a["strategy"]: a["iteration"] for a in json.loads(run(*at, "--json", "--formulas", form))["answers"]}
+        for form in ("chainermnx", "chainermnx:fitted")
+    )
+    assert fitted["data"] == plain["data"]
+    grown = 64 * 54 * framework("chainermnx", "bars", fitted=True).growth_s
+    assert fitted["df"]["total_s"] - plain["df"]["total_s"] == pytest.approx(grown)
+    assert "FITTED" in run(*at, "--formulas", "chainermnx:fitted")
+
+
+def test_memory_of_closed_forms_is_the_tables_unless_gamma_is_given(run: Run) -> None:
+    """They count what a framework uses again."""
     at = (
-        "alexnet",
-        "--profile",
-        "v100",
-        "--batch",
-        "4096",
-        "--gpus",
-        "1,2",
-        "--strategy",
-        "data",
-        "--formulas",
-        "as-run",
+        *("alexnet", "--profile", "v100", "--batch", "2048", "--gpus", "1,2", "--strategy", "data,pipeline"),
+        *("--optimizer", "adam", "--json"),
     )
-    text = " ".join(run(*at).split())
-    assert "? over it if nothing is used again" in text
-    assert "if nothing of it is used again (γ = 1), so it may not fit" in text
-    assert "Suggestion (fastest): data on 2 GPUs" in text
-    assert (
-        "It may not fit: closed forms count memory as if nothing of it were used again; --gamma says what is." in text
+    tables, closed, naive = (
+        {(a["strategy"], a["gpus"]): a for a in json.loads(run(*at, *more))["answers"]}
+        for more in ((), ("--formulas", "as-run"), ("--formulas", "as-run", "--gamma", "1"))
     )
-    found = json.loads(run(*at, "--json"))
-    assert {a["fits"] for a in found["answers"]} == {None}
-    assert found["suggestion"]["best"]["gpus"] == 2
-    measured = json.loads(run(*at, "--gamma", "1", "--json"))
-    assert {a["fits"] for a in measured["answers"]} == {False}
-    assert measured["suggestion"]["best"] is None
-    assert {a["fits"] for a in json.loads(run(*at, "--gamma", "0.1", "--json"))["answers"]} == {True}
+    for key, a in closed.items():
+        assert a["memory_bytes"] == tables[key]["memory_bytes"]
+    assert (closed["data", 2]["fits"], naive["data", 2]["fits"]) == (True, False)
 
 
 def test_json_has_no_infinity() -> None:

@@ -42,7 +42,8 @@ def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> N
     assert result.best.name == "data"
     assert 0.001 < less < 0.03
     text, html, found = said(model, result)
-    kept = f"kept: the fastest plan found is predicted to take {less:.1%} less time, within the model's error (3%)"
+    gain = f"{1 / (1 - less):.4g}× as fast ({less:.1%} less time)"
+    kept = f"kept: the fastest plan found is predicted {gain}, within the model's error (3%)"
     assert f"Data parallelism is {kept}." in text
     assert kept in html.replace("&#x27;", "'")
     assert (found["chosen"], found["model_error"]) == ("data", 0.03)
@@ -75,7 +76,8 @@ def test_a_gain_is_told_as_what_it_is_compared_with() -> None:
     model = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
     found = search(model, SearchSpace(4))
     told = why_data(slower(found, 0.0299))
-    assert told == "kept: the fastest plan found is predicted to take 3.0% less time, within the model's error (3%)"
+    kept = "kept: the fastest plan found is predicted 1.031× as fast (3.0% less time), within the model's error (3%)"
+    assert told == kept
     told = why_data(slower(found, 0.05))  # as --objective additive may choose
     assert told == "the best by step time; with overlap a plan that was simulated is predicted to take 5.0% less time"
 

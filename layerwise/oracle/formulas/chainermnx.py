@@ -6,6 +6,9 @@ concatenation; backward the pieces are stacked and summed, and an all-reduce of 
 Channel: NCCL all-reduce of y; backward an all-gather of dL/dx and a concatenation. Spatial: halos, for kernels above
 1, by blocking MPI messages one after the other, then concatenated. Gradients: one ring all-reduce after the backward
 pass; data+spatial first inside the node, then among leaders. Times of one device include the update.
+
+Each call of a layer's collective opens a log file on every rank: the likely reason why hybrids on many GPUs take longer
+than this says, by layers times GPUs and not by bytes. `Framework.growth_s` is that, where it is given.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from layerwise.oracle.formulas.halos import published_halo
 from layerwise.oracle.formulas.memory import memory_bytes
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.framework import Framework
+from layerwise.oracle.strategies import HYBRID
 
 FILTER_PASSES = 5  # over y: a concatenation reads and writes, so does a stack, a sum reads (and writes y/p)
 NOT_RUN = ("pipeline", "layerwise")
@@ -49,6 +53,8 @@ def chainermnx(case: Case, chainer: Framework) -> Phases:
         halo_s = _halos_s(case, link)
         gather_s = reduce_s = case.gather_after_s(link)
         gradient_s += _gradient_s(case, w_bytes, p2, 1, chainer)
+    if case.strategy in HYBRID and p2 > 1:
+        gather_s += chainer.growth_s * len(facts.weighted()) * p1 * p2
     weights, share = (1 / p2 if holds else 1.0 for holds in (cut is not None, spatial))
     return Phases(
         compute_s=compute_s,

@@ -11,7 +11,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.oracle.ask import Asked
 from layerwise.oracle.formulas.pipeline import imbalance
 from layerwise.oracle.question import Answer, Oracle
-from layerwise.oracle.report.text import PHASES
+from layerwise.oracle.report.words import PHASES, TIMES_OF
 from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.suggest import Suggestion
 
@@ -26,6 +26,7 @@ def as_dict(
         "model": name,
         "profile": q.profile.name,
         "formulas": q.formulas,
+        "times_of": TIMES_OF[q.formulas],
         "samples": samples,
         "scaling": q.scaling,
         "batch": q.batch,
@@ -33,7 +34,8 @@ def as_dict(
         "memory_capacity_bytes": capacity,
         "optimizer": q.options.optimizer,
         "answers": [
-            answer_json(a, samples, capacity) | {"findings": [asdict(f) for f in oracle.findings(a)]}
+            answer_json(a, samples, capacity)
+            | {"speed_up": asked.speed_up(a), "findings": [asdict(f) for f in oracle.findings(a)]}
             for a in asked.answers.values()
         ],
         "limits": {name: asdict(most) for name, most in asked.limits.items()},
@@ -65,6 +67,7 @@ def answer_json(a: Answer, samples: int, capacity: float) -> dict[str, Any]:
         "segments": p.segments,
         "batch": p.batch,
         "iterations_per_epoch": samples / p.batch,
+        "samples_per_s": p.batch / a.overlapped_s,
         "iteration": _times(a, 1.0),
         "epoch": _times(a, samples / p.batch),
         "memory_bytes": p.phases.memory_bytes,
@@ -103,7 +106,14 @@ def suggestion_json(s: Suggestion, samples: int) -> dict[str, Any]:
             return None
         return {"strategy": a.projection.strategy, "gpus": a.projection.devices, "epoch_s": a.epoch_s(samples)}
 
-    return {"best": short(s.best), "runner_up": short(s.runner_up), "margin": s.margin, "why": s.why}
+    return {
+        "best": short(s.best),
+        "runner_up": short(s.runner_up),
+        "margin": s.margin,
+        "why": s.why,
+        "gain_left": s.gain,
+        "model_error": s.error,
+    }
 
 
 def measured_json(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -1,111 +1,161 @@
-"""Scaling curves as the paper's figure 3: a column a strategy, compute and communication stacked over the GPUs."""
+"""Scaling curves: an epoch and the speed-up of every strategy over the GPUs; and, as a second figure, its phases."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from math import nan
 from typing import TYPE_CHECKING
 
-from layerwise.oracle.formulas.phases import TITLES
-from layerwise.oracle.question import NAMES, Answer
+from layerwise.oracle.ask import Asked
+from layerwise.oracle.question import NAMES, Answer, Question
+from layerwise.oracle.report.words import PHASES, duration, title
 from layerwise.oracle.runs import Compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Answers = Mapping[tuple[str, int], Answer]
-COMPUTE, COMMUNICATION, MEASURED = "#1f5fa8", "#9cc3e6", "#e07b1a"
+# Okabe and Ito's colours, which the colour-blind tell apart; and markers, as some curves lie on each other.
+COLORS = ("#000000", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#999999", "#cc79a7", "#009e73", "#7b3294")
+MARKERS = "osv^D<>Pp"
+LOOKS = {name: (color, marker) for name, color, marker in zip(NAMES, COLORS, MARKERS, strict=True)}
+PHASE_COLORS = ("#1f5fa8", "#9cc3e6", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#999999")
+IDEAL, OVER = "#888888", "#b00020"
+COLUMNS = 3  # of panels in the figure of phases
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A place on a column's axis: an answer, a measured run beside its own projection, or that there is no answer."""
+def draw(question: Question, asked: Asked, samples: int, heading: str, compared: Sequence[Compared] = ()) -> Figure:
+    """An epoch of `samples` samples, and the speed-up over one GPU, log-log, each with the ideal line.
 
-    gpus: int
-    answer: Answer | None = None
-    compared: Compared | None = None
-
-
-def _slots(
-    name: str, answers: Answers, compared: Sequence[Compared], unreached: Collection[tuple[str, int]]
-) -> list[_Slot]:
-    """What a strategy's column shows, by GPUs and batch; every run has a place of its own."""
-    runs = [_Slot(c.run.gpus, c.answer, c) for c in compared if c.run.strategy == name]
-    known = {_key(slot.answer) for slot in runs if slot.answer is not None}
-    alone = [_Slot(gpus, a) for (n, gpus), a in answers.items() if n == name and _key(a) not in known]
-    none = [_Slot(gpus) for n, gpus in unreached if n == name]
-    return sorted([*runs, *alone, *none], key=lambda slot: (slot.gpus, _batch(slot)))
-
-
-def _key(a: Answer) -> tuple[int, int, tuple[int, int], int]:
-    p = a.projection
-    return p.devices, p.batch, p.groups, p.segments
-
-
-def _batch(slot: _Slot) -> int:
-    return 0 if slot.answer is None else slot.answer.projection.batch
-
-
-def _label(slot: _Slot, slots: Sequence[_Slot]) -> str:
-    """The GPUs, and the batch where several stand at the same GPUs."""
-    batches = {_batch(other) for other in slots if other.gpus == slot.gpus and other.answer is not None}
-    return str(slot.gpus) if len(batches) < 2 or slot.answer is None else f"{slot.gpus} (B={_batch(slot):,})"
-
-
-def draw(
-    answers: Answers,
-    heading: str,
-    compared: Sequence[Compared] = (),
-    unreached: Collection[tuple[str, int]] = (),
-) -> Figure:
-    """A figure of the time of an iteration; a measured run stands beside its own projection, at its own batch.
-
-    unreached: strategies and GPUs without an answer: marked, and named in the heading where a strategy has none at all.
+    The speed-up is of samples per second: where the batch grows with the GPUs (weak scaling), of larger steps. A run
+    that was measured is a full point, joined to its own projection, at its own batch.
     """
     from matplotlib.figure import Figure
 
-    columns = {name: _slots(name, answers, compared, unreached) for name in NAMES}
-    names = [name for name, slots in columns.items() if any(slot.answer is not None for slot in slots)]
-    figure = Figure(figsize=(2.2 * max(len(names), 2), 3.2), layout="constrained")
-    axes = figure.subplots(1, len(names), squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        _column(axis, columns[name])
-        axis.set_title(TITLES.get(name, name), fontsize=9)
-    axes[0].set_ylabel("seconds an iteration", fontsize=8)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    marks = "✗: over memory" + ("; –: no answer" if any(s.answer is None for n in names for s in columns[n]) else "")
-    absent = [TITLES.get(name, name) for name, slots in columns.items() if slots and name not in names]
-    figure.suptitle(f"{heading} ({marks})" + (f"\nno answer: {', '.join(absent)}" if absent else ""), fontsize=9)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    epoch, speed = figure.subplots(1, 2)
+    one_s = asked.single.epoch_s(samples)
+    counts = sorted({*asked.gpus, *(c.run.gpus for c in compared)})
+    ideal = [c for c in (1, *counts) if c >= 1]
+    epoch.plot(ideal, [one_s / c for c in ideal], "--", color=IDEAL, linewidth=1, label="ideal")
+    speed.plot(ideal, ideal, "--", color=IDEAL, linewidth=1)
+    for name, row in _rows(asked).items():
+        shown = [nan if a is None else a.epoch_s(samples) for a in row]
+        _curve(epoch, name, asked.gpus, shown, row, _label(name, asked, row))
+        ups = [None if a is None else asked.speed_up(a) for a in row]
+        _curve(speed, name, asked.gpus, [nan if up is None else up for up in ups], row)
+    for c in compared:
+        _pair(epoch, c, [each * samples / c.run.batch for each in (c.run.iteration_s, c.projected_s)])
+        _pair(speed, c, [one_s * c.run.batch / each / samples for each in (c.run.iteration_s, c.projected_s)])
+    _axes(epoch, counts, "time of an epoch")
+    epoch.yaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    _axes(speed, counts, "speed-up over one GPU (samples per second)")
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if compared:
+        epoch.plot([], [], "ks", markersize=6, label="measured (full), its projection (hollow)")
+    if any(a.fits is False for a in asked.answers.values()):
+        epoch.plot([], [], "x", color=OVER, markersize=8, label="over a GPU's memory")
+    figure.legend(*epoch.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(f"{heading}: {scaling(question)}", fontsize=10)
     return figure
 
 
-def _column(axis: Axes, slots: Sequence[_Slot]) -> None:
-    """The bars of one strategy."""
-    paired = any(slot.compared is not None for slot in slots)
-    width, shift = (0.4, 0.2) if paired else (0.7, 0.0)
-    shown = [(x - shift, slot.answer) for x, slot in enumerate(slots) if slot.answer is not None]
-    left, compute = [x for x, _ in shown], [a.projection.phases.computation_s for _, a in shown]
-    communication = [max(a.overlapped_s - c, 0.0) for (_, a), c in zip(shown, compute, strict=True)]
-    axis.bar(left, compute, width, color=COMPUTE, label="compute")
-    axis.bar(left, communication, width, bottom=compute, color=COMMUNICATION, label="communication")
-    for (x, a), top in zip(shown, map(sum, zip(compute, communication, strict=True)), strict=True):
-        if not a.fits:
-            axis.annotate(
-                "✗" if a.fits is False else "?", (x, top), ha="center", va="bottom", color="#b00020", fontsize=7
-            )
-    measured = [(x + shift, slot.compared) for x, slot in enumerate(slots) if slot.compared is not None]
-    if measured:
-        heights = [c.run.iteration_s for _, c in measured]
-        axis.bar([x for x, _ in measured], heights, width, color=MEASURED, label="measured")
-    for x, c in measured:
-        text = f"{c.accuracy:.0%}" + ("!" if c.abnormal else "")
-        axis.annotate(text, (x, c.run.iteration_s), ha="center", va="bottom", fontsize=6)
-    for x, slot in enumerate(slots):
-        if slot.answer is None:
-            axis.annotate("–", (x, 0), ha="center", va="bottom", fontsize=7)
-    axis.set_xlim(-0.6, len(slots) - 0.4)
-    axis.set_xticks(range(len(slots)), [_label(slot, slots) for slot in slots], rotation=90, fontsize=7)
+def scaling(question: Question) -> str:
+    """Which kind of scaling it is, and what stays the same."""
+    if question.scaling == "weak":
+        return f"weak scaling, {question.batch:,} samples a GPU"
+    return f"strong scaling, {question.batch:,} samples a step"
+
+
+def _rows(asked: Asked) -> dict[str, list[Answer | None]]:
+    """By strategy with an answer, its answers at all numbers of GPUs."""
+    rows = {name: [asked.answers.get((name, gpus)) for gpus in asked.gpus] for name in NAMES}
+    return {name: row for name, row in rows.items() if any(row)}
+
+
+def _label(name: str, asked: Asked, row: Sequence[Answer | None]) -> str:
+    """The strategy; where it ends before the others, at how many GPUs."""
+    most = max(gpus for gpus, a in zip(asked.gpus, row, strict=True) if a is not None)
+    return title(name) if most == asked.gpus[-1] else f"{title(name)} (to {most:,})"
+
+
+def _curve(
+    axis: Axes, name: str, gpus: Sequence[int], values: Sequence[float], row: Sequence[Answer | None], label: str = ""
+) -> None:
+    """A line over the GPUs, broken where there is no answer; a cross where memory does not do."""
+    color, marker = LOOKS[name]
+    style = "--" if name == "layerwise" else "-"  # it may lie on data parallelism's
+    axis.plot(gpus, values, style, color=color, marker=marker, markersize=4, linewidth=1.5, label=label)
+    over = [(p, value) for p, value, a in zip(gpus, values, row, strict=True) if a is not None and a.fits is False]
+    if over:
+        axis.plot(*zip(*over, strict=True), "x", color=OVER, markersize=8)
+
+
+def _pair(axis: Axes, c: Compared, values: Sequence[float]) -> None:
+    """A measured run and its projection; one that is out of line has a ring."""
+    color, marker = LOOKS[c.run.strategy]
+    axis.plot([c.run.gpus] * 2, values, "-", color=color, linewidth=0.8)
+    axis.plot([c.run.gpus], values[:1], marker, color=color, markersize=6)
+    axis.plot([c.run.gpus], values[1:], marker, color=color, markersize=6, markerfacecolor="none")
+    if c.abnormal:
+        axis.plot([c.run.gpus], values[:1], "o", color=OVER, markersize=13, markerfacecolor="none")
+
+
+def _axes(axis: Axes, counts: Sequence[int], heading: str) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
+    axis.minorticks_off()
+    axis.tick_params(axis="y", labelsize=8)
+    axis.grid(color="#dddddd", linewidth=0.5)
+    axis.set_xlabel("GPUs", fontsize=9)
+    axis.set_title(heading, fontsize=9)
+
+
+def draw_phases(question: Question, asked: Asked, heading: str) -> Figure:
+    """The phases of an iteration as shares of their sum, a panel a strategy, a bar a number of GPUs."""
+    from matplotlib.figure import Figure
+
+    rows = _rows(asked)
+    height, columns = -(-len(rows) // COLUMNS), min(COLUMNS, len(rows))
+    figure = Figure(figsize=(3.4 * columns + 1.2, 2.2 * height + 0.9), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False, sharey=True).ravel()
+    used = [key for key in PHASES if any(getattr(a.projection.phases, key) for a in asked.answers.values())]
+    colors = dict(zip(PHASES, PHASE_COLORS, strict=True))
+    for axis, (name, row) in zip(axes, rows.items(), strict=False):
+        _panel(axis, asked.gpus, row, {key: colors[key] for key in used})
+        axis.set_title(title(name), fontsize=9)
+    for axis in axes[len(rows) :]:
+        axis.set_visible(False)
+    for axis in axes[::columns]:
+        axis.set_ylabel("of an iteration", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(f"{heading}: {scaling(question)}; phases one after the other, above the bars their sum", fontsize=9)
+    return figure
+
+
+def _panel(axis: Axes, gpus: Sequence[int], row: Sequence[Answer | None], colors: Mapping[str, str]) -> None:
+    """The bars of one strategy; a dash where there is no answer."""
+    from matplotlib.ticker import PercentFormatter
+
+    bottom = [0.0] * len(row)
+    for key, color in colors.items():
+        shares = list(_shares(row, key))
+        axis.bar(range(len(row)), shares, 0.8, bottom=bottom, color=color, label=PHASES[key])
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    for x, a in enumerate(row):
+        text = "–" if a is None else duration(a.projection.phases.total_s).replace(" ", "\n")
+        axis.annotate(text, (x, bottom[x]), ha="center", va="bottom", fontsize=6)
+    axis.set_ylim(0, 1.2)
+    axis.set_yticks([0, 0.5, 1])
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
+    axis.set_xticks(range(len(row)), [f"{count:,}" for count in gpus], fontsize=7)
     axis.tick_params(axis="y", labelsize=7)
-    axis.set_xlabel("GPUs", fontsize=8)
+
+
+def _shares(row: Sequence[Answer | None], key: str) -> Iterator[float]:
+    for a in row:
+        yield 0.0 if a is None else getattr(a.projection.phases, key) / a.projection.phases.total_s

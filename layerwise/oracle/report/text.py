@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -10,8 +11,8 @@ from rich.text import Text
 
 from layerwise.cost.basis import basis, describe, warnings
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.formulas.phases import TITLES
 from layerwise.oracle.question import NAMES, Answer, Oracle
+from layerwise.oracle.report.words import PHASES, TIMES_OF, duration, title
 from layerwise.oracle.runs import Compared, mean_accuracy
 from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, Suggestion
@@ -19,32 +20,9 @@ from layerwise.quantities import units
 from layerwise.search.report.text import Fitting
 
 Answers = Mapping[tuple[str, int], Answer]
-PHASES = {
-    "compute_s": "compute",
-    "update_s": "update",
-    "gather_s": "gather",
-    "reduce_s": "reduce",  # batch norm's all-reduces included
-    "halo_s": "halo",
-    "passing_s": "passing",
-    "gradient_s": "gradients",
-}
-MARKS, STYLES = {True: "", False: "!", None: "?"}, {True: "", False: "red", None: "yellow"}  # by whether it fits
 MUCH = 0.05  # of an iteration, above which something is worth a line
 HIGH = 0.5  # of a capacity, likewise
 SHORT = {"spatial": "spa-\ntial", "channel": "chan-\nnel", "pipeline": "pipe-\nline", "layerwise": "layer-\nwise"}
-
-
-def title(name: str) -> str:
-    """`data+filter` for `df`."""
-    return TITLES.get(name, name)
-
-
-def duration(seconds: float) -> str:
-    """`3.21 h`, `41.0 min`, `12.3 s`, `850 ms`."""
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return units(seconds, "s")
 
 
 def _table(*headings: str) -> Table:
@@ -56,15 +34,15 @@ def _table(*headings: str) -> Table:
 
 
 def epochs_table(answers: Answers, samples: int, best: Answer | None) -> Fitting:
-    """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over memory, `?` perhaps over it."""
+    """Time of an epoch, a row for each number of GPUs; `-` is out of reach, `!` over memory."""
     names = [name for name in NAMES if any(name == answered for answered, _ in answers)]
     wide, narrow = _table("GPUs", *names), _table("GPUs", *(SHORT.get(name, name) for name in names))
     for gpus in sorted({gpus for _, gpus in answers}):
         cells = []
         for name in names:
             answer = answers.get((name, gpus))
-            text = "-" if answer is None else duration(answer.epoch_s(samples)) + MARKS[answer.fits]
-            over = answer is not None and answer.fits is False
+            over = answer is not None and not answer.fits
+            text = "-" if answer is None else duration(answer.epoch_s(samples)) + "!" * over
             style = "bold green" if answer is not None and answer is best else "red" if over else ""
             cells.append((text, style))
         wide.add_row(str(gpus), *(Text(text, style) for text, style in cells))
@@ -99,7 +77,7 @@ def phases_table(answers: Sequence[Answer], capacity: float, best: Answer | None
                 *(units(getattr(p, key), "s") if getattr(p, key) else "" for key in keys),
                 units(p.total_s, "s"),
                 units(a.overlapped_s, "s"),
-                Text(memory, style=STYLES[a.fits]),
+                Text(memory, style="" if a.fits else "red"),
                 *(["" if a.gamma is None else f"{a.gamma:.2f}"] if with_split else []),
             )
         tables.append(table)
@@ -162,6 +140,21 @@ def limits_table(limits: Mapping[str, Limit]) -> Table:
     return table
 
 
+def unreached_table(asked: Asked) -> Table:
+    """Where strategies have no answer: a row for each reason, whatever its numbers. Notes tell of layerwise."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for (name, gpus), why in asked.reasons.items():
+        if name not in ("serial", "layerwise"):
+            rows.setdefault((name, re.sub(r"\d[\d,]*", "#", why)), []).append(gpus)
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("none on")
+    table.add_column("because")
+    for (name, _), counts in rows.items():
+        table.add_row(title(name), ", ".join(f"{count:,}" for count in counts), asked.reasons[name, counts[0]])
+    return table
+
+
 def measured_table(compared: Sequence[Compared]) -> Group:
     """Projection against measured runs."""
     peaks = any(c.gamma is not None for c in compared)
@@ -201,16 +194,17 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
         f"Suggestion ({measure}{within}): {title(p.strategy)} on {_gpus(p.devices)}, "
         f"{duration(suggestion.best.epoch_s(samples))} an epoch, {units(p.phases.memory_bytes, 'B')} a device."
     )
-    if suggestion.best.fits is None:
-        yield "It may not fit: closed forms count memory as if nothing of it were used again; --gamma says what is."
+    if suggestion.gain > 1:
+        kept = "data parallelism" if p.strategy == "data" else title(p.strategy)
+        yield f"{suggestion.gain:.3g}×, within the model's error ({100 * suggestion.error:.2g}%): {kept} kept."
     if suggestion.runner_up is None:
         yield "No other strategy keeps to this."
     else:
         q = suggestion.runner_up.projection
         yield (
             f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, "
-            f"{duration(suggestion.runner_up.epoch_s(samples))} an epoch: {suggestion.margin:.1%} more "
-            f"{'GPU-hours' if budget.seconds else 'time'}."
+            f"{duration(suggestion.runner_up.epoch_s(samples))} an epoch: {abs(suggestion.margin):.1%} "
+            f"{'less' if suggestion.margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}."
         )
 
 
@@ -234,11 +228,9 @@ def show(
     best = None if suggestion is None else suggestion.best
     if asked.answers and suggestion is not None:
         counts = sorted({gpus for _, gpus in asked.answers})
-        unknown = any(a.fits is None for a in asked.answers.values())
-        over = "! over a device's memory" + "; ? over it if nothing is used again, γ = 1" * unknown
         if len(counts) > 1:
             parts += [
-                f"an epoch (with overlap; {over})",
+                "an epoch (with overlap; ! over a device's memory)",
                 epochs_table(asked.answers, samples, best),
                 "",
             ]
@@ -251,6 +243,8 @@ def show(
             held = findings_table(oracle, rows, every=every)
             parts += [held, ""] if held.row_count else []
         parts += [limits_table(asked.limits), ""]
+        unreached = unreached_table(asked)
+        parts += [unreached, ""] if unreached.row_count else []
         parts += [*suggestion_lines(suggestion, samples, budget)]
         priced = next((a for a in (best, *asked.answers.values()) if a is not None and a.priced is not None), None)
         if priced is not None and priced.priced is not None:
@@ -258,5 +252,5 @@ def show(
             parts += ["", describe(model, basis(model, priced.priced.price)), *warnings(model)]
     if compared:
         parts += ["" if parts else Text(), measured_table(compared)]
-    parts += [*asked.notes]
+    parts += [*asked.notes, TIMES_OF[oracle.question.formulas]]
     return Group(*parts)
