@@ -31,6 +31,7 @@ from layerwise.run.guards.boxes import plain, unguarded
 from layerwise.run.guards.changes import Places, Version, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
+from layerwise.run.lean import lean
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
 from layerwise.run.outputs import global_loss, returned
@@ -61,7 +62,7 @@ class LayeredModule(WithTree):
         self, network: Network, plan: Plan, comm: Comm, options: RuntimeOptions, loss: LossFunction | None = None
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
-        self.loss, self._network = loss, network
+        self.loss = loss
         self._original = None if network.module is None else Original(network.module)
         self._whole_classes = loss is not None
         self._executors: dict[tuple[int, int, frozenset[str], torch.dtype | None], Executor] = {}
@@ -77,6 +78,7 @@ class LayeredModule(WithTree):
         }
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
+        self._network = lean(network, self._state.types, self._state.extra)  # for copies, and other element types
         self._tied = {layer.name for layer in self.graph.layers if layer.role is Role.TIED}
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]

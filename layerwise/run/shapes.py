@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from layerwise.plan import Plan
 from layerwise.run.guards.code import reads
 from layerwise.run.guards.hooks import check_seen
 from layerwise.run.inputs import Inputs, tensors_of
+from layerwise.run.lean import skeleton
 from layerwise.run.options import RuntimeOptions
 
 Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
@@ -51,7 +51,7 @@ class Shapes:
         self._traced = module is None or module.training  # the mode of the plan's network
         self._modes = module is not None and _reads_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
-        self._skeleton = None if module is None else _skeleton(module)
+        self._skeleton = None if module is None else skeleton(module)
 
     @property
     def inputs(self) -> Inputs:
@@ -157,15 +157,3 @@ def _example(layer: Layer, size: tuple[int, ...]) -> Tensor:
 def _held(layer: Layer) -> tuple[object, ...]:
     """What a plan and this rank's parameters rest on."""
     return layer.name, layer.kinds, [(name, p.shape) for name, p in layer.own_parameters()]
-
-
-def _skeleton(module: nn.Module) -> nn.Module | None:
-    """A copy to be traced, whose parameters have no memory. None where a module cannot be copied."""
-    memo: dict[int, object] = {}
-    for p in module.parameters():
-        empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
-        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception:  # whatever a user's class meets
-        return None

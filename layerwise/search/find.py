@@ -16,11 +16,12 @@ from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.eliminate import eliminate
+from layerwise.search.limited import Least
 from layerwise.search.narrow import narrow, strategy_of
 from layerwise.search.prune import by_edge_cost, restrict
 from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
-from layerwise.search.variants import OFFERS
-from layerwise.search.within import LeastMemory, LimitedSearch, Within
+from layerwise.search.variants import OFFERS, Strategy
+from layerwise.search.within import LimitedSearch, Within
 
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
 
@@ -106,14 +107,14 @@ def search(
 
 def _limited(
     search: LimitedSearch, limit: float, weights: Sequence[float], known: Sequence[Mapping[str, Config]]
-) -> tuple[Within, LeastMemory | None]:
+) -> tuple[Within, Least[Strategy] | None]:
     """What fits; where nothing was found, the least memory, and what fits if it does."""
     within = search.under(limit, weights, known)
     if within.strategies:
         return within, None
     least = search.least(known)
     if least.bytes <= limit:
-        return search.under(limit, weights, [*known, least.strategy]), None
+        return search.under(limit, weights, [*known, least.best]), None
     return within, least
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from layerwise.search.multipliers import Multipliers, best_multipliers, least_ro
 from layerwise.search.prune import SLACK
 from layerwise.search.rest import Bounded, Known, Rest, possible
 
+T = TypeVar("T")  # what has a peak
 NEAR = 0.02  # above the bound, what is looked at first
 GAP = 0.005  # nearer to its bound, no more is looked for
 SPARE = 0.001  # of the time: what is that near to another choice, and needs no less, may be left out
@@ -40,7 +42,6 @@ TIGHTER = 6  # rounds with a limit that is lower by what rows are below true pea
 class Limited:
     """The answer under a limit."""
 
-    limit_bytes: float
     choice: Choice | None  # the fastest that was found to fit
     cost_s: float  # its cost; inf without
     lower_bound_s: float  # of all choices that fit; inf where it is proven that none does
@@ -51,17 +52,12 @@ class Limited:
         """Whether nothing that fits is faster, or nothing fits."""
         return self.cost_s <= self.lower_bound_s * SLACK
 
-    @property
-    def gap(self) -> float:
-        """How much faster, at most, something that fits can be."""
-        return 0.0 if self.proven else self.cost_s / self.lower_bound_s - 1
-
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least memory of all choices."""
+class Least(Generic[T]):
+    """The least memory of all choices, or strategies."""
 
-    choice: Choice
+    best: T
     bytes: float  # its true peak
     lower_bound_bytes: float
 
@@ -90,13 +86,13 @@ def fastest_within(
         seen.see(choice)
     prices = _priced(seen, minimise, met)
     if prices.bound == np.inf or not prove:
-        return Limited(limit, seen.best, seen.cost, min(prices.bound, seen.cost), prices.price)
+        return Limited(seen.best, seen.cost, min(prices.bound, seen.cost), prices.price)
     lower = prices.bound
     if seen.cost > lower * SLACK:
         lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
     if seen.cost > lower * (1 + GAP) and problem.anew is not None:
         lower = max(lower, _near(seen, prices, minimise, min(seen.cost, lower * (1 + NEAR)), memory_bytes))
-    return Limited(limit, seen.best, seen.cost, min(lower, seen.cost), prices.price)
+    return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
 
 
 def _priced(seen: Known, minimise: Minimise, met: Iterable[Choice]) -> Multipliers:
@@ -202,7 +198,7 @@ def _look(seen: Known, prices: Multipliers, target: float) -> float:
     return missed
 
 
-def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()) -> Least:
+def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()) -> Least[Choice]:
     """The choice of which the peak is the least. known: choices that may be it."""
     minimise = by_elimination(memory_bytes)
     game = least_rows(problem, minimise)

@@ -9,7 +9,9 @@ from layerwise.cost.price import Price
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.picture import html
 from layerwise.search.eliminate import Optimum
-from layerwise.search.within import LeastMemory, Within
+from layerwise.search.limited import Least
+from layerwise.search.variants import Strategy
+from layerwise.search.within import Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class SearchResult:
     offer: tuple[str, ...]  # what might save memory, of `variants.OFFERS`
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
-    least: LeastMemory | None  # what needs the least memory, where nothing was found to fit
+    least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
 
     @property
     def fastest(self) -> Candidate:

@@ -18,7 +18,7 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostTables, Progress
 from layerwise.geometry.arrays import Mask
 from layerwise.search.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
-from layerwise.search.limited import LOOKS, Limited, fastest_within, least_memory, tighten
+from layerwise.search.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
 from layerwise.search.multipliers import best_multipliers, least_rows
 from layerwise.search.narrow import exact_cost, rough_tables, weighted
 from layerwise.search.prune import SLACK, Keep
@@ -50,20 +50,6 @@ class Within:
     def proven(self) -> bool:
         """Whether no strategy that fits is faster, or none fits."""
         return self.cost_s <= self.lower_bound_s * SLACK
-
-
-@dataclass(frozen=True, slots=True)
-class LeastMemory:
-    """The strategy of the least peak that was found, and a lower bound of all strategies' peaks."""
-
-    strategy: Strategy
-    bytes: float
-    lower_bound_bytes: float
-
-    @property
-    def proven(self) -> bool:
-        """Whether no strategy needs less."""
-        return self.bytes <= self.lower_bound_bytes * SLACK
 
 
 class LimitedSearch:
@@ -170,7 +156,7 @@ class LimitedSearch:
         priced = [bounds.tables(price.instant, price.device) for price in within.prices]
         return self.model.tables(space.configs), [Costs(table.node, table.edge) for table in priced]
 
-    def least(self, known: Sequence[Strategy]) -> LeastMemory:
+    def least(self, known: Sequence[Strategy]) -> Least[Strategy]:
         """The least memory of all strategies. known: strategies over `cells` to begin with."""
         space = Variants.of(self.cells, self.forms)
         problem = self._memory_alone(space)
@@ -183,7 +169,7 @@ class LimitedSearch:
         small, begin = space.restrict(keep), inside([least], keep)
         found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=begin)
         bound = max(found.lower_bound_bytes, game.bound)
-        return LeastMemory(small.strategy(found.choice), found.bytes, min(bound, found.bytes))
+        return Least(small.strategy(found.best), found.bytes, min(bound, found.bytes))
 
     def _memory_alone(self, space: Variants) -> Problem:
         """Where time does not matter."""

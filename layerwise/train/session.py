@@ -13,7 +13,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.importers.load import load_planned
+from layerwise.importers.load import Network, load_planned
 from layerwise.plan import Plan
 from layerwise.run.load import build_module
 from layerwise.run.options import RuntimeOptions, plan_digest
@@ -50,8 +50,8 @@ class Session:
         values = "" if weights is None else fingerprint(weights)
         facts = {"plan": plan_digest(plan), "layerwise": __version__, "torch": torch.__version__}
         comm.handshake(facts | {"the content of --weights": values})
-        self._network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
-        graph = fuse(self._network.graph) if plan.fused else self._network.graph
+        network = load_planned(plan.model, model, plan.batch, plan.provenance.get("input_shape"))
+        graph = fuse(network.graph) if plan.fused else network.graph
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
@@ -60,18 +60,18 @@ class Session:
                 f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has no loss of its own: "
                 "end the model in one, or search with --io free"
             )
-        self.trainer = self._trainer(comm)
+        self.trainer = self._trainer(comm, network)
         self.module = self.trainer.module
         if trace is not None:
             self.module.trace = Trace(device=comm.device)
-        self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device))) if compare else None
+        self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
-    def _trainer(self, comm: Comm) -> Trainer:
+    def _trainer(self, comm: Comm, network: Network) -> Trainer:
         """A module on this network of ranks, at the beginning of its training."""
         gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
         module = build_module(
             self.plan,
-            self._network,
+            network,
             comm,
             self.options,
             loss=cross_entropy if self.plan.io == "free" and not gathered else None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +28,7 @@ from layerwise.run.parallel import ParallelModule
 from layerwise.tensorfile import weights_file
 from tests.comm.thread import run_threads
 from tests.run import small_plans
+from tests.run.small_modules import SAMPLES, equal, plan_of, traced
 
 MODEL, RANKS, BATCH = "mlp:1024x2048x1024x10", 4, 8
 TINY = "mlp:16x32x16x10"  # as many Python objects, and hardly a buffer
@@ -127,6 +131,42 @@ def test_initialising_and_training_make_no_more_than_boxes(tmp_path: Path) -> No
         assert model == TINY or largest == [BOX_BYTES] * RANKS
 
     assert buffers(run) < BOX_BYTES * 3 // 4
+
+
+class Counted(nn.Module):
+    """With all that may hold memory: parameters, one of them not used, counters, a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+        self.unused, self.scale = nn.Parameter(torch.rand(3)), torch.rand(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale
+
+
+def test_the_model_that_a_rank_has_built_may_go(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    networks = [traced(Counted().double())]
+    caplog.clear()  # what tracing logs has tensors in it
+    networks.append(replace(networks[0]))
+    cut = plan_of(networks[0], 2, {"c": 2})
+    assert networks[0].module is not None
+    memory = [StorageWeakRef(p.untyped_storage()) for p in networks[0].module.parameters()]
+
+    def rank(comm: Comm) -> None:
+        module = load(cut, networks.pop(), comm=comm, dtype=torch.float64)
+        comm.handshake({"networks": str(len(networks))})
+        if comm.rank == 0:
+            gc.collect()
+            assert all(ref.expired() for ref in memory)
+        module(SAMPLES[0][module.share()]).sum().backward()
+        twin = copy.deepcopy(module)
+        equal(twin.full_state_dict(), module.full_state_dict())
+        x = SAMPLES[1][module.share()].float()
+        assert torch.equal(twin.float()(x), module.float()(x))
+
+    run_threads(2, rank, timeout_s=20)
 
 
 def test_weights_from_a_file_are_read_as_far_as_they_are_owned(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class State:
     that says all of the boxes, each rank has its own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
     extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
+    types: the element types of the values that the network came with, by name.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class State:
         self.shardings = self._shardings(order)
         self.tree = Tree(network.module, self.graph)
         self.extra: dict[str, Tensor] = {}
-        self._keys, self._network = dict(network.keys), network
+        self._keys = dict(network.keys)
+        self.types = _types(network)
         self._batches = _batches(network)
-        self._fill()
+        self._fill(network)
 
     def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
         shapes = self._shapes()
@@ -74,14 +76,14 @@ class State:
 
         return shardings(placed, self.comm)
 
-    def _fill(self) -> None:
-        """Creates the boxes."""
+    def _fill(self, network: Network) -> None:
+        """Creates the boxes. The network's own values are not held."""
         users, boxes = drawn_as(self.graph), not self.shardings and self.cut()
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
                 assert box is not None  # every rank holds some of every parameter
-                value = initial(self._network, layer, name, p, box, self.options.seed, self._type(name))
+                value = initial(network, layer, name, p, box, self.options.seed, self._type(name))
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
@@ -89,8 +91,8 @@ class State:
                 self.tree.place(name, value, kind if p.trainable else None, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
-                kept = self._read(name)
-                if kept is not None:
+                kept = network.value(name)
+                if isinstance(kept, Tensor):
                     value = torch.zeros(kept.shape, dtype=kept.dtype) if kept.is_meta else kept.detach().clone()
                     self.extra[key] = value.cpu()
         self.tree.complete(self._keys, self.extra)
@@ -177,16 +179,9 @@ class State:
 
     def _type(self, name: str) -> torch.dtype:
         """The same on every rank, whether it has a box or not."""
-        value = self._network.value(name)
-        if value is None:
+        if name not in self.types:
             return self.options.dtype
-        stored = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
-        return self.options.element_type(stored, self.graph)
-
-    def _read(self, name: str) -> Tensor | None:
-        """The network's own value, where it has one."""
-        value = self._network.value(name)
-        return value if isinstance(value, Tensor) else None
+        return self.options.element_type(self.types[name], self.graph)
 
     def state_dict(self) -> dict[str, Tensor]:
         """By the model's names, as the model's own has them; what ranks hold parts of are DTensors.
@@ -257,6 +252,17 @@ class State:
 def _without_box(key: str) -> str:
     """The name of a parameter, of which this is a `Shard.key`."""
     return key.partition("[")[0]
+
+
+def _types(network: Network) -> dict[str, str]:
+    """The element types of the values that the network comes with, by name."""
+    found: dict[str, str] = {}
+    for layer in network.graph.layers:
+        for name, _ in layer.own_parameters():
+            value = network.value(name)
+            if value is not None:
+                found[name] = dtype_name(value.dtype) if isinstance(value, Tensor) else str(np.asarray(value).dtype)
+    return found
 
 
 def _batches(network: Network) -> Counter[str]:
