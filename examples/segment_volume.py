@@ -1,7 +1,4 @@
-"""Grey and white matter of a brain by a 3-D U-Net: every rank reads the boxes of the crops that it needs, no more.
-
-pip install '.[volumes]'; torchrun --nproc-per-node 4 examples/segment_volume.py
-"""
+"""Grey and white matter of a brain by a 3-D U-Net: every rank reads the boxes of the crops that it needs (torchrun)."""
 
 import argparse
 
@@ -12,6 +9,7 @@ from layerwise.models import find
 from torch import Tensor, nn
 
 import layerwise
+from layerwise import checkpoint
 from layerwise.volumes.mni152 import CLASSES, mni152
 
 
@@ -29,27 +27,33 @@ class Segmentation(nn.Module):
         return F.cross_entropy(logits, target) + 1 - dice.mean(), dice
 
 
-def main(steps: int, extent: int, batch: int) -> None:
+def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) -> None:
     torch.manual_seed(0)
     x = torch.empty(batch, 1, extent, extent, extent, device="meta")  # of all ranks together, in nobody's memory
-    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), io="boxes", measure_s=0.0)
+    how = {"io": "boxes", "measure_s": 0.0, "autocast": torch.bfloat16 if bf16 else None}
+    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), **how)
+    mixed = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     print(f"rank {model.comm.rank} reads {model.read_boxes()['x'].shape} of {tuple(x.shape)}")
-    image, labels = mni152()
-    cut = labels.shape[0] * 2 // 3  # the rest is held out
+    (image, labels), cut = mni152(), 131  # of 197 slices; the rest is held out
 
     def crops(part: slice, count: int) -> layerwise.BoxLoader:
         sources = [np.broadcast_to(a, (count, *a.shape)) for a in (image[:, part], labels[part])]
         return layerwise.BoxLoader(model, *sources, crop="random", flip="dhw")
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for step, inputs in enumerate(crops(slice(cut), steps * batch)):
+    optimizer, loader = torch.optim.Adam(model.parameters(), lr=3e-3), crops(slice(cut), steps * batch)
+    if folder and checkpoint.resume(folder, model, optimizer, {}):  # of any number of ranks
+        loader.set_epoch(0, done=model.steps)
+    for inputs in loader:
         optimizer.zero_grad()
-        loss, _ = model(*inputs)
+        with mixed:
+            loss, _ = model(*inputs)
         loss.backward()
         optimizer.step()
         if model.comm.rank == 0:
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)
-    with torch.no_grad():
+            print(f"step {model.steps}: loss {loss.item():.4f}", flush=True)
+    if folder:
+        checkpoint.save(folder, model, optimizer, {})
+    with torch.no_grad(), mixed:
         dice = torch.stack([model(*inputs)[1] for inputs in crops(slice(cut, None), 4 * batch)]).mean(0)
     if model.comm.rank == 0:
         print("held out: " + ", ".join(f"{name} {d:.3f}" for name, d in zip(CLASSES, dice.tolist(), strict=True)))
@@ -57,7 +61,9 @@ def main(steps: int, extent: int, batch: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="in all, those before a checkpoint included")
     parser.add_argument("--extent", type=int, default=32, help="of a crop, in voxels; 64 to 128 for real work")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    parser.add_argument("--checkpoint", dest="folder", help="go on from there, if there is one, and save there")
     main(**vars(parser.parse_args()))

@@ -77,7 +77,12 @@ _MODELS = {
         Model("resnet50", "ResNet-50, 2016", (3, 224, 224), "resnet:resnet50"),
         Model("resnet152", "ResNet-152, 2016", (3, 224, 224), "resnet:resnet152"),
         Model("unet2d", "U-Net of images, 2015, padded, with batch norm", (3, 256, 256), "unet2d:UNet2d"),
-        Model("unet3d", "U-Net of volumes, 2016, padded", (1, 128, 128, 128), "unet3d:UNet3d"),
+        Model(
+            "unet3d",
+            "U-Net of volumes, 2016, padded; unet3d:64 is the same on a cube of 64",
+            (1, 128, 128, 128),
+            "unet3d:UNet3d",
+        ),
         Model("vgg16", "VGG-16, 2015", (3, 224, 224), "vgg:VGG16"),
     )
 }
@@ -87,6 +92,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 # A smaller cube leaves less than 3 x 3 x 3 voxels to CosmoFlow's last convolution of that size. The other limits are
 # far beyond the networks of today, and keep the number of elements of every tensor within 64 bits.
 _SMALLEST_SIDE, _LARGEST_SIDE = 58, 4096
+_UNET3D_FACTOR = 8  # three poolings by 2
 _LARGEST_WIDTH, _MOST_WIDTHS = 2**24, 1024
 
 
@@ -96,7 +102,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Model:
-    """Return the model of this name, of `cosmoflow:SIDE` or of `mlp:WIDTHxWIDTH...`."""
+    """Return the model of this name, of `cosmoflow:SIDE`, `unet3d:SIDE` or `mlp:WIDTHxWIDTH...`."""
     if name in _MODELS:
         return _MODELS[name]
     family, _, parameter = name.partition(":")
@@ -104,6 +110,8 @@ def find(name: str) -> Model:
         return _mlp(name, parameter)
     if family == "cosmoflow":
         return _cosmoflow(name, parameter)
+    if family == "unet3d":
+        return _unet3d(name, parameter)
     if family in _MODELS:
         raise LayerwiseError(f"model {name!r}: {family} takes no parameter; write {family!r}")
     near = difflib.get_close_matches(name.lower(), _MODELS, n=3) or names()
@@ -113,14 +121,28 @@ def find(name: str) -> Model:
 
 
 def _cosmoflow(name: str, parameter: str) -> Model:
-    if not _NUMBER.fullmatch(parameter):
-        raise LayerwiseError(f"model {name!r}: after the colon comes the side of the cube, as in 'cosmoflow:256'")
-    side = int(parameter)
-    if not _SMALLEST_SIDE <= side <= _LARGEST_SIDE:
-        raise LayerwiseError(
-            f"model {name!r}: the cube's side is {side}; it must be from {_SMALLEST_SIDE} to {_LARGEST_SIDE}"
-        )
+    side = _side(name, parameter, _SMALLEST_SIDE)
     return Model(name, f"CosmoFlow on a cube of {side}", (4, side, side, side), "cosmoflow:CosmoFlow", (side,))
+
+
+def _unet3d(name: str, parameter: str) -> Model:
+    side = _side(name, parameter, _UNET3D_FACTOR)
+    if side % _UNET3D_FACTOR:
+        raise LayerwiseError(f"model {name!r}: the cube's side is {side}; it must be a multiple of {_UNET3D_FACTOR}")
+    return Model(name, f"U-Net of a cube of {side}", (1, side, side, side), "unet3d:UNet3d")
+
+
+def _side(name: str, parameter: str, smallest: int) -> int:
+    """Of the cube that a name says after its colon."""
+    if not _NUMBER.fullmatch(parameter):
+        family = name.partition(":")[0]
+        raise LayerwiseError(f"model {name!r}: after the colon comes the side of the cube, as in '{family}:256'")
+    side = int(parameter)
+    if not smallest <= side <= _LARGEST_SIDE:
+        raise LayerwiseError(
+            f"model {name!r}: the cube's side is {side}; it must be from {smallest} to {_LARGEST_SIDE}"
+        )
+    return side
 
 
 def _mlp(name: str, parameter: str) -> Model:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from layerwise.importers.torch.structure import Structure
 
 HELP = (
-    f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256 (any cube); a .onnx or .pt2 file; or "
-    "package.module:callable that returns a module, or a module and its example inputs"
+    f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube); a .onnx or .pt2 file; "
+    "or package.module:callable that returns a module, or a module and its example inputs"
 )
 SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
 
@@ -104,7 +104,7 @@ def load_planned(named: str, model: str | None, batch: int, input_shape: object)
 def names_code(spec: str) -> bool:
     """Whether MODEL is package.module:callable, to import and to call."""
     module, colon, _ = spec.partition(":")
-    return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow")
+    return bool(colon) and Path(spec).suffix.lower() not in SUFFIXES and module not in ("mlp", "cosmoflow", "unet3d")
 
 
 def _built_in(spec: str, batch: int) -> Network:

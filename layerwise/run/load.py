@@ -56,7 +56,7 @@ def load(
     weights: a state dict, possibly lazy, instead of the model's values. comm: default torch.distributed's group, if
     there is one; one of a single rank runs any plan on one device. device: default the communicator's, or the CPU.
     local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
-    `loss` is for io "free" only: see ParallelModule. autocast: a type such as torch.bfloat16 for mixed precision.
+    `loss` is for io "free" and "boxes": see LayeredModule. autocast: a type such as torch.bfloat16 for mixed precision.
     checkpoint_activations: all layers that hold less so are recomputed in the backward pass, beside those of the plan.
     compile: as `parallelize` has it.
     """

@@ -34,7 +34,7 @@ from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.lean import lean
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
-from layerwise.run.outputs import global_loss, returned
+from layerwise.run.outputs import check_classes, global_loss, returned
 from layerwise.run.parallel import LossFunction
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
@@ -51,7 +51,8 @@ class LayeredModule(WithTree):
 
     With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
     mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
-    gathered; without one every rank gets the whole outputs, and all must compute the same loss of them.
+    gathered; without one every rank gets the whole outputs, and all must compute the same loss of them. With io "boxes"
+    and a `loss` the target is this rank's, too: what belongs to its box of the output.
 
     Parameters are DTensors under the model's names where the plan splits some. Where no DTensor says which boxes a rank
     has, they are this rank's boxes, whose gradients are for element-wise use only: their norm is that of
@@ -86,6 +87,8 @@ class LayeredModule(WithTree):
         self._unused = Unused(self.graph, comm)
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
+        if loss is not None and self.io == "boxes":
+            check_classes(first)
         self._copies = {name for one in first.layers for name in one.copies}
         order = [name for one in reversed(first.layers) for name in reversed(one.parameters) if name is not None]
         order += [layer.name for layer in reversed(self.graph.layers) if layer.name in self._tied]
@@ -153,7 +156,7 @@ class LayeredModule(WithTree):
         self._check_hooks()
         self._check_parameters()
         target = None
-        if self.loss is not None and self.io == "free":
+        if self.loss is not None:
             *before, target = inputs
             inputs = tuple(before)
         inputs = self._shapes.tensors_of(inputs)

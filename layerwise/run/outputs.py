@@ -27,10 +27,29 @@ def returned(schedule: Schedule, outputs: Sequence[Tensor], structure: Structure
     return made[0] if len(made) == 1 else tuple(made)
 
 
+def without_classes(box: Box) -> Box:
+    """Of a prediction's box that of its target, which has a class where the prediction has dimension 1."""
+    return Box(box.lo[:1] + box.lo[2:], box.hi[:1] + box.hi[2:])
+
+
+def check_classes(schedule: Schedule) -> None:
+    """LayerwiseError where some rank's own box of the output has not all classes, so that no loss is taken of it."""
+    shape = schedule.graph.layers[-1].specs[0].shape
+    for box in schedule.sinks[0]:
+        if box is not None and len(shape) > 1 and box.shape[1] != shape[1]:
+            raise LayerwiseError(
+                f"the plan splits dimension 1 of the output, of which the loss needs all {shape[1]}: end the model in "
+                "its loss, or search with --io free"
+            )
+
+
 def global_loss(
     loss: Callable[[Tensor, Tensor], Tensor], schedule: Schedule, outputs: Sequence[Tensor], target: Tensor
 ) -> Tensor:
-    """The mean of the losses of all boxes, by their numbers of positions, on every rank. target: of the whole batch."""
+    """The mean of the losses of all boxes, by their numbers of positions, on every rank.
+
+    target: of the whole batch; with io "boxes" of this rank's box. It may lack dimension 1, that of the classes.
+    """
     if len(outputs) > 1:
         raise LayerwiseError(f"the model has {len(outputs)} outputs: load it without a loss, and compute yours")
     (out,), comm = outputs, schedule.comm
@@ -40,7 +59,11 @@ def global_loss(
     if box is None:
         mine = out.sum()
     else:
-        index = box.slices() if target.dim() == len(shape) else box.slices()[:1] + box.slices()[2:]
-        mine = loss(out, target[index]) * (box.volume / total)
+        its = box if target.dim() == len(shape) else without_classes(box)
+        if not schedule.boxes:
+            target = target[its.slices()]
+        elif tuple(target.shape) != its.shape:
+            raise LayerwiseError(f"the target must have shape {its.shape} on this rank, not {tuple(target.shape)}")
+        mine = loss(out, target) * (box.volume / total)
     # One type on all ranks, whatever the loss makes of 16 bits: those without a box do not know it.
     return sum_of_losses(mine.to(torch.promote_types(schedule.options.dtype, torch.float32)), comm)

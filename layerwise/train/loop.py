@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Kind
+from layerwise.geometry import Box
 from layerwise.importers.torch.structure import tensors
 from layerwise.plan import Plan
+from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 from layerwise.train.data import Data, StepSampler
+from layerwise.train.sources import Batch, Samples, read
+from layerwise.train.task import Task
 
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
 FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank
@@ -82,6 +86,8 @@ def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepS
 
 def least(plan: Plan) -> int:
     """Samples that a batch must have for every rank to have a part of every layer that is split by samples."""
+    if plan.io == "boxes":  # which are of the plan's batch
+        return plan.batch
     samples = max((dict(config.degrees).get("n", 1) for config in plan.strategy.values()), default=1)
     return max(samples, plan.gpus) if plan.io == "sample" else samples
 
@@ -157,17 +163,15 @@ class Trainer:
 
     def _feed(self, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """This rank's samples of a batch, or its boxes of it, on its device."""
-        module, task = self.module, self.data.task
-        given, target = self.data.train.batch(numbers[module.share(len(numbers))])
-        inputs, left = task.feed(given, target, module.options.dtype)
-        if module.io == "boxes":
-            inputs = tuple(x[box.slices()] for x, box in zip(inputs, module.read_boxes().values(), strict=True))
+        module = self.module
+        given, target = _own(module, self.data.task, self.data.train, numbers[module.share(len(numbers))])
+        inputs, left = self.data.task.feed(given, target, module.options.dtype)
         return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
-        """Io sample: of this rank's samples. Io free: of the whole batch, on every rank."""
+        """Io sample: of this rank's samples. Else of the whole batch, on every rank."""
         task = self.data.task
-        if self.module.io == "free" and self.module.loss is not None:
+        if self.module.loss is not None:
             assert target is not None
             loss: Tensor = self.module(*inputs, target, batch=batch)
             return loss
@@ -202,18 +206,17 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
     task, held = data.task, data.held_out
     if held is None or task.loss is not None:
         return None
-    right, positions = 0.0, 0
+    right, positions = 0.0, held.count * math.prod(task.target_sample)
     loss, training = module.loss, module.training
     module.eval()
     try:
         for numbers, counts in filled_batches(module, held.count):
-            given, target = held.batch(numbers)
-            target[~counts] = -1
+            given, target = _own(module, task, held, numbers)
+            target[~counts[_rows(module, task)]] = -1
             inputs, left = task.feed(given, target, module.options.dtype)
             assert left is not None
             with torch.no_grad():
-                right += _right(module, inputs, left)
-            positions = held.count * (target.numel() // len(target))
+                right += _right(module, inputs, left, task)
     finally:
         module.loss = loss
         module.train(training)
@@ -229,12 +232,38 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
         yield torch.where(numbers < count, numbers, 0), numbers < count
 
 
-def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor) -> int:
-    """How many of these predictions are right: this rank's, or with io free all."""
+def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor, task: Task) -> int:
+    """How many of these predictions are right: this rank's samples', or where they are not split all."""
     if module.loss is not None:
         module.loss = _correct
         part: Any = module(*inputs, target)
     else:
         first = tensors(module(*inputs))[0]
         part = _correct(first, target.to(first.device))
-    return round(float(part) * target.numel())
+    samples = module.plan.batch if module.io != "sample" else len(inputs[0])
+    return round(float(part) * samples * math.prod(task.target_sample))
+
+
+def _own(module: ParallelModule, task: Task, samples: Samples, numbers: Tensor) -> Batch:
+    """Of the samples that this rank shares in (`ParallelModule.share`) what it is to be given: all, or its boxes."""
+    if module.io != "boxes":
+        return samples.batch(numbers)
+    boxes = list(module.read_boxes().values())
+    if task.target is not None:
+        boxes.append(boxes.pop(task.slot))
+    else:
+        boxes.append(_target_box(module))
+    return read(samples, numbers, *boxes)
+
+
+def _target_box(module: ParallelModule) -> Box:
+    """What belongs to this rank's box of the output, of a target of classes; nothing where it has none."""
+    (box,) = module.output_boxes()
+    return without_classes(box or Box((0,) * len(shape := module.graph.layers[-1].specs[0].shape), (0,) * len(shape)))
+
+
+def _rows(module: ParallelModule, task: Task) -> slice:
+    """Which of the samples that this rank shares in its target is of."""
+    if module.io != "boxes":
+        return slice(None)
+    return _target_box(module).slices()[0]

@@ -55,10 +55,11 @@ class Session:
         self.data = load_data(data, graph, options.seed)
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
-        if plan.io == "boxes" and self.data.task.loss is None:
+        wanted = self.data.task
+        if plan.io == "boxes" and wanted.loss is None and (len(wanted.predictions) > 1 or wanted.rows > 1):
             raise LayerwiseError(
-                f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has no loss of its own: "
-                "end the model in one, or search with --io free"
+                f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has neither a loss of its "
+                "own nor one output (samples, classes, ...): end the model in a loss, or search with --io free"
             )
         self.trainer = self._trainer(comm, network)
         self.module = self.trainer.module
@@ -74,7 +75,7 @@ class Session:
             network,
             comm,
             self.options,
-            loss=cross_entropy if self.plan.io == "free" and not gathered else None,
+            loss=cross_entropy if self.plan.io != "sample" and not gathered else None,
             weights=None if self._weights is None else weights_file(self._weights),
         )
         return Trainer(module, self.data, self.sampler, self.settings.build(module.parameters()), self.settings)

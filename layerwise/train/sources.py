@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,23 @@ class Samples(Protocol):
 
     def batch(self, numbers: Tensor) -> Batch:
         """These samples, first dimension (len(numbers),), on the CPU."""
+
+
+@runtime_checkable
+class Boxed(Protocol):
+    """Samples of which boxes can be read."""
+
+    def boxes(self, numbers: Tensor, *boxes: Box) -> Batch:
+        """Of the batch that these samples are, a box of each input, then one of the target."""
+
+
+def read(samples: Samples, numbers: Tensor, *boxes: Box) -> Batch:
+    """Boxes of the batch that these samples are: those of the inputs, then that of the target."""
+    if isinstance(samples, Boxed):
+        return samples.boxes(numbers, *boxes)
+    inputs, target = samples.batch(numbers)
+    *given, its = (x[box.slices()] for x, box in zip((*inputs, target), boxes, strict=True))
+    return tuple(given), its
 
 
 class MapStyle(Protocol):

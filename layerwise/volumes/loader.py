@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
-from layerwise.tensor import TensorSpec
-from layerwise.volumes.sources import Array, Source, source_of
-
-Crop = Literal["random", "center"]
-Intensity = Callable[[Array, np.random.Generator], Array]
-POSITIONS = ("d", "h", "w", "l", "s")  # labels of dimensions that can be cropped and flipped
+from layerwise.volumes.classes import classes_of
+from layerwise.volumes.reading import POSITIONS, Crop, Input, Intensity, Reading, generator
+from layerwise.volumes.sources import source_of
 
 
 class BoxLoader:
@@ -39,7 +32,8 @@ class BoxLoader:
     samples. shuffle: another order in every epoch (`set_epoch`, or one after the other). workers: processes that read
     ahead, `prefetch` batches each. A last batch that is not full is left out.
 
-    LayerwiseError where sources and model do not fit, and where what is read is not finite.
+    LayerwiseError where sources and model do not fit, where what is read is not finite, and where it is no class of the
+    loss or one-hot encoding that takes it as it is: with the file, if there is one, and the number of the sample.
     """
 
     def __init__(
@@ -67,16 +61,21 @@ class BoxLoader:
         if len(counts) > 1:
             told = " and ".join(map(str, sorted(counts)))
             raise LayerwiseError(f"the inputs have {told} samples: all must have as many")
-        unknown = [label for label in flip if label not in POSITIONS]
+        there = [label for label in POSITIONS if any(label in spec.dims for spec in specs)]
+        unknown = [label for label in flip if label not in there]
         if unknown:
-            raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is none of {', '.join(POSITIONS)}")
+            raise LayerwiseError(f"flip={flip!r}: {unknown[0]!r} is none of {', '.join(there) or 'no dimensions'}")
+        if crop not in (None, *get_args(Crop)):
+            raise LayerwiseError(f"crop={crop!r}: it is one of {', '.join(get_args(Crop))}, or left out")
         (self.samples,) = counts
-        self.batch, self.shuffle, self.seed, self.epoch = model.plan.batch, shuffle, seed, 0
+        self.batch, self.shuffle, self.seed, self.epoch, self._done = model.plan.batch, shuffle, seed, 0, 0
         if self.samples < self.batch:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
         rows = zip(boxes.items(), specs, given, strict=True)
-        inputs = tuple(_Input(name, spec, box, source) for (name, box), spec, source in rows)
-        self._reading = _Reading(inputs, crop, flip, intensity, seed)
+        inputs = tuple(
+            Input(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in rows
+        )
+        self._reading = Reading(inputs, crop, flip, intensity, seed)
         self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"
 
     def __len__(self) -> int:
@@ -88,21 +87,21 @@ class BoxLoader:
         reading = self._reading
         return not (self.shuffle or reading.crop or reading.flip or reading.intensity)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Which one the next pass over the samples is."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, done: int = 0) -> None:
+        """Which one the next pass over the samples is, and how many of its batches are left out, as they are done."""
+        self.epoch, self._done = epoch, done
 
     def order(self) -> list[int]:
         """The samples of this epoch, in the order in which they are fed."""
         if not self.shuffle:
             return list(range(self.samples))
-        return [int(index) for index in _generator(self.seed, self.epoch).permutation(self.samples)]
+        return [int(index) for index in generator(self.seed, self.epoch).permutation(self.samples)]
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = self.order()
-        batches = [order[i * self.batch : (i + 1) * self.batch] for i in range(len(self))]
+        batches = [order[i * self.batch : (i + 1) * self.batch] for i in range(self._done, len(self))]
         reading = _Batches(self._reading, batches, self.epoch)
-        self.epoch += 1
+        self.epoch, self._done = self.epoch + 1, 0
         ahead = self._prefetch if self._workers else None
         loader: DataLoader[Any] = DataLoader(
             reading, batch_size=None, num_workers=self._workers, pin_memory=self._pinned, prefetch_factor=ahead
@@ -113,105 +112,10 @@ class BoxLoader:
             yield tuple(made)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """An input of the model, and where its samples lie."""
-
-    name: str
-    spec: TensorSpec  # of the whole batch
-    box: Box  # of that, which this rank reads
-    source: Source
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How a batch is read."""
-
-    inputs: tuple[_Input, ...]
-    crop: Crop | None
-    flip: str
-    intensity: Intensity | None
-    seed: int
-
-    def batch(self, samples: Sequence[int], epoch: int) -> list[Tensor]:
-        """This rank's boxes of a batch of these samples."""
-        drawn = {index: self._drawn(index, epoch) for index in samples}
-        return [self._read(number, one, samples, drawn, epoch) for number, one in enumerate(self.inputs)]
-
-    def _read(self, number: int, one: _Input, samples: Sequence[int], drawn: dict[int, _Drawn], epoch: int) -> Tensor:
-        made = torch.empty(one.box.shape, dtype=getattr(torch, one.spec.dtype))
-        if not one.box.volume:
-            return made
-        for row, index in enumerate(samples[one.box.lo[0] : one.box.hi[0]]):
-            slices, mirrored = drawn[index].of(one)
-            read = one.source.read(index, slices)
-            _check(read, one, index)
-            if number == 0 and self.intensity is not None:
-                read = np.asarray(self.intensity(read, _generator(self.seed, epoch, index, 1)))
-            values = np.flip(read, mirrored)
-            if made.dtype == torch.bfloat16:  # which numpy has not
-                made[row] = torch.from_numpy(values.astype(np.float32))
-            else:
-                made.numpy()[row] = values
-        return made
-
-    def _drawn(self, index: int, epoch: int) -> _Drawn:
-        """Where a sample is cut, and what is mirrored: the same for all its inputs, on all ranks."""
-        room: dict[str, int] = {}
-        for one in self.inputs:
-            room |= self._room(one, index, room)
-        rng = _generator(self.seed, epoch, index, 0)
-        begins = {
-            label: int(rng.integers(0, room[label] + 1)) if self.crop == "random" else room[label] // 2
-            for label in POSITIONS
-            if label in room
-        }
-        return _Drawn(begins, {label for label in self.flip if rng.random() < 0.5})
-
-    def _room(self, one: _Input, index: int, known: dict[str, int]) -> dict[str, int]:
-        """How much longer a sample is than what the model takes of it, by label."""
-        shape, wanted, labels = one.source.shape(index), one.spec.shape[1:], one.spec.dims[1:]
-        fits = len(shape) == len(wanted)
-        found: dict[str, int] = {}
-        for extent, taken, label in zip(shape, wanted, labels, strict=False):
-            room = extent - taken
-            cut = label in POSITIONS and self.crop is not None and room > 0
-            fits = fits and (room == 0 or cut) and (label not in POSITIONS or known.get(str(label), room) == room)
-            if label in POSITIONS:
-                found[str(label)] = room
-        if not fits:
-            hint = "" if self.crop else "; crop= cuts larger ones"
-            raise LayerwiseError(
-                f"input {one.name!r}, sample {index} has shape {shape}, and the model takes {wanted} of each{hint}"
-            )
-        return found
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """Of one sample: where what is taken begins, and which dimensions are mirrored, by label."""
-
-    begins: dict[str, int]
-    mirrored: set[str] = field(default_factory=set)
-
-    def of(self, one: _Input) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-        """The slices to be read of an input's sample, and which dimensions of what is read are mirrored."""
-        slices: list[slice] = []
-        mirrored: list[int] = []
-        dims = zip(one.box.lo[1:], one.box.hi[1:], one.spec.shape[1:], one.spec.dims[1:], strict=True)
-        for i, (lo, hi, extent, label) in enumerate(dims):
-            if label in self.mirrored:
-                lo, hi = extent - hi, extent - lo
-                mirrored.append(i)
-            begin = self.begins.get(str(label), 0)
-            slices.append(slice(begin + lo, begin + hi))
-        return tuple(slices), tuple(mirrored)
-
-
 class _Batches(Dataset[Any]):
     """One item a batch, for DataLoader; what goes wrong is returned as text, for a worker's error has its traceback."""
 
-    def __init__(self, reading: _Reading, batches: Sequence[Sequence[int]], epoch: int) -> None:
+    def __init__(self, reading: Reading, batches: Sequence[Sequence[int]], epoch: int) -> None:
         self.reading, self.batches, self.epoch = reading, batches, epoch
 
     def __len__(self) -> int:
@@ -222,21 +126,3 @@ class _Batches(Dataset[Any]):
             return self.reading.batch(self.batches[number], self.epoch)
         except LayerwiseError as error:
             return str(error)
-
-
-def _generator(*key: int) -> np.random.Generator:
-    """Numbers that follow from these alone."""
-    return np.random.default_rng(np.random.SeedSequence(key))
-
-
-def _check(read: Array, one: _Input, index: int) -> None:
-    """LayerwiseError where a box has another shape or kind of number than the model takes, or is not finite."""
-    wanted, whole = one.box.shape[1:], "int" in one.spec.dtype
-    if read.shape != wanted:
-        raise LayerwiseError(f"input {one.name!r}, sample {index}: {read.shape} was read for a box of {wanted}")
-    if read.dtype.kind not in ("iub" if whole else "fiub"):
-        raise LayerwiseError(
-            f"input {one.name!r}, sample {index} is {read.dtype}, and the model takes {one.spec.dtype}"
-        )
-    if read.dtype.kind == "f" and not np.isfinite(read).all():
-        raise LayerwiseError(f"input {one.name!r}, sample {index} has values that are no finite numbers")

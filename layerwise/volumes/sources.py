@@ -31,6 +31,10 @@ class Source(Protocol):
         """A box of one sample."""
         ...
 
+    def file(self, index: int) -> str | None:
+        """The file that a sample lies in."""
+        ...
+
 
 class Stacked:
     """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
@@ -48,6 +52,9 @@ class Stacked:
 
     def read(self, index: int, slices: Slices) -> Array:
         return np.asarray(self.array[(index, *slices)])
+
+    def file(self, index: int) -> str | None:
+        return None
 
 
 class File:
@@ -68,7 +75,10 @@ class File:
         try:
             return self._stacked().read(index, slices)
         except (OSError, RuntimeError, ValueError) as error:
-            raise LayerwiseError(f"file {self.path!r}, sample {index}: {error}") from error
+            raise LayerwiseError(f"file {self.path!r}, sample {index}: {_in_a_line(error)}") from error
+
+    def file(self, index: int) -> str | None:
+        return self.path
 
     def _stacked(self) -> Stacked:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -95,18 +105,32 @@ class Listed:
         try:
             return np.asarray(self._array(index)[slices])
         except (OSError, RuntimeError, ValueError) as error:
-            raise LayerwiseError(f"{self.where}, sample {index} ({self.given[index]}): {error}") from error
+            file = self.file(index)
+            which = f" (file {file!r})" if file else ""
+            raise LayerwiseError(f"{self.where}, sample {index}{which}: {_in_a_line(error)}") from error
+
+    def file(self, index: int) -> str | None:
+        one = self.given[index]
+        return os.fspath(one) if isinstance(one, str | os.PathLike) else None
 
     def _array(self, index: int) -> Any:
-        one = self.given[index]
-        return _open(os.fspath(one)) if isinstance(one, str | os.PathLike) else one
+        file = self.file(index)
+        try:
+            one = self.given[index] if file is None else _open(file)
+        except LayerwiseError as error:
+            raise LayerwiseError(f"{self.where}, sample {index}: {error}") from error
+        if not hasattr(one, "shape"):
+            raise LayerwiseError(
+                f"{self.where}, sample {index} is of type {type(one).__name__}: give an array or a file"
+            )
+        return one
 
 
 class Computed:
     """A function (index, slices) -> array, of samples of one shape."""
 
-    def __init__(self, reader: Reader, samples: int, shape: tuple[int, ...]) -> None:
-        self.reader, self.samples, self._shape = reader, samples, shape
+    def __init__(self, reader: Reader, samples: int, shape: tuple[int, ...], where: str) -> None:
+        self.reader, self.samples, self._shape, self.where = reader, samples, shape, where
 
     def __len__(self) -> int:
         return self.samples
@@ -115,7 +139,14 @@ class Computed:
         return self._shape
 
     def read(self, index: int, slices: Slices) -> Array:
-        return np.asarray(self.reader(index, slices))
+        try:
+            return np.asarray(self.reader(index, slices))
+        except Exception as error:  # the user's own code
+            told = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {_in_a_line(error)}"
+            raise LayerwiseError(told) from error
+
+    def file(self, index: int) -> str | None:
+        return None
 
 
 def source_of(given: object, name: str, samples: int | None, shape: tuple[int, ...]) -> Source:
@@ -129,7 +160,7 @@ def source_of(given: object, name: str, samples: int | None, shape: tuple[int, .
     if callable(given):
         if samples is None:
             raise LayerwiseError(f"input {name!r} is read by a function: say how many samples there are (samples=)")
-        return Computed(given, samples, shape)
+        return Computed(given, samples, shape, f"input {name!r}")
     raise LayerwiseError(
         f"input {name!r} is of type {type(given).__name__}: give an array (samples, ...), a file ({KINDS}), a list of "
         "files, one a sample, or a function (index, slices) -> array"
@@ -138,6 +169,13 @@ def source_of(given: object, name: str, samples: int | None, shape: tuple[int, .
 
 def _open(path: str) -> Any:
     """The array in a file, of which nothing is read yet. LayerwiseError where there is none; nothing is unpickled."""
+    found = _opened(path)
+    if not hasattr(found, "shape"):
+        raise LayerwiseError(f"file {path!r} has no array, but a {type(found).__name__}: name one, as in FILE::name")
+    return found
+
+
+def _opened(path: str) -> Any:
     name, _, inside = path.partition("::")
     kind = Path(name).suffix.lower()
     if not Path(name).exists():
@@ -157,5 +195,9 @@ def _open(path: str) -> Any:
     except ImportError as error:
         raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise LayerwiseError(f"file {path!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise LayerwiseError(f"file {path!r} cannot be read: {_in_a_line(error)}") from error
     raise LayerwiseError(f"file {path!r}: there are {KINDS}")
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -212,6 +212,8 @@ def test_mlp_of_any_widths(name: str) -> None:
         ("cosmoflow:7", "from 58 to 4096"),
         ("cosmoflow:57", "from 58 to 4096"),
         ("cosmoflow:4097", "from 58 to 4096"),
+        ("unet3d:", "side of the cube, as in 'unet3d:256'"),
+        ("unet3d:12", "a multiple of 8"),
     ],
 )
 def test_wrong_names_are_answered_with_help(name: str, message: str) -> None:

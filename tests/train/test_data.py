@@ -241,10 +241,11 @@ def test_users_mistakes(users: Callable[[str], Any], name: str, reason: str) -> 
 @pytest.mark.parametrize(
     ("spec", "model", "reason"),
     [
-        ("cifar", "lenet5", "unknown data 'cifar'; there are digits, mnist5k, synthetic"),
+        ("cifar", "lenet5", "unknown data 'cifar'; there are digits, mnist5k, mni152, synthetic"),
         ("digits", "unet3d", "the model must have one input, (n, c, h, w) or (n, c), not x (n=2, c=1, d=128"),
         ("digits", "unet2d", "one class an image"),
         ("mnist5k", "mlp:64x8", "mnist5k has 10 classes, the model's output has 8"),
+        ("mni152", "unet2d", "the model must have one input, (n, 1, d, h, w), not x (n=2, c=3"),
         ("no.such.module:data", "mlp:64x8", "raised ModuleNotFoundError"),
     ],
 )

@@ -200,13 +200,26 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
     np.save(path / "short.npy", x)
     data = (path / "short.npy").read_bytes()
     (path / "short.npy").write_bytes(data[: len(data) // 2])
+    np.save(path / "whole.npy", x)
+    np.save(path / "x0.npy", x[0])
+    np.save(path / "nan.npy", nan)
+    worse = target.copy()
+    worse[1, 2, 3, 4] = 7
+    with h5py.File(path / "all.h5", "w") as file:
+        file["deep/x"] = x
+        file["x"] = x
+    data = (path / "all.h5").read_bytes()
+    (path / "short.h5").write_bytes(data[: len(data) // 2])
+    zarr.save(str(path / "short.zarr"), x)
+    chunks = [one for one in (path / "short.zarr").rglob("*") if one.is_file() and one.name[0] in "01"]
+    max(chunks).write_bytes(max(chunks).read_bytes()[:9])
     return {
         "one input": ((x,), {}, "takes 2 inputs"),
         "counts": ((x, target[:1]), {}, "have 1 and 2 samples"),
         "smaller": ((x[:, :, :20], target), {}, "sample 0 has shape"),
         "larger": ((np.pad(x, ((0, 0),) * 4 + ((0, 2),)), target), {}, "crop= cuts larger ones"),
         "one larger": ((np.pad(x, ((0, 0),) * 4 + ((0, 2),)), target), {"crop": "center"}, "input 'target', sample 0"),
-        "nan": ((nan, target), {}, "input 'x', sample 1 has values that are no finite numbers"),
+        "nan": ((path / "nan.npy", target), {}, "nan.npy') has values that are no finite numbers in float64"),
         "types": ((x, target * 1.5), {}, "sample 0 is float64, and the model takes int64"),
         "missing": ((path / "none.npy", target), {}, "does not exist"),
         "broken": ((path / "broken.npy", target), {}, "broken.npy' cannot be read"),
@@ -214,6 +227,26 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
         "kind": ((path / "x.txt", target), {}, "x.txt'"),
         "function": ((lambda i, s: x[i][s], target), {}, "say how many samples"),
         "flip": ((x, target), {"flip": "z"}, "'z' is none of"),
+        "flip of none": ((x, target), {"flip": "s"}, "'s' is none of d, h, w"),
+        "crop": ((x, target), {"crop": "middle"}, "crop='middle': it is one of random, center"),
+        "class": (
+            (path / "whole.npy", worse),
+            {},
+            "input 'target', sample 1 has a class 7, and the model knows 0 to 2",
+        ),
+        "overflow": ((x * 1e300, target), {"intensity": lambda box, rng: box * 1e300}, "no finite numbers in float64"),
+        "intensity": (
+            (x, target),
+            {"intensity": lambda box, rng: box[0]},
+            "what intensity makes of input 'x', sample 0",
+        ),
+        "raising": (([path / "x0.npy", path / "none.npy"], target), {}, "input 'x', sample 1: file"),
+        "group": ((f"{path / 'all.h5'}::deep", target), {}, "all.h5::deep' has no array, but a Group"),
+        "no array": (("x", target), {}, "'x' does not exist"),
+        "items": (([3, 4], target), {}, "input 'x', sample 0 is of type int"),
+        "own": ((lambda i, s: x[i + 9][s], target), {"samples": 2}, "sample 0: its function raised IndexError"),
+        "short h5": ((f"{path / 'short.h5'}::x", target), {}, "short.h5::x' cannot be read"),
+        "short zarr": ((path / "short.zarr", target), {}, "short.zarr', sample 1"),
         "few": ((x[:1], target[:1]), {}, "1 samples are no batch of 2"),
         "number": ((3, target), {}, "is of type int"),
     }

@@ -1,0 +1,110 @@
+"""`layerwise.run` on volumes: crops of a brain by boxes, the loss taken box by box, and other ranks that go on."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layerwise.models import find
+
+from layerwise import checkpoint
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
+from layerwise.importers.load import network_of
+from layerwise.plan import Plan
+from layerwise.run.load import load
+from layerwise.train import crops
+from layerwise.train.data import Data, load_data
+from layerwise.train.loop import Settings, Trainer, cross_entropy, evaluate, sampler
+from tests.comm.thread import run_threads
+from tests.run.plans import Case, case, random_plan
+
+
+@pytest.fixture
+def brain(monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Data]:
+    """A small one, and a U-Net for crops of 16 voxels a side."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    volume = rng.normal(size=(1, 48, 20, 17)).astype(np.float32)
+    classes = (volume[0] > 0).astype(np.int64) + (volume[0] > 1)
+    monkeypatch.setattr(crops, "mni152", lambda: (volume, classes))
+    monkeypatch.setattr(crops, "HELD_OUT", 3)
+    given = small_unet()
+    return given, load_data("mni152", given.graph)
+
+
+@cache
+def small_unet() -> Case:
+    torch.manual_seed(0)
+    return case(find("unet3d").build(width=0.05), (1, 16, 16, 16), 2, steps=1)
+
+
+def cut_somewhere(given: Case, ranks: int, seed: int) -> Plan:
+    """Anything but channels, so that each rank has all classes of its box."""
+    rng = random.Random(seed)
+    return random_plan(
+        given.graph, ranks, seed, "boxes", lambda configs: rng.choice([c for c in configs if c["c"] * c["k"] == 1])
+    )
+
+
+def test_a_box_is_that_of_the_crop(brain: tuple[Case, Data]) -> None:
+    _, data = brain
+    numbers = torch.tensor([3, 200])
+    (image,), classes = data.train.batch(numbers)
+    assert torch.equal(classes, (image[:, 0] > 0).long() + (image[:, 0] > 1))
+    assert not torch.equal(image[0], image[1])
+    of_image, of_classes = Box((1, 0, 2, 0, 5), (2, 1, 9, 16, 12)), Box((0, 3, 4, 0), (2, 5, 5, 16))
+    assert isinstance(data.train, crops.Crops)
+    (part,), classes_of_it = data.train.boxes(numbers, of_image, of_classes)
+    assert torch.equal(part, image[of_image.slices()])
+    assert torch.equal(classes_of_it, classes[of_classes.slices()])
+
+
+def test_boxes_train_as_one_device_and_others_go_on(brain: tuple[Case, Data], tmp_path: Path) -> None:
+    """Two ranks begin, three go on; the loss is taken of each box, and so is the accuracy on what is held out."""
+    given, data = brain
+
+    def run(comm: Comm, first: int, steps: int, seed: int) -> tuple[list[float], float | None]:
+        plan = cut_somewhere(given, comm.size, seed)
+        module = load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
+        settings = Settings("adam")
+        optimizer = settings.build(module.parameters())
+        if first:
+            checkpoint.load(tmp_path, module, optimizer)
+        trainer = Trainer(module, data, sampler(plan, data.train.count), optimizer, settings)
+        losses = [step.loss for step in trainer.run(steps, first)]
+        if comm.size == 2:
+            checkpoint.save(tmp_path, module, optimizer, {})
+        return losses, evaluate(module, data)
+
+    losses, accuracy = run(SoloComm(), 0, 3, 0)
+    begun = run_threads(2, lambda comm: run(comm, 0, 2, 1))
+    ended = run_threads(3, lambda comm: run(comm, 2, 3, 2))
+    for (before, _), (after, right) in zip(begun, ended[:2], strict=True):
+        assert [*before, *after] == pytest.approx(losses, rel=1e-9)
+        assert right == accuracy
+    assert accuracy is not None
+    assert 0 < accuracy < 1
+
+
+def test_crops_larger_than_the_brain_are_refused(brain: tuple[Case, Data]) -> None:
+    higher = network_of(find("unet3d").build(width=0.05), (torch.empty(2, 1, 16, 24, 16),), 2, "test", trusted=True)
+    with pytest.raises(LayerwiseError, match=r"32 x 20 x 17 voxels to train on, and the model takes more: x \(n=2"):
+        load_data("mni152", higher.graph)
+
+
+def test_a_loss_needs_all_classes(brain: tuple[Case, Data]) -> None:
+    given, _ = brain
+    plan = random_plan(given.graph, 2, 0, "boxes", lambda configs: max(configs, key=lambda c: c["c"]))
+
+    def run(comm: Comm) -> None:
+        load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
+
+    with pytest.raises(LayerwiseError, match="splits dimension 1 of the output, of which the loss needs all 3"):
+        run_threads(2, run)
