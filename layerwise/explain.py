@@ -20,7 +20,7 @@ from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
-from layerwise.importers.load import load_planned
+from layerwise.importers.load import load_model, planned_model, planned_shape
 from layerwise.machine import DTYPES, load
 from layerwise.plan import Plan, as_json, load_plan, nearest
 from layerwise.quantities import units
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rebuild(plan: Plan, model: str | None = None) -> tuple[CostModel, SearchSpace]:
-    """The cost model and the space under which a plan was found; `model`: see `load_planned`."""
+    """The cost model and the space under which a plan was found; `model`: see `planned_model`."""
     p = plan.provenance
     try:
         shape = p["input_shape"]
@@ -66,7 +66,7 @@ def rebuild(plan: Plan, model: str | None = None) -> tuple[CostModel, SearchSpac
     for option, known in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("link_model", LINK_MODELS), ("sync", SYNCS)):
         if (value := getattr(options, option)) not in known:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(known)}")
-    raw = load_planned(plan.model, model, plan.batch, shape).graph
+    raw = load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape))
     graph = fuse(raw) if plan.fused else raw
     plan.check(graph)
     return CostModel(graph, devices, options), space

@@ -17,6 +17,9 @@ settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# What a test searches for is searched for.
+os.environ["LAYERWISE_NO_CACHE"] = "1"
+
 # Processes that tests start share the bytecode of what they import, also where the environment says to write none.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

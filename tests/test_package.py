@@ -169,6 +169,26 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
     python("-c", script, cwd=tmp_path)
 
 
+def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, layerwise\n"
+        "from layerwise import explain\n"
+        "from layerwise.cli import run_main\n"
+        "from layerwise.oracle import __main__ as oracle\n"
+        "from layerwise.search import __main__ as search\n"
+        "from layerwise.search.baselines import baseline\n"
+        "assert run_main(search.main, 'lenet5 --gpus 4 --memory --out plan.json --timeline step.json'.split()) == 0\n"
+        "assert run_main(explain.main, 'plan.json features.0'.split()) == 0\n"
+        "assert run_main(oracle.main, 'lenet5 --gpus 1..4'.split()) == 0\n"
+        "for name in ('alexnet_grouped', 'inception_v3_aux', 'mobilenet_v2', 'unet3d'):\n"
+        "    graph = layerwise.fuse(layerwise.load_model(name, 4))\n"
+        "    model = layerwise.CostModel(graph, layerwise.load_profile('h100').device_graph(2))\n"
+        "    layerwise.price(model, baseline(model, 'model'))\n"
+        "assert not {'torch', 'onnx'} & set(sys.modules)\n"
+    )
+    python("-c", script, cwd=tmp_path)
+
+
 @pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.explain", "layerwise.diff"])
 def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from layerwise.api.world import World
+from layerwise.cache import answers
 from layerwise.config import Config, SearchSpace, parse
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete
@@ -110,7 +111,7 @@ class Planner:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
-        result = search(model, space, fixed=fixed_layers(model, strategy))
+        result = search(model, space, fixed=fixed_layers(model, strategy), answers=answers())
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None

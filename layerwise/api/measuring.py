@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from torch import nn
 
 from layerwise.api.choose import Planner
 from layerwise.api.world import World
+from layerwise.cache import folder
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
@@ -44,13 +44,11 @@ LINKS = 0.3  # of the budget is for links, where these are not known yet
 
 
 def cache_file(world: World) -> Path:
-    """Where the profile of ranks like these is kept: $LAYERWISE_CACHE, else layerwise in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(os.environ.get("LAYERWISE_CACHE") or Path(home) / "layerwise")
+    """Where the profile of ranks like these is kept."""
     shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
     facts = json.dumps([world.device, cpu_name(), torch.get_num_threads(), torch.__version__, __version__, *shape])
     name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
-    return folder / f"{name}-{world.nodes}x{world.gpus_per_node}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+    return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
 
 @dataclass(frozen=True, slots=True)

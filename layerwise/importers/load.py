@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.models import find, names
 from layerwise.ops.base import Role
 
@@ -54,9 +55,11 @@ class Network:
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
     """The network that `spec` names, unfused, with `batch` samples. Weights are not needed and not allocated.
 
-    `input_shape`, of one sample, is for a callable that returns a module without example inputs.
+    `input_shape`, of one sample, is for a callable that returns a module without example inputs. For a built-in network
+    no torch is imported: its graph is written down.
     """
-    return load_network(spec, batch, input_shape).graph
+    written = written_graph(spec) if input_shape is None else None
+    return load_network(spec, batch, input_shape).graph if written is None else written.rebatch(batch)
 
 
 def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> Network:
@@ -89,7 +92,12 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
 
 
 def load_planned(named: str, model: str | None, batch: int, input_shape: object) -> Network:
-    """The network that a plan names, or `model`, which the user gives for it; `input_shape` as the plan has it.
+    """The network of a plan: see `planned_model`."""
+    return load_network(planned_model(named, model), batch, planned_shape(input_shape))
+
+
+def planned_model(named: str, model: str | None) -> str:
+    """MODEL that a plan names, or `model`, which the user gives for it.
 
     A plan is data and may come from anybody. LayerwiseError where it names code which the user does not name, too.
     """
@@ -98,7 +106,12 @@ def load_planned(named: str, model: str | None, batch: int, input_shape: object)
             f"the plan is for {named!r}, which is code, and a plan runs none: if you trust it, give --model {named} "
             "(in Python: model=...)"
         )
-    return load_network(model or named, batch, tuple(input_shape) if isinstance(input_shape, list) else None)
+    return model or named
+
+
+def planned_shape(input_shape: object) -> tuple[int, ...] | None:
+    """--input-shape as a plan has it."""
+    return tuple(input_shape) if isinstance(input_shape, list) else None
 
 
 def names_code(spec: str) -> bool:
@@ -114,7 +127,7 @@ def _built_in(spec: str, batch: int) -> Network:
     with torch.device("meta"):
         network = model.build()
     # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
-    return network_of(network, model.example_inputs(2), batch, spec, trusted=True)
+    return network_of(network, model.example_inputs(SAMPLES), batch, spec, trusted=True)
 
 
 def network_of(

@@ -12,6 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
     console,
@@ -107,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
     )
+    g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
     g = p.add_argument_group("cost model")
     g.add_argument(
         "--link-model",
@@ -197,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             memory_limit_bytes=limit,
             offer=offer,
             progress=progress,
+            answers=answers(wanted=not args.no_cache),
         )
     tried: list[Remedy] = []
     if not result.best.fits:

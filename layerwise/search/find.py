@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import model_error
-from layerwise.cost.model import CostModel, Progress
+from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
@@ -19,6 +20,7 @@ from layerwise.search.eliminate import eliminate
 from layerwise.search.limited import Least
 from layerwise.search.narrow import narrow, strategy_of
 from layerwise.search.prune import by_edge_cost, restrict
+from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
 from layerwise.search.variants import OFFERS, Strategy
 from layerwise.search.within import LimitedSearch, Within
@@ -36,13 +38,14 @@ def search(
     offer: Iterable[str] = OFFERS,
     fixed: Mapping[str, Config] | None = None,
     progress: Progress | None = None,
+    answers: Answers | None = None,
 ) -> SearchResult:
     """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
     `variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
-    optimum, and no baseline.
+    optimum, and no baseline. `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """
     limit = float(model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes)
     if not limit > 0:
@@ -56,35 +59,30 @@ def search(
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     configs = configurations(model, space, named, fixed or {})
     weights = SYNC_WEIGHTS if objective == "timeline" else SYNC_WEIGHTS[:1]
-    narrowed = narrow(model, configs, {} if fixed else named, weights, progress)
-    built = time.perf_counter()
-    tables, optima = narrowed.tables, []
-    for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
-        keep = by_edge_cost(tables, node, upper)
-        small = restrict(tables, keep)
-        optima.append((small, eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node})))
-    searching = time.perf_counter() - built + narrowed.bounding_s
-    seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
-    strategies = [strategy_of(small.configs, optimum.choice) for small, optimum in optima]
-    distinct = {tuple(s.items()): s for s in strategies}
+    recall = Recall(answers, model, space, weights, memory_bytes, fixed)
+    solved = recall.solved(
+        lambda: _solved(model, configs, {} if fixed else named, weights, memory_bytes, progress, started)
+    )
+    seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
+    distinct = {tuple(s.items()): s for s in solved.strategies}
     candidates = [candidate(model, "layerwise", s, limit) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
-    additive, optimum = candidates[0], optima[0][1]
+    additive, optimum = candidates[0], solved.optima[0]
     if not optimum.proven and not fixed:  # a baseline may be better than what the search came to
         additive = min([additive, *baselines.values()], key=lambda c: c.price.step_time_s)
         optimum = replace(optimum, cost_s=min(optimum.cost_s, additive.price.step_time_s))
     by_time = objective == "timeline" and not fixed
     unlimited = best = choose(candidates, baselines, heed_memory=False) if by_time else additive
-    kept, within, least = sum(map(len, tables.configs.values())), None, None
+    kept, within, least = solved.kept, None, None
     if not best.fits:
         started = time.perf_counter()
         under = LimitedSearch(
             model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
         )
         known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
-        within, least = _limited(under, limit, weights, known)
+        within, least = recall.limited(lambda: _limited(under, limit, weights, known), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
@@ -103,6 +101,29 @@ def search(
     return SearchResult(
         best, additive, baselines, optimum, seconds, counts, simulated, int(limit), offer, unlimited, within, least
     )
+
+
+def _solved(
+    model: CostModel,
+    configs: Configs,
+    named: Mapping[str, Mapping[str, Config]],
+    weights: Sequence[float],
+    memory_bytes: float,
+    progress: Progress | None,
+    started: float,
+) -> Solved:
+    """The optima without a memory limit. started: when, for the seconds that tables took."""
+    narrowed = narrow(model, configs, named, weights, progress)
+    built = time.perf_counter()
+    tables, strategies, optima = narrowed.tables, [], []
+    for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
+        keep = by_edge_cost(tables, node, upper)
+        small = restrict(tables, keep)
+        optima.append(eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node}))
+        strategies.append(strategy_of(small.configs, optima[-1].choice))
+    searching = time.perf_counter() - built + narrowed.bounding_s
+    seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
+    return Solved(tuple(strategies), tuple(optima), sum(map(len, tables.configs.values())), seconds)
 
 
 def _limited(

@@ -15,6 +15,8 @@ from layerwise import models
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.graph.types import TRACED, Region
+from layerwise.importers.built_in import SAMPLES, written_graph
+from layerwise.importers.load import load_network
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
 from layerwise.ops.embed import Embedding
@@ -73,14 +75,15 @@ ALIKE = ("resnet152",)  # resnet50 with more of the same blocks
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in models.names()])
 def test_built_in_models(name: str) -> None:
-    model = models.find(name)
-    with torch.device("meta"):
-        network = model.build()
-    graph = from_torch(network, model.example_inputs(2), name=name)
-    assert graph.parameter_count() == sum(p.numel() for p in network.parameters())
-    modules = dict(network.named_modules())
+    network = load_network(name, SAMPLES)
+    graph, module = network.graph, network.module
+    assert module is not None
+    assert graph.parameter_count() == sum(p.numel() for p in module.parameters())
+    modules = dict(module.named_modules())
     assert all(layer.name in modules for layer in graph.inner if layer.op.kind in ("conv", "linear", "batch_norm"))
     assert graph.rebatch(96).layers[-1].specs[0].shape[0] == 96
+    as_written = written_graph(name) == graph
+    assert as_written, "models/graphs is not of these models: python -m layerwise.importers.built_in writes it again"
 
 
 def test_convolutional_network_and_its_names() -> None:

@@ -1,0 +1,136 @@
+"""Answers of earlier runs, each in a file whose name is a digest of all that it follows from, layerwise's code included.
+
+A file is read only if it is whole: it carries a digest of what it says. Nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from layerwise.errors import LayerwiseError
+from layerwise.files import parse_json, write_text
+
+ANSWERS = "answers"  # the folder of these files, inside the cache's
+MOST_BYTES = 64 << 20  # of all of them: the oldest go
+PACKAGE = Path(__file__).parent
+
+
+class Unkeyed(Exception):
+    """The answer follows from something whose value cannot be told, such as an operator of the user's own."""
+
+
+def folder() -> Path:
+    """What layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("LAYERWISE_CACHE") or Path(home) / "layerwise")
+
+
+class Answers:
+    """Keeps answers in files. `say` is told, a line each, what is of no use or cannot be kept."""
+
+    def __init__(self, place: Path, say: Callable[[str], None], most_bytes: int = MOST_BYTES) -> None:
+        self.place, self.say, self.most_bytes = place, say, most_bytes
+
+    def find(self, key: str) -> Any:
+        """The answer, as JSON; None where there is none."""
+        path = self._path(key)
+        try:
+            said, _, text = path.read_text(encoding="utf-8").partition("\n")
+            if said != _digest(text):
+                raise LayerwiseError("it was altered since it was written")
+            answer = parse_json(text, "it")
+            os.utime(path)  # what is used is not old
+        except FileNotFoundError:
+            return None
+        except (LayerwiseError, OSError, ValueError) as error:  # ValueError: not text
+            self.of_no_use(key, str(error))
+            return None
+        return answer
+
+    def keep(self, key: str, answer: object) -> None:
+        """Keeps an answer, which JSON can hold."""
+        text = json.dumps(answer, allow_nan=False)
+        try:
+            self.place.mkdir(parents=True, exist_ok=True)
+            write_text(self._path(key), f"{_digest(text)}\n{text}")
+            self._make_room()
+        except (LayerwiseError, OSError) as error:
+            self.say(f"the answer is not kept for later runs: {error}")
+
+    def of_no_use(self, key: str, why: str) -> None:
+        """Says that an answer is found anew, and why."""
+        self.say(f"the cache's file {self._path(key)} is of no use, so the answer is found anew: {why}")
+
+    def _path(self, key: str) -> Path:
+        return self.place / f"{key}.json"
+
+    def _make_room(self) -> None:
+        """Removes the oldest files while all of them are too many bytes. Others may do the same."""
+        held = sorted(((found.stat(), found) for found in self.place.glob("*.json")), key=lambda row: row[0].st_mtime)
+        total = sum(row.st_size for row, _ in held)
+        for row, path in held[:-1]:
+            if total <= self.most_bytes:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            total -= row.st_size
+
+
+def answers(*, wanted: bool = True) -> Answers | None:
+    """The user's own; None where they are not wanted, as $LAYERWISE_NO_CACHE says, too."""
+    if not wanted or os.environ.get("LAYERWISE_NO_CACHE"):
+        return None
+    return Answers(folder() / ANSWERS, lambda line: print(f"layerwise: {line}", file=sys.stderr))
+
+
+def key_of(*facts: object) -> str:
+    """The name of what follows from these facts, from layerwise's code, and from numpy's arithmetic.
+
+    Raises Unkeyed where a fact is of another class than layerwise's own dataclasses and what JSON has.
+    """
+    plain = [_code(), version("numpy"), *map(_plain, facts)]
+    return _digest(json.dumps(plain))[:32]
+
+
+@cache
+def _code() -> str:
+    """SHA-256 of layerwise's sources: what is developed has one version for long."""
+    sources = sorted(PACKAGE.rglob("*.py"))
+    together = hashlib.sha256()
+    for path in sources:
+        together.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return together.hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Of equal values the same, of others another."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        pairs = [[_plain(key), _plain(item)] for key, item in value.items()]
+        return {"": sorted(pairs, key=json.dumps)}
+    if isinstance(value, frozenset | set):
+        return {"": sorted(map(_plain, value), key=json.dumps)}
+    if name.startswith("layerwise.") and isinstance(value, Enum):
+        return {name: value.name}
+    if name.startswith("layerwise.") and is_dataclass(value):
+        return {name: [_plain(getattr(value, field.name)) for field in fields(value) if field.compare]}
+    raise Unkeyed(name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,131 @@
+"""What a search found, kept for the next run of the same search (`layerwise.cache`): strategies and their proof.
+
+Times that are shown are predicted anew, and a kept strategy must still have the cost that was proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import inf, isclose
+from typing import Any, TypeVar
+
+from layerwise.cache import Answers, Unkeyed, key_of
+from layerwise.config import Config
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import complete
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.ops.torch_op import TorchOp
+from layerwise.plan import as_json, parse_strategy
+from layerwise.search.eliminate import Optimum
+from layerwise.search.narrow import exact_cost
+from layerwise.search.within import LeastMemory, MemoryPrice, Within
+
+T = TypeVar("T")
+Limited = tuple[Within, LeastMemory | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The optima without a memory limit: for each weight of t_S a strategy, and its proof."""
+
+    strategies: tuple[dict[str, Config], ...]
+    optima: tuple[Optimum, ...]
+    kept: int  # configurations that were left after pruning, of all layers
+    seconds: Mapping[str, float] = field(compare=False)
+
+
+class Recall:
+    """The answers of one search. facts: what it follows from, beside the model."""
+
+    def __init__(self, answers: Answers | None, model: CostModel, *facts: object) -> None:
+        self.model, self._key = model, ""
+        self.answers: Answers | None = None
+        if answers is not None and not _own_kernels(model.graph):
+            with suppress(Unkeyed):
+                self._key = key_of(version("torch"), model.graph, model.devices, model.options, *facts)
+                self.answers = answers
+
+    def solved(self, find: Callable[[], Solved]) -> Solved:
+        """The optima without a limit; `find` finds them where nothing is kept."""
+        return self._recalled((), find, self._solved_as_json, self._solved)
+
+    def limited(self, find: Callable[[], Limited], limit_bytes: float, offer: Sequence[str]) -> Limited:
+        """What a search under a limit found."""
+        return self._recalled((limit_bytes, list(offer)), find, self._limited_as_json, self._limited)
+
+    def _recalled(
+        self,
+        facts: tuple[object, ...],
+        find: Callable[[], T],
+        write: Callable[[T], object],
+        read: Callable[[Any], T],
+    ) -> T:
+        if self.answers is None:
+            return find()
+        key = key_of(self._key, *facts)
+        kept = self.answers.find(key)
+        if kept is not None:
+            try:
+                return read(kept)
+            except (AttributeError, KeyError, LayerwiseError, TypeError, ValueError) as error:
+                self.answers.of_no_use(key, f"{type(error).__name__}: {error}")
+        found = find()
+        self.answers.keep(key, write(found))
+        return found
+
+    def _solved(self, kept: Any) -> Solved:
+        strategies = tuple(self._strategy(strategy) for strategy in kept["strategies"])
+        optima = tuple(Optimum(**proof | {"order": tuple(proof["order"])}) for proof in kept["optima"])
+        self._check(strategies[0], optima[0].cost_s)
+        return Solved(strategies, optima, kept["kept"], {})
+
+    def _limited(self, kept: Any) -> Limited:
+        within, least = kept["within"], kept["least"]
+        strategies = tuple(self._strategy(strategy) for strategy in within["strategies"])
+        if strategies:
+            self._check(strategies[0], within["cost_s"])
+        prices = tuple(MemoryPrice(**price) for price in within["prices"])
+        times = {name: _number(within[name]) for name in ("cost_s", "lower_bound_s")}
+        found = Within(**within | {"strategies": strategies, "prices": prices} | times)
+        return found, least and LeastMemory(**least | {"strategy": self._strategy(least["strategy"])})
+
+    def _solved_as_json(self, found: Solved) -> object:
+        strategies = [self._as_json(strategy) for strategy in found.strategies]
+        return {"strategies": strategies, "optima": [asdict(proof) for proof in found.optima], "kept": found.kept}
+
+    def _limited_as_json(self, found: Limited) -> object:
+        within, least = found
+        times = {name: _finite(getattr(within, name)) for name in ("cost_s", "lower_bound_s")}
+        return {
+            "within": asdict(within) | {"strategies": [self._as_json(s) for s in within.strategies]} | times,
+            "least": least and asdict(least) | {"strategy": self._as_json(least.strategy)},
+        }
+
+    def _as_json(self, strategy: Mapping[str, Config]) -> dict[str, object]:
+        return {layer.name: as_json(strategy[layer.name]) for layer in self.model.graph.inner}
+
+    def _strategy(self, kept: object) -> dict[str, Config]:
+        return complete(self.model, parse_strategy(kept, self.model.graph, self.model.devices.count))
+
+    def _check(self, strategy: Mapping[str, Config], cost_s: float) -> None:
+        if not isclose(sum(exact_cost(self.model, strategy)), cost_s, rel_tol=1e-9):
+            raise LayerwiseError("its strategy costs something else now")
+
+
+def _own_kernels(graph: LayerGraph) -> bool:
+    """Whether an operator is code of somebody else's that is registered with torch, which no digest sees."""
+    operators = (stage.op for layer in graph.layers for stage in layer.stages)
+    return any(isinstance(op, TorchOp) and not op.target.startswith("aten::") for op in operators)
+
+
+def _finite(seconds: float) -> float | None:
+    """JSON has no infinity."""
+    return None if seconds == inf else seconds
+
+
+def _number(seconds: float | None) -> float:
+    return inf if seconds is None else seconds

@@ -1,0 +1,90 @@
+"""A search that was done before is read, and says what it said then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerwise.cache import Answers
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.files import parse_json
+from layerwise.graph.fuse import fuse
+from layerwise.machine import load
+from layerwise.search import find
+from layerwise.search.report.as_json import as_dict
+from layerwise.search.result import SearchResult
+from tests.importers.networks import chain
+
+LIMITS = {"without": 1e12, "binding": 4.2e5, "impossible": 1e4}
+
+
+def model(batch: int = 8) -> CostModel:
+    return CostModel(fuse(chain(batch)), load("p100").device_graph(4), CostOptions(optimizer="adam"))
+
+
+def search(answers: Answers | None, limit: float, batch: int = 8) -> SearchResult:
+    return find.search(model(batch), SearchSpace(4), memory_limit_bytes=limit, answers=answers)
+
+
+def told(result: SearchResult) -> dict[str, Any]:
+    return as_dict(model(), result, "chain", {}, None, [])
+
+
+def never(*_: object, **__: object) -> Any:
+    raise AssertionError("it is searched again")
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_same_search_is_read(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    answers = Answers(tmp_path, said.append)
+    first = search(answers, LIMITS[limit])
+    assert (first.within is not None) == (limit != "without")
+    assert first.best.fits == (limit != "impossible")
+    monkeypatch.setattr(find, "narrow", never)
+    monkeypatch.setattr(find, "_limited", never)
+    again = search(answers, LIMITS[limit])
+    assert told(again) == told(first) == told(search(answers, LIMITS[limit]))
+    assert again.optimum == first.optimum
+    assert (again.within, again.least) == (first.within, first.least)
+    assert "cache" in again.seconds
+    assert not said
+    with pytest.raises(AssertionError, match="it is searched again"):
+        search(answers, LIMITS[limit], batch=16)
+
+
+def altered(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> list[str]:
+    """What is said of an answer that was changed, and that it is found anew."""
+    said: list[str] = []
+    answers = Answers(tmp_path, said.append)
+    first = search(answers, 1e12)
+    (file,) = tmp_path.iterdir()
+    answer = parse_json(file.read_text().partition("\n")[2], "answer")
+    change(answer)
+    answers.keep(file.stem, answer)
+    assert told(search(answers, 1e12)) == told(first)
+    assert told(search(answers, 1e12)) == told(first)
+    return said
+
+
+def worse(answer: dict[str, Any]) -> None:
+    strategy = answer["strategies"][0]
+    strategy[next(iter(strategy))] = {}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (worse, "its strategy costs something else now"),
+        (lambda answer: answer.pop("optima"), "KeyError: 'optima'"),
+        (lambda answer: answer["strategies"][0].popitem(), "the strategy has no configuration for layer"),
+    ],
+)
+def test_an_answer_that_is_none_is_found_anew(change: Callable[[dict[str, Any]], None], why: str, tmp_path: Path) -> None:
+    (line,) = altered(change, tmp_path)
+    assert "is of no use" in line
+    assert why in line
