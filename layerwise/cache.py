@@ -1,4 +1,4 @@
-"""Answers of earlier runs, each in a file whose name is a digest of all that it follows from, layerwise's code included.
+"""Answers of earlier runs: files, each named by a digest of all that it follows from, layerwise's code included.
 
 A file is read only if it is whole: it carries a digest of what it says. Nothing in it is ever executed.
 """
@@ -26,7 +26,7 @@ MOST_BYTES = 64 << 20  # of all of them: the oldest go
 PACKAGE = Path(__file__).parent
 
 
-class Unkeyed(Exception):
+class UnkeyedError(Exception):
     """The answer follows from something whose value cannot be told, such as an operator of the user's own."""
 
 
@@ -97,7 +97,7 @@ def answers(*, wanted: bool = True) -> Answers | None:
 def key_of(*facts: object) -> str:
     """The name of what follows from these facts, from layerwise's code, and from numpy's arithmetic.
 
-    Raises Unkeyed where a fact is of another class than layerwise's own dataclasses and what JSON has.
+    Raises UnkeyedError where a fact is of another class than layerwise's own dataclasses and what JSON has.
     """
     plain = [_code(), version("numpy"), *map(_plain, facts)]
     return _digest(json.dumps(plain))[:32]
@@ -129,7 +129,7 @@ def _plain(value: object) -> object:
         return {name: value.name}
     if name.startswith("layerwise.") and is_dataclass(value):
         return {name: [_plain(getattr(value, field.name)) for field in fields(value) if field.compare]}
-    raise Unkeyed(name)
+    raise UnkeyedError(name)
 
 
 def _digest(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerwise import cache
-from layerwise.cache import Answers, Unkeyed, answers, folder, key_of
+from layerwise.cache import Answers, UnkeyedError, answers, folder, key_of
 from layerwise.config import Config, SearchSpace
 
 
@@ -48,7 +48,8 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
 
 def test_keys_differ_with_every_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.of({"n": 2, "c": 4})
-    facts = [1, 1.0, True, "1", None, (1,), ((1,),), {1: 2}, {1: 3}, config, Config.of({"n": 4, "c": 2}), SearchSpace(8)]
+    other = Config.of({"n": 4, "c": 2})
+    facts = [1, 1.0, True, "1", None, (1,), ((1,),), {1: 2}, {1: 3}, config, other, SearchSpace(8)]
     keys = {key_of(fact) for fact in facts} | {key_of(1, 2), key_of(2, 1), key_of()}
     assert len(keys) == len(facts) + 3
     assert key_of({"a": 1, "b": config}) == key_of({"b": Config.of({"c": 4, "n": 2}), "a": 1})
@@ -62,7 +63,7 @@ def test_there_is_no_key_for_what_is_not_layerwise_s_own() -> None:
         number: int
 
     for stranger in (Mine(1), [Mine(1)], {"a": Mine(1)}, object(), 1j):
-        with pytest.raises(Unkeyed):
+        with pytest.raises(UnkeyedError):
             key_of(stranger)
 
 

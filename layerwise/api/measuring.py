@@ -48,7 +48,8 @@ def cache_file(world: World) -> Path:
     shape = [world.nodes, world.gpus_per_node, world.size, "nccl" if world.comm.collectives else "gloo"]
     facts = json.dumps([world.device, cpu_name(), torch.get_num_threads(), torch.__version__, __version__, *shape])
     name = re.sub(r"\W+", "-", world.device.lower()).strip("-")
-    return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    return folder() / f"{name}-{world.nodes}x{world.gpus_per_node}-{digest}.json"
 
 
 @dataclass(frozen=True, slots=True)

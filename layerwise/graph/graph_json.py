@@ -34,7 +34,7 @@ NAMES = ("inputs", "parameters", "frozen")  # of a layer
 
 
 def write(graph: LayerGraph) -> str:
-    """The text. Raises LayerwiseError for a graph that `read` would not give back: one with other operators or types."""
+    """The text. Raises LayerwiseError for a graph that `read` would not give back: of other operators or types."""
     rows = [json.dumps(_layer(layer), separators=(",", ":")) for layer in graph.layers]
     text = "\n".join(['{"name":' + json.dumps(graph.name) + ',"layers":[', ",\n".join(rows), "]}", ""])
     if read(text, graph.name) != graph:
@@ -64,10 +64,10 @@ def _layer(layer: Layer) -> dict[str, object]:
     return {"name": layer.name, "op": {"kind": layer.op.kind, **dict(_attributes(layer.op))}, **named}
 
 
-def _attributes(op: Op) -> Iterator[tuple[str, object]]:
+def _attributes(held: Op | TensorSpec) -> Iterator[tuple[str, object]]:
     """Those that are not the default."""
-    for field in fields(op):  # type: ignore[arg-type]  # every operator is a dataclass
-        value = getattr(op, field.name)
+    for field in fields(held):  # type: ignore[arg-type]  # every operator is a dataclass
+        value = getattr(held, field.name)
         if field.default is MISSING or value != field.default:
             yield field.name, dict(_attributes(value)) if isinstance(value, TensorSpec) else value
 
@@ -80,5 +80,5 @@ def _operator(row: Mapping[str, object]) -> Op:
 def _plain(value: object) -> object:
     """Lists are tuples; what has members is a tensor."""
     if isinstance(value, Mapping):
-        return TensorSpec(**{name: _plain(member) for name, member in value.items()})
+        return TensorSpec(**{name: _plain(member) for name, member in value.items()})  # type: ignore[arg-type]
     return tuple(map(_plain, value)) if isinstance(value, list) else value

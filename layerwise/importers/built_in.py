@@ -1,15 +1,13 @@
 """The graphs of the built-in networks, written down in `models/graphs`, so that planning for one imports no torch.
 
-`python -m layerwise.importers.built_in` writes them again, of their models: after a change of a model, an importer or
-an operator. A test compares each with its model.
+`python -m layerwise.importers` writes them again, of their models: after a change of a model, an importer or an
+operator. A test compares each with its model.
 """
 
 from __future__ import annotations
 
 from importlib import resources
-from pathlib import Path
 
-from layerwise.files import write_text
 from layerwise.graph import graph_json
 from layerwise.graph.layer import LayerGraph
 from layerwise.models import names
@@ -23,17 +21,3 @@ def written_graph(name: str) -> LayerGraph | None:
         return None
     where = f"graphs/{name}.json"
     return graph_json.read((resources.files("layerwise.models") / where).read_text(encoding="utf-8"), where)
-
-
-def main() -> None:
-    """Writes all of them."""
-    from layerwise.importers.load import load_network
-
-    folder = Path(str(resources.files("layerwise.models") / "graphs"))
-    folder.mkdir(exist_ok=True)
-    for name in names():
-        write_text(folder / f"{name}.json", graph_json.write(load_network(name, SAMPLES).graph))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from math import inf, isclose
 from typing import Any, TypeVar
 
-from layerwise.cache import Answers, Unkeyed, key_of
+from layerwise.cache import Answers, UnkeyedError, key_of
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
@@ -45,7 +45,7 @@ class Recall:
         self.model, self._key = model, ""
         self.answers: Answers | None = None
         if answers is not None and not _own_kernels(model.graph):
-            with suppress(Unkeyed):
+            with suppress(UnkeyedError):
                 self._key = key_of(version("torch"), model.graph, model.devices, model.options, *facts)
                 self.answers = answers
 

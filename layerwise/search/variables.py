@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-import networkx as nx
 import numpy as np
 
 from layerwise.geometry.arrays import Floats
@@ -32,23 +31,31 @@ class Factor:
 
 def min_fill_order(sizes: Mapping[str, int], scopes: Iterable[tuple[str, ...]]) -> list[str]:
     """Variables in the order in which eliminating them joins the fewest others; ties by the smaller table."""
-    graph: nx.Graph[str] = nx.Graph()
-    graph.add_nodes_from(sizes)
+    around: dict[str, set[str]] = {name: set() for name in sizes}
     for scope in scopes:
-        graph.add_edges_from(combinations(scope, 2))
+        _connect(around, scope)
     order = []
-    while graph:
+    while around:
 
         def effort(name: str) -> tuple[int, int]:
-            around = list(graph[name])
-            fill = sum(not graph.has_edge(a, b) for a, b in combinations(around, 2))
-            return fill, prod(sizes[a] for a in around) * sizes[name]
+            near = around[name]
+            fill = sum(b not in around[a] for a, b in combinations(near, 2))
+            return fill, prod(sizes[a] for a in near) * sizes[name]
 
-        best = min(graph, key=effort)
-        graph.add_edges_from(combinations(list(graph[best]), 2))
-        graph.remove_node(best)
+        best = min(around, key=effort)
+        near = around.pop(best)
+        _connect(around, near)
+        for name in near:
+            around[name].remove(best)
         order.append(best)
     return order
+
+
+def _connect(around: dict[str, set[str]], names: Iterable[str]) -> None:
+    """Joins each of these variables to all the others."""
+    for a, b in combinations(names, 2):
+        around[a].add(b)
+        around[b].add(a)
 
 
 def eliminate_variables(

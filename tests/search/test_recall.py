@@ -19,15 +19,15 @@ from layerwise.search.report.as_json import as_dict
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 
-LIMITS = {"without": 1e12, "binding": 4.2e5, "impossible": 1e4}
+LIMITS = {"without": 1e12, "binding": 5.9e6, "impossible": 1e4}
 
 
 def model(batch: int = 8) -> CostModel:
-    return CostModel(fuse(chain(batch)), load("p100").device_graph(4), CostOptions(optimizer="adam"))
+    return CostModel(fuse(chain(batch, depth=1)), load("p100").device_graph(2), CostOptions(optimizer="adam"))
 
 
 def search(answers: Answers | None, limit: float, batch: int = 8) -> SearchResult:
-    return find.search(model(batch), SearchSpace(4), memory_limit_bytes=limit, answers=answers)
+    return find.search(model(batch), SearchSpace(2), memory_limit_bytes=limit, answers=answers)
 
 
 def told(result: SearchResult) -> dict[str, Any]:
@@ -84,7 +84,9 @@ def worse(answer: dict[str, Any]) -> None:
         (lambda answer: answer["strategies"][0].popitem(), "the strategy has no configuration for layer"),
     ],
 )
-def test_an_answer_that_is_none_is_found_anew(change: Callable[[dict[str, Any]], None], why: str, tmp_path: Path) -> None:
+def test_an_answer_that_is_none_is_found_anew(
+    change: Callable[[dict[str, Any]], None], why: str, tmp_path: Path
+) -> None:
     (line,) = altered(change, tmp_path)
     assert "is of no use" in line
     assert why in line

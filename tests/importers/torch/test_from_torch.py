@@ -83,7 +83,7 @@ def test_built_in_models(name: str) -> None:
     assert all(layer.name in modules for layer in graph.inner if layer.op.kind in ("conv", "linear", "batch_norm"))
     assert graph.rebatch(96).layers[-1].specs[0].shape[0] == 96
     as_written = written_graph(name) == graph
-    assert as_written, "models/graphs is not of these models: python -m layerwise.importers.built_in writes it again"
+    assert as_written, "models/graphs is not of these models: python -m layerwise.importers writes it again"
 
 
 def test_convolutional_network_and_its_names() -> None:
