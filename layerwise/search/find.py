@@ -78,11 +78,15 @@ def search(
     kept, within, least = solved.kept, None, None
     if not best.fits:
         started = time.perf_counter()
-        under = LimitedSearch(
-            model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
-        )
         known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
-        within, least = recall.limited(lambda: _limited(under, limit, weights, known), limit, offer)
+
+        def limited() -> tuple[Within, LeastMemory | None]:
+            under = LimitedSearch(
+                model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
+            )
+            return _limited(under, limit, weights, known)
+
+        within, least = recall.limited(limited, limit, offer)
         found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
