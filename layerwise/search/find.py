@@ -80,7 +80,7 @@ def search(
         started = time.perf_counter()
         known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
 
-        def limited() -> tuple[Within, LeastMemory | None]:
+        def limited() -> tuple[Within, Least[Strategy] | None]:
             under = LimitedSearch(
                 model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
             )

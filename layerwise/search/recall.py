@@ -21,11 +21,13 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.ops.torch_op import TorchOp
 from layerwise.plan import as_json, parse_strategy
 from layerwise.search.eliminate import Optimum
+from layerwise.search.limited import Least
 from layerwise.search.narrow import exact_cost
-from layerwise.search.within import LeastMemory, MemoryPrice, Within
+from layerwise.search.variants import Strategy
+from layerwise.search.within import MemoryPrice, Within
 
 T = TypeVar("T")
-Limited = tuple[Within, LeastMemory | None]
+Limited = tuple[Within, Least[Strategy] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Recall:
         prices = tuple(MemoryPrice(**price) for price in within["prices"])
         times = {name: _number(within[name]) for name in ("cost_s", "lower_bound_s")}
         found = Within(**within | {"strategies": strategies, "prices": prices} | times)
-        return found, least and LeastMemory(**least | {"strategy": self._strategy(least["strategy"])})
+        return found, least and Least(**least | {"best": self._strategy(least["best"])})
 
     def _solved_as_json(self, found: Solved) -> object:
         strategies = [self._as_json(strategy) for strategy in found.strategies]
@@ -102,7 +104,7 @@ class Recall:
         times = {name: _finite(getattr(within, name)) for name in ("cost_s", "lower_bound_s")}
         return {
             "within": asdict(within) | {"strategies": [self._as_json(s) for s in within.strategies]} | times,
-            "least": least and asdict(least) | {"strategy": self._as_json(least.strategy)},
+            "least": least and asdict(least) | {"best": self._as_json(least.best)},
         }
 
     def _as_json(self, strategy: Mapping[str, Config]) -> dict[str, object]:
