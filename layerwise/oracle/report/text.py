@@ -197,14 +197,15 @@ def suggestion_lines(suggestion: Suggestion, samples: int, budget: Budget) -> It
     if suggestion.gain > 1:
         kept = "data parallelism" if p.strategy == "data" else title(p.strategy)
         yield f"{suggestion.gain:.3g}×, within the model's error ({100 * suggestion.error:.2g}%): {kept} kept."
-    if suggestion.runner_up is None:
+    second, margin = suggestion.runner_up, suggestion.margin
+    if second is None or margin is None:
         yield "No other strategy keeps to this."
     else:
-        q = suggestion.runner_up.projection
+        q = second.projection
         yield (
             f"Runner-up: {title(q.strategy)} on {_gpus(q.devices)}, "
-            f"{duration(suggestion.runner_up.epoch_s(samples))} an epoch: {abs(suggestion.margin):.1%} "
-            f"{'less' if suggestion.margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}."
+            f"{duration(second.epoch_s(samples))} an epoch: {abs(margin):.1%} "
+            f"{'less' if margin < 0 else 'more'} {'GPU-hours' if budget.seconds else 'time'}."
         )
 
 
