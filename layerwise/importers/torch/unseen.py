@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import getattr_static
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
-        self._apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+        self._apply: Any = getattr_static(torch.autograd.Function, "apply")  # of C since PyTorch 2.15, of Python before
         self._register_hook, self._grad = Tensor.register_hook, torch.autograd.grad
         self._set = nn.Module.__setattr__
         self._grad_fn: Any = torch._C.TensorBase.grad_fn
@@ -66,7 +67,7 @@ class Watch:
 
     def _applied(self, kind: type[torch.autograd.Function], *inputs: Any, **named: Any) -> Any:
         if not self._here:
-            return self._apply(kind, *inputs, **named)
+            return self._apply.__get__(None, kind)(*inputs, **named)
         if kind is checkpoint.CheckpointFunction:  # within it autograd would be off, and stay so in the trace
             function, _, *given = inputs
             wanted = any(isinstance(x, Tensor) and x.requires_grad for x in given)
@@ -74,7 +75,7 @@ class Watch:
                 return function(*given)
         if not kind.__module__.startswith("torch."):
             self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = None
-        return self._apply(kind, *inputs, **named)
+        return self._apply.__get__(None, kind)(*inputs, **named)
 
     def _region(self, *inputs: Any, **named: Any) -> Iterator[None]:
         if not self._here:
