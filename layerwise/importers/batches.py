@@ -16,32 +16,43 @@ from layerwise.importers.torch.from_torch import import_module
 from layerwise.importers.torch.structure import Structure
 from layerwise.ops.base import Role
 
-MORE = (3, 7)  # times the example's samples, where sizes of the network may happen to be their number, or twice that
+Imported = tuple[LayerGraph, Stored, Structure | None]
+
+# Times the example's samples that are traced, too. Odd: sizes of networks are powers of two and their multiples.
+MORE = (5, 3, 7)
 
 
-def import_for_batches(
-    model: nn.Module, examples: Sequence[object], name: str
-) -> tuple[LayerGraph, Stored, Structure | None]:
+def import_for_batches(model: nn.Module, examples: Sequence[object], name: str) -> Imported:
     """`import_module`, at the example's batch. LayerwiseError where the model is another network at other batches.
 
-    Where its constants cannot be told from the number of samples (four windows, four samples), it is traced with more.
+    Tracing makes a constant of the number of samples, as in `x.sum(0) / x.shape[0]`, and takes a constant of that size,
+    or of several times that, to follow it (four windows, four samples). So the model is traced with other numbers of
+    samples until two traces are one network: one of them, rebatched to the batch of the other, is the other. A model
+    that takes no other batch, or cannot follow one, is left as it is: it says so where it is given one.
     """
     imported = import_module(model, tuple(examples), name=name)
-    graph = imported[0]
-    try:
-        if check_batches(model, examples, graph, name):
-            return imported
-        refused = None
-    except LayerwiseError as error:
-        refused = error
+    batch = imported[0].batch
+    traces: list[Imported] = [imported]
+    refused: LayerwiseError | None = None
     for times in MORE:
-        more = repeated(examples, graph.batch, times)
         try:
-            larger, stored, structure = import_module(model, more, name=name)
-            if check_batches(model, more, larger, name):
-                return larger.rebatch(graph.batch), stored, structure
+            other = import_module(model, repeated(examples, batch, times), name=name)
         except LayerwiseError:
-            pass  # the first says more
+            continue
+        for graph, stored, structure in traces:
+            try:
+                rebatched = graph.rebatch(other[0].batch)
+            except LayerwiseError:
+                continue
+            different = _different(rebatched, other[0])
+            if different is None:
+                return graph.rebatch(batch), stored, structure
+            refused = refused or LayerwiseError(
+                f"layer {different!r} depends on the number of samples by more than its shape (x.shape[0] as a "
+                "number, or a roll or slice along the samples): its numbers would be those of another batch; use "
+                "mean() and the like"
+            )
+        traces.append(other)
     if refused is not None:
         raise refused
     return imported
@@ -57,28 +68,12 @@ def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object
     return made
 
 
-def check_batches(model: nn.Module, examples: Sequence[object], graph: LayerGraph, name: str) -> bool:
-    """LayerwiseError where the model computes with the number of samples itself, such as `x.sum(0) / x.shape[0]`.
-
-    Tracing makes a constant of it, so a second trace, of twice the samples, is compared with the first at that batch.
-    Says whether there are both: a model that takes no other batch, or that cannot follow one, says so where it is given
-    one; a constant with a row a sample, too.
-    """
-    try:
-        expected = graph.rebatch(2 * graph.batch)
-        traced, *_ = import_module(model, repeated(examples, graph.batch, 2), name=name)
-    except LayerwiseError:
-        return False
+def _different(expected: LayerGraph, traced: LayerGraph) -> str | None:
+    """The first layer that is not the same in both."""
     for layer, other in zip_longest(expected.layers, traced.layers):
         if layer is None or other is None or _facts(layer) != _facts(other):
-            where = layer or other
-            assert where is not None
-            raise LayerwiseError(
-                f"layer {where.name!r} depends on the number of samples by more than its shape (x.shape[0] as a "
-                "number, or a roll or slice along the samples): its numbers would be those of another batch; use "
-                "mean() and the like"
-            )
-    return True
+            return str((layer or other).name)
+    return None
 
 
 def _facts(layer: Layer) -> tuple[object, ...]:
