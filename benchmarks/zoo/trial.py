@@ -78,6 +78,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _stages(row: Row, dtype: str) -> None:
+    network_of(nn.Linear(2, 2), (torch.randn(2, 2),), 2, "first")  # what layerwise imports at its first call, likewise
     torch.manual_seed(0)
     torch.set_num_threads(1)
     _export(nn.Linear(2, 2), (torch.randn(2, 2),))  # what torch.export imports at its first call is nobody's time
