@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
+
+MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a second) does not pay
 
 
 def lean(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]) -> Network:
@@ -39,6 +42,13 @@ def lean(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]
 
 def _reads(value: object) -> Callable[[], object]:
     return lambda: value
+
+
+def collect(module: nn.Module | None) -> None:
+    """What tracing it has left behind goes now: closures of torch.export are cycles with the parameters in them."""
+    held = () if module is None else module.parameters()
+    if sum(p.numel() * p.element_size() for p in held if not p.is_meta) > MUCH:
+        gc.collect()
 
 
 def skeleton(module: nn.Module) -> nn.Module | None:

@@ -22,6 +22,7 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
 from layerwise.run.guards.hooks import check_modules, check_norms, check_seen, without_hooks
+from layerwise.run.lean import collect
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.own.module import Facts, OwnModule
@@ -115,6 +116,8 @@ def build_module(
             f"{plan.batch} samples do not give each of {plan.gpus} ranks one: search with --io free, or a larger batch"
         )
     module = _module(network, graph, plan, comm, options, loss)
+    if isinstance(module, LayeredModule) or not network.itself:
+        collect(network.module)
     if weights is not None:
         module.load_state_dict(weights)
     return module
