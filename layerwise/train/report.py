@@ -82,7 +82,7 @@ def ending(result: Result, allowed: float, dtype: str) -> Table:
             "loss", f"{steps[0].loss:.6g} in step {steps[0].number}, {steps[-1].loss:.6g} in {steps[-1].number}"
         )
         rate = sum(step.samples for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
-        table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate:,.0f} samples/s")
+        table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate_text(rate)}")
     if result.accuracy is not None:
         table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
     if result.sent is not None:
@@ -111,7 +111,7 @@ def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step
         task = bar.add_task("", total=steps, completed=first, now="")
 
         def show(step: Step) -> None:
-            said = f"loss {step.loss:.4f}, {step.samples / max(step.seconds, 1e-9):,.0f} samples/s"
+            said = f"loss {step.loss:.4f}, {rate_text(step.samples / max(step.seconds, 1e-9))}"
             bar.update(task, completed=step.number, now=said)
 
         yield show
@@ -119,8 +119,13 @@ def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step
 
 def line(step: Step, steps: int) -> str:
     """`step 12/170  epoch 1  loss 2.3021  8.14 ms  983 samples/s`."""
-    rate = f"{step.samples / max(step.seconds, 1e-9):,.0f} samples/s"
+    rate = rate_text(step.samples / max(step.seconds, 1e-9))
     return f"step {step.number}/{steps}  epoch {step.epoch}  loss {step.loss:.6g}  {seconds_text(step.seconds)}  {rate}"
+
+
+def rate_text(samples_per_s: float) -> str:
+    """Of less than ten two digits: a volume takes seconds."""
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
 
 
 def seconds_text(seconds: float) -> str:

@@ -29,6 +29,15 @@ def test_data_plans_are_run_by_the_module_itself() -> None:
     assert on_ranks(network, lambda made: type(made), 2, plan_of(network, 2, {"h": 2})) == [LayeredModule] * 2
 
 
+def test_forwards_in_training_are_counted_on_one_device_too() -> None:
+    """A checkpoint is named after them, and other ranks go on from there."""
+    network = traced(nn.Linear(4, 4).double(), torch.randn(BATCH, 4).double())
+    made = load(plan_of(network, 1), network, comm=SoloComm(), dtype=torch.float64)
+    for training, steps in ((True, 1), (True, 2), (False, 2)):
+        made.train(training)(torch.randn(BATCH, 4).double())
+        assert made.steps == steps
+
+
 class Functional(nn.Module):
     """Draws without a module."""
 

@@ -125,9 +125,8 @@ class OwnModule(WithModule):
         names = [name for name in names if name not in untrained]
         parameters = {name: held[name] for name in names}
         self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         followed = {id(p) for p in parameters.values()}
-        unknown = {name: p for name, p in trained.items() if id(p) not in followed}
+        unknown = {n: p for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in followed}
         self._leaves = Leaves(parameters, unknown, self.comm, lambda: self.summed)
         self._structure = Structure(self.module, buffers=False)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
@@ -138,6 +137,7 @@ class OwnModule(WithModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._plain and "batch" not in named:
+            self.__dict__["steps"] += self.training  # checkpoints are named so
             return self._called(*inputs, **named)
         batch = named.pop("batch") if "batch" in named and not self._takes_batch else None
         call = self._call(inputs, named, batch)
