@@ -159,8 +159,7 @@ def test_a_loss_is_one_devices(name: str) -> None:
 
 def confusion(logits: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, ...]:
     """The loss, the confusion matrix [class, predicted] of the batch, and the Dice of each class."""
-    found = F.one_hot(logits[0].argmax(1), CLASSES).to(logits[0].dtype)
-    wanted = F.one_hot(target, CLASSES).to(logits[0].dtype)
+    found, wanted = F.one_hot(logits[0].argmax(1), CLASSES), F.one_hot(target, CLASSES)
     matrix = torch.stack([(wanted[..., i, None] * found).sum((0, 1, 2, 3)) for i in range(CLASSES)])
     dice = 2 * matrix.diagonal() / (matrix.sum(0) + matrix.sum(1))
     return of_fine(dc_and_ce(batch_dice=False))(logits, target), matrix, dice
