@@ -53,7 +53,8 @@ class Config:
     @property
     def cells(self) -> Config:
         """Without the choices that save memory: who computes what."""
-        return self if self == (bare := Config(self.degrees, self.placement)) else bare
+        plain = not self.recompute and self.states == "replicated"
+        return self if plain else Config(self.degrees, self.placement)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -67,6 +68,8 @@ class Config:
 
 def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[int]]:
     """Configurations without the choices that save memory, each once, and which of these each one is."""
+    if len(set(configs)) == len(configs) and all(config.cells is config for config in configs):
+        return tuple(configs), list(range(len(configs)))
     numbers: dict[Config, int] = {}
     of = [numbers.setdefault(config.cells, len(numbers)) for config in configs]
     return tuple(numbers), of

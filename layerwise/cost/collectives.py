@@ -19,7 +19,7 @@ from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
 from layerwise.partition.buckets import BUCKET_BYTES
 from layerwise.partition.groups import replicas
-from layerwise.partition.layout import Cells
+from layerwise.partition.layout import SCATTERED, Cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,48 @@ def wire_bytes(total_bytes: float, group: GroupShape) -> float:
     return 2 * (group.size - 1) * (total_bytes / group.size)  # in this order, whole numbers stay whole
 
 
+Runs = tuple[tuple[int, bool], ...]  # digits of a cell's number, outermost first: how many values, and whether in keys
+
+
 @lru_cache(maxsize=4096)
 def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tuple[GroupShape, ...]:
     """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
-    return tuple(group_shape(row, graph) for row in replicas(cells, keys))
+    patterns = list(zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True))
+    known = {pattern: _group_shape_of(*pattern, graph) for pattern in dict.fromkeys(patterns)}
+    return tuple(known[pattern] for pattern in patterns)
+
+
+def _runs(cells: Cells, keys: tuple[int, ...]) -> list[Runs]:
+    """Of each configuration; neighbouring digits that are both in keys, or both not, are one: there are few patterns."""
+    dims = np.where(np.array(cells.counts_in) == SCATTERED, cells.scattered[:, None], cells.counts_in)
+    found = list[Runs]()
+    for sizes, inside in zip(cells.digits.tolist(), np.isin(dims, keys).tolist(), strict=True):
+        runs = list[tuple[int, bool]]()
+        for size, key in zip(sizes, inside, strict=True):
+            if runs and runs[-1][1] == key:
+                runs[-1] = (runs[-1][0] * size, key)
+            elif size > 1:
+                runs.append((size, key))
+        found.append(tuple(runs))
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _group_shape_of(runs: Runs, strided: bool, copies: bool, graph: DeviceGraph) -> GroupShape:
+    """Of a configuration with two dimensions: what is in keys, and what is not."""
+    digits = np.array([[size for size, _ in runs]], np.int64)
+    inside = np.array([key for _, key in runs], np.bool_)
+    degrees = np.stack([digits[:, ~inside].prod(1), digits[:, inside].prod(1)], axis=1)
+    cells = Cells(
+        degrees,
+        digits,
+        tuple(inside.astype(int).tolist()),
+        np.zeros(1, np.int64),
+        np.array([strided]),
+        np.array([copies]),
+        graph.count,
+    )
+    return group_shape(replicas(cells, (1,))[0], graph)
 
 
 def bucket_s(size_bytes: float, group: GroupShape, graph: DeviceGraph, method: str) -> float:

@@ -25,10 +25,12 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     messages: Floats = directions * port_seconds(edge, graph, watched)
     if not graph.collectives:
         return messages
-    gathers = are_gathers(edge)
+    gathers = are_gathers(edge, roughly=watched is not None)
     columns = np.flatnonzero(gathers.any(0))  # few
     if len(columns):
         collective = gather_s(edge.to(columns), graph, directions)
+        if watched is not None:  # some of them may be none
+            collective = np.minimum(collective, messages[:, columns])
         messages[:, columns] = np.where(gathers[:, columns], collective, messages[:, columns])
     return messages
 

@@ -11,7 +11,7 @@ import numpy as np
 from layerwise.config import Config, distinct_cells
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
 from layerwise.cost.layer_collectives import kept_share
-from layerwise.cost.setting import Configs, CostOptions, EdgeName, Progress, Setting, Strategy
+from layerwise.cost.setting import MANY, Configs, CostOptions, EdgeName, Progress, Setting, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS
 from layerwise.cost.transfer import busiest_device
 from layerwise.geometry.arrays import Floats, Ints
@@ -96,6 +96,7 @@ class CostModel(Setting):
         self._rows: dict[object, _Rows] = {}
         self._nodes: dict[object, NodeCost] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
+        self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
         """Costs of a layer by itself under each configuration."""
@@ -155,7 +156,7 @@ class CostModel(Setting):
         targets: tuple[Config, ...],
         watched: tuple[int, ...] | None = None,
     ) -> dict[str, Floats]:
-        """(C_source, C_target) seconds of an edge by term, all directions together.
+        """(C_source, C_target) seconds of an edge by term, all directions together; equal edges share arrays.
 
         To targets that are recomputed once more forward. With `watched` devices only (see `port_seconds`): lower
         bounds.
@@ -163,18 +164,28 @@ class CostModel(Setting):
         times = self.directions(name)
         if times == 0:
             return {term.name: np.zeros((len(sources), len(targets))) for term in EDGE_TERMS}
-        (sources_cells, rows), (targets_cells, columns) = distinct_cells(sources), distinct_cells(targets)
+        (sources_cells, rows), (targets_cells, columns) = self._distinct(sources), self._distinct(targets)
         edge = self.edge(name, sources_cells, targets_cells)
-        costs = {term: seconds[rows][:, columns] for term, seconds in self._seconds(edge, times, watched).items()}
+        costs = dict(self._seconds(edge, times, watched))
+        if len(sources_cells) < len(sources) or len(targets_cells) < len(targets):
+            costs = {term: seconds[rows][:, columns] for term, seconds in costs.items()}
         again = np.array([config.recompute for config in targets])
         if again.any():
             for term, seconds in self._seconds(edge, 1, watched).items():
-                costs[term] += np.where(again, seconds[rows][:, columns], 0.0)
+                costs[term] = costs[term] + np.where(again, seconds[rows][:, columns], 0.0)
         if name[0] in self.graph.unfed:  # uncut, it is computed everywhere
-            uncut = [config.total == 1 for config in sources]
-            for seconds in costs.values():
-                seconds[uncut] = 0.0
+            uncut = np.array([config.total == 1 for config in sources])
+            costs = {term: np.where(uncut[:, None], 0.0, seconds) for term, seconds in costs.items()}
         return costs
+
+    def _distinct(self, configs: tuple[Config, ...]) -> tuple[tuple[Config, ...], list[int]]:
+        """`distinct_cells`; of many, they are looked at once."""
+        if len(configs) <= MANY:
+            return distinct_cells(configs)
+        if id(configs) not in self._cells:
+            self._cells[id(configs)] = configs, *distinct_cells(configs)  # kept, so that its id stays its own
+        _, cells, rows = self._cells[id(configs)]
+        return cells, rows
 
     def _seconds(self, edge: Edge, times: int, watched: tuple[int, ...] | None) -> dict[str, Floats]:
         key = (times, edge, watched)
@@ -189,7 +200,7 @@ class CostModel(Setting):
         targets: tuple[Config, ...],
         watched: tuple[int, ...] | None = None,
     ) -> Floats:
-        """The sum of `edge_costs`."""
+        """The sum of `edge_costs`. Not to be written to."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
 
     def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:

@@ -24,6 +24,7 @@ EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, 
 Strategy = Mapping[str, Config]
 Configs = Mapping[str, tuple[Config, ...]]
 Progress = Callable[[int, int], None]  # done, of
+MANY = 16  # configurations that are known by the id of their tuple: they take long to hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Setting:
         self.has_gradient = self.graph.has_gradient
         self.uses = gradient_uses(self.graph)
         self._measurements: dict[str, Measurements | None] = {}
+        self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
 
     @property
     def measurements(self) -> Measurements | None:
@@ -103,8 +105,14 @@ class Setting:
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
+        key = layer.name, id(configs)
+        if key in self._layouts:
+            return self._layouts[key][1]
         made = layout(configs, layer.space, self.devices.count)
-        return made.everywhere() if layer.name in self.graph.unfed else made
+        made = made.everywhere() if layer.name in self.graph.unfed else made
+        if len(configs) > MANY:
+            self._layouts[key] = configs, made  # kept, so that its id stays its own
+        return made
 
     def directions(self, name: EdgeName) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.

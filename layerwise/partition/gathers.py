@@ -7,6 +7,7 @@ same box, and each owns an equal part of it. The way back is a reduce-scatter. A
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,40 +21,78 @@ PAIRS = 256  # of configurations that are compared at once on all devices: bound
 IDLE, NEVER = -1, -2  # in place of a number of elements: of a device without a part; of one whose part cannot be equal
 
 
-def are_gathers(edge: Edge) -> Mask:
+def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
     """(C_u, C_v): whether every device that takes part is in an all-gather.
 
     What owners have is disjoint: where the members' parts fill what they need, nobody else has anything of it.
+    roughly: as far as a few devices can tell, so that what is none may be among them.
     """
-    own, need = _owned(edge), _boxes(edge.maps, edge.dims, edge.needers)
-    has, needs = edge.owners.active, edge.needers.active
-    members = np.array([np.bincount(row + 1)[row + 1] for row in needers(edge)])
-    wanted = (need[1] - need[0]).prod(-1)
-    gathers = needs & (members > 1) & (wanted > 0) & (wanted % members == 0)
-    share = np.where(gathers, wanted // members, np.where(needs, NEVER, IDLE))
-
-    def fit(i: Ints, j: Ints, device: int | Ints) -> Mask:
-        """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need."""
-        part = np.ones(1, np.int64)
-        for axis in range(len(edge.maps)):
-            (a, b), (c, d) = ([ends[k, device, axis] for ends in box] for box, k in ((own, i), (need, j)))
-            part = part * np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
-        result: Mask = np.where(has[i, device], part, IDLE) == share[j, device]
+    result = np.zeros(edge.pairs, np.bool_)
+    rows, columns = _on_device_0(edge)
+    if not len(rows):
         return result
-
-    count = has.shape[1]
-    result = fit(np.arange(len(has))[:, None], np.arange(len(needs))[None], 0)  # few are left by device 0
-    rows, columns = np.nonzero(result)
-    for device in {1 % count, count // 3, count - 1}:
-        kept = fit(rows, columns, device)
-        rows, columns = rows[kept], columns[kept]
-    everyone = np.arange(count)
-    starts = range(0, len(rows), PAIRS)
-    fits = [fit(rows[i : i + PAIRS, None], columns[i : i + PAIRS, None], everyone).all(1) for i in starts]
-    kept = np.concatenate(fits) if fits else np.zeros(0, bool)
-    result[:] = False
+    (us, i), (vs, j) = (np.unique(side, return_inverse=True) for side in (rows, columns))
+    few = replace(edge, owners=edge.owners.take(us), needers=edge.needers.take(vs))
+    members, count, kept = _members(few), edge.owners.devices, np.arange(len(rows))
+    telling = np.unique([0, 1 % count, count // 3, count - 1])
+    kept = kept[_fit(few, members, i, j, telling)]
+    if not roughly:
+        for start in range(0, len(kept), PAIRS):  # few are left
+            some = kept[start : start + PAIRS]
+            (u, a), (v, b) = (np.unique(side[some], return_inverse=True) for side in (i, j))
+            part = replace(few, owners=few.owners.take(u), needers=few.needers.take(v))
+            fits = _fit(part, members[v], a, b, np.arange(count))
+            result[rows[some[fits]], columns[some[fits]]] = True
+        return result
     result[rows[kept], columns[kept]] = True
     return result
+
+
+def _fit(edge: Edge, members: Ints, i: Ints, j: Ints, devices: Ints) -> Mask:
+    """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need.
+
+    members: (C_v, N).
+    """
+    own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
+    has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
+    of, wanted = members[:, devices], (need[1] - need[0]).prod(-1)
+    gathers = needs & (of > 1) & (wanted > 0) & (wanted % of == 0)
+    share = np.where(gathers, wanted // of, np.where(needs, NEVER, IDLE))
+    fits: Mask = (np.where(has[i], _overlap(own, need, i, j), IDLE) == share[j]).all(1)
+    return fits
+
+
+def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
+    """Pairs that may be gathers: the same devices take part, and the first one, which always does, has a share."""
+    owners, needing = edge.owners, edge.needers
+    rows, columns = np.nonzero(_devices(owners)[:, None] == _devices(needing)[None, :])
+    first = np.zeros(1, np.int64)
+    own, need = _owned(edge, first), _boxes(edge.maps, edge.dims, needing, first)
+    part, wanted = _overlap(own, need, rows, columns)[:, 0], (need[1] - need[0]).prod(-1)[columns, 0]
+    shares = (part > 0) & (wanted % np.maximum(part, 1) == 0) & (wanted > part)
+    return rows[shares], columns[shares]
+
+
+def _devices(cells: Cells) -> Ints:
+    """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
+    count = np.where(cells.copies, cells.devices, cells.total)
+    last = (count - 1) * cells.devices // count
+    apart: Ints = count * 2 + (cells.strided & (last != count - 1))
+    return apart
+
+
+def _overlap(own: tuple[Ints, Ints], need: tuple[Ints, Ints], i: Ints, j: Ints) -> Ints:
+    """(pairs, N) elements of the overlap of boxes (C_u, N, J) and (C_v, N, J), of these pairs."""
+    part = np.ones((1, 1), np.int64)
+    for axis in range(own[0].shape[2]):
+        (a, b), (c, d) = ([ends[k, :, axis] for ends in box] for box, k in ((own, i), (need, j)))
+        part = part * np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
+    return part
+
+
+def _members(edge: Edge) -> Ints:
+    """(C_v, N) how many devices need the same box as each."""
+    return np.array([np.bincount(row + 1)[row + 1] for row in needers(edge)])
 
 
 def needers(edge: Edge) -> Ints:
@@ -71,15 +110,15 @@ def needers(edge: Edge) -> Ints:
     return np.where(edge.needers.active, number, -1)
 
 
-def _owned(edge: Edge) -> tuple[Ints, Ints]:
+def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """(C_u, N, J) what each device owns; see `_boxes`."""
     dims = [Dim(None, extent, unit) for extent, unit in zip(edge.shape, edge.units, strict=True)]
-    return _boxes(tuple(identity(dim.extent, j) for j, dim in enumerate(dims)), dims, edge.owners)
+    return _boxes(tuple(identity(dim.extent, j) for j, dim in enumerate(dims)), dims, edge.owners, devices)
 
 
-def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells) -> tuple[Ints, Ints]:
-    """lo, hi (C, N, J) of what `maps` make of each device's cell; empty where it has none."""
-    degrees, index = cells.degrees, cells.index
+def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells, devices: Ints | None = None) -> tuple[Ints, Ints]:
+    """lo, hi (C, N, J) of what `maps` make of the cell of each device, or of some; empty where it has none."""
+    degrees, index = cells.degrees, cells.index if devices is None else cells.at(devices)
     shape = (*index.shape[:2], len(maps))
     lo, hi = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for j, axis in enumerate(maps):

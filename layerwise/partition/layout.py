@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -13,22 +13,90 @@ from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.base import Dim, Space
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+SCATTERED = -1
+
+
+@dataclass(frozen=True, eq=False)
 class Cells:
-    """The cell that each of N devices has of a space of D dimensions, under C configurations."""
+    """The cell that each of N devices has of a space of D dimensions, under C configurations.
+
+    A formula, as N may be large: cells are numbered by L digits, the outermost first, each of which counts in one
+    dimension. Cell i of P is device i's, or where it is strided device i * N // P's.
+    """
 
     degrees: Ints  # (C, D)
-    index: Ints  # (C, N, D), -1 where a device has none
+    digits: Ints  # (C, L) how many values each digit has
+    counts_in: tuple[int, ...]  # (L,) the dimension of each digit; several of one dimension together make its index
+    scattered: Ints  # (C,) the dimension of digits of which `counts_in` says SCATTERED: those of reductions
+    strided: Mask  # (C,)
+    copies: Mask  # (C,) whether a device without a cell has a copy of another's
+    devices: int
 
-    @property
+    @cached_property
+    def total(self) -> Ints:
+        """(C,) cells."""
+        total: Ints = self.digits.prod(1)
+        return total
+
+    def numbers(self, devices: Ints) -> Ints:
+        """(C, W) the cell that each of these devices has, -1: none."""
+        total, here = self.total[:, None], devices[None, :]
+        last = ((here + 1) * total - 1) // self.devices  # the last cell at or before each device
+        cell = np.where(self.strided[:, None], last, here % total)
+        own = np.where(self.strided[:, None], last * self.devices // total == here, here < total)
+        return np.where(own | self.copies[:, None], cell, -1)
+
+    def runs(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """(C, G) the cells [begin, end) that the devices [first, end) of each group have: they are consecutive."""
+        total, strided = self.total[:, None], self.strided[:, None]
+
+        def before(device: Ints) -> Ints:
+            return np.where(strided, -(-device[None, :] * total // self.devices), np.minimum(device[None, :], total))
+
+        return before(first), before(end)
+
+    def indices(self, digits: Ints) -> Ints:
+        """(C, W, D) the cells of these digits (C, W, L)."""
+        index = np.zeros((*digits.shape[:2], self.degrees.shape[1]), np.int64)
+        for t, dim in enumerate(self.counts_in):
+            radix, value = self.digits[:, t, None], digits[..., t]
+            if dim != SCATTERED:
+                index[..., dim] = index[..., dim] * radix + value
+                continue
+            for axis in np.unique(self.scattered[self.digits[:, t] > 1]).tolist():
+                rows = self.scattered == axis
+                index[rows, :, axis] = index[rows, :, axis] * radix[rows] + value[rows]
+        return index
+
+    def at(self, devices: Ints) -> Ints:
+        """(C, W, D) the cell of each of these devices, -1 where it has none."""
+        rest = numbers = self.numbers(devices)
+        values = np.zeros((*numbers.shape, self.digits.shape[1]), np.int64)
+        for t in reversed(range(self.digits.shape[1])):
+            rest, values[..., t] = np.divmod(rest, self.digits[:, t, None])
+        return np.where(numbers[..., None] < 0, -1, self.indices(values))
+
+    @cached_property
+    def index(self) -> Ints:
+        """(C, N, D) that of every device."""
+        return self.at(np.arange(self.devices))
+
+    @cached_property
     def active(self) -> Mask:
         """(C, N): which devices have one."""
-        active: Mask = self.index[..., 0] >= 0
+        active: Mask = self.numbers(np.arange(self.devices)) >= 0
         return active
 
     def take(self, rows: Ints) -> Cells:
         """Only some of the configurations."""
-        return Cells(self.degrees[rows], self.index[rows])
+        return replace(
+            self,
+            degrees=self.degrees[rows],
+            digits=self.digits[rows],
+            scattered=self.scattered[rows],
+            strided=self.strided[rows],
+            copies=self.copies[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +108,15 @@ class Layout:
 
     computed: Cells  # of the iteration space
     owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
-    mirrored: Ints  # (C, N) the device whose parameters each device holds: its own, or a copy where it has no cell
     configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
+
+    @property
+    def mirrored(self) -> Ints:
+        """(C, N) the device whose parameters each device holds: its own, or a copy where it has no cell."""
+        cells = self.computed
+        copied = replace(cells, copies=np.ones_like(cells.copies)).numbers(np.arange(cells.devices))
+        spread = copied * cells.devices // cells.total[:, None]
+        return np.where(cells.strided[:, None], spread, copied)
 
     def at(self, epilogue: bool) -> Cells:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
@@ -50,20 +125,21 @@ class Layout:
     def holding(self, epilogue: bool) -> Cells:
         """What the boxes of parameters follow from that the devices hold, those without a cell as copies."""
         cells = self.at(epilogue)
-        return Cells(cells.degrees, np.take_along_axis(cells.index, self.mirrored[:, :, None], axis=1))
+        return replace(cells, copies=np.ones_like(cells.copies))
 
     def everywhere(self) -> Layout:
         """All devices compute what is not cut."""
-        uncut = (self.computed.degrees == 1).all(1)[:, None, None]
-        computed, owned = (Cells(c.degrees, np.where(uncut, 0, c.index)) for c in (self.computed, self.owned))
-        return Layout(computed, owned, self.mirrored, self.configs)
+        uncut = self.computed.total == 1
+        computed, owned = (replace(c, copies=c.copies | uncut) for c in (self.computed, self.owned))
+        return Layout(computed, owned, self.configs)
 
 
 def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
     """Cells in row-major order, sample outermost, then the output's dimensions, k innermost."""
-    dims = tuple(Dim(d.label, d.max_degree) for d in space.dims)
     rank = len(space.out.shape)
     cells = tuple(config.cells for config in configs)
+    scatters = any(config["k"] > 1 for config in cells)  # over which dimension depends on their extents
+    dims = tuple(Dim(d.label, d.max_degree if scatters else 1) for d in space.dims)
     made = _layout(cells, dims if rank else (Dim(None, 1), *dims), max(rank, 1), devices)
     return replace(made, configs=tuple(configs))
 
@@ -71,27 +147,20 @@ def layout(configs: Sequence[Config], space: Space, devices: int) -> Layout:
 @lru_cache(maxsize=4096)
 def _layout(configs: tuple[Config, ...], dims: tuple[Dim, ...], rank: int, devices: int) -> Layout:
     count = len(configs)
-    degrees = np.array([[c[d.label] if d.label else 1 for d in dims] for c in configs], np.int64).reshape(count, -1)
-    index = np.full((count, devices, len(dims)), -1, np.int64)
-    own_degrees, own_index = degrees[:, :rank].copy(), index[:, :, :rank].copy()
-    mirrored = np.tile(np.arange(devices), (count, 1))
+    by_label = [dict(config.degrees) for config in configs]
+    degrees = np.array([[own.get(d.label or "", 1) for d in dims] for own in by_label], np.int64).reshape(count, -1)
     order = sorted(range(len(dims)), key=lambda i: dims[i].label != "n")  # stable: the sample dimension first
+    own_degrees, scattered = degrees[:, :rank].copy(), np.zeros(count, np.int64)
     for row, config in enumerate(configs):
-        cells = np.indices(tuple(degrees[row, order].tolist())).reshape(len(dims), -1).T
-        holders = np.arange(len(cells))
-        if config.placement == "strided":
-            holders = holders * devices // len(cells)
-            mirrored[row] = holders[np.searchsorted(holders, np.arange(devices), "right") - 1]
-        else:
-            mirrored[row] %= len(cells)
-        index[row, holders[:, None], np.array(order, np.int64)[None, :]] = cells
-        own_index[row] = index[row, :, :rank]
         if config["k"] > 1:
             axis = reduce_axis(config, dims)
             assert axis is not None
-            k = next(i for i, d in enumerate(dims) if d.label == "k")
             own_degrees[row, axis] *= config["k"]
-            own_index[row, holders, axis] = index[row, holders, axis] * config["k"] + index[row, holders, k]
-    for array in (degrees, index, own_degrees, own_index, mirrored):
+            scattered[row] = axis
+    digits, strided = degrees[:, order], np.array([config.placement == "strided" for config in configs], np.bool_)
+    none = np.zeros(count, np.bool_)
+    for array in (degrees, digits, own_degrees, scattered, strided, none):
         array.setflags(write=False)
-    return Layout(Cells(degrees, index), Cells(own_degrees, own_index), mirrored)
+    computed = Cells(degrees, digits, tuple(order), scattered, strided, none, devices)
+    owned = replace(computed, degrees=own_degrees, counts_in=tuple(i if i < rank else SCATTERED for i in order))
+    return Layout(computed, owned)

@@ -16,10 +16,8 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.eliminate import eliminate
 from layerwise.search.limited import Least
-from layerwise.search.narrow import narrow, strategy_of
-from layerwise.search.prune import by_edge_cost, restrict
+from layerwise.search.narrow import narrow, optimum, strategy_of
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
 from layerwise.search.variants import OFFERS, Strategy
@@ -121,10 +119,9 @@ def _solved(
     built = time.perf_counter()
     tables, strategies, optima = narrowed.tables, [], []
     for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
-        keep = by_edge_cost(tables, node, upper)
-        small = restrict(tables, keep)
-        optima.append(eliminate(small, memory_bytes, {name: node[name][keep[name]] for name in node}))
-        strategies.append(strategy_of(small.configs, optima[-1].choice))
+        small, found = optimum(model, tables, node, upper, memory_bytes)
+        optima.append(found)
+        strategies.append(strategy_of(small.configs, found.choice))
     searching = time.perf_counter() - built + narrowed.bounding_s
     seconds = {"tables": built - started - narrowed.bounding_s, "search": searching}
     return Solved(tuple(strategies), tuple(optima), sum(map(len, tables.configs.values())), seconds)

@@ -1,36 +1,38 @@
-"""Tables over the few configurations that an optimum can contain.
+"""Tables over the few configurations that an optimum can contain, exact where an optimum is.
 
 Exact tables over all configurations take far longer to build than to search. So transfers are first bounded by what a
 few devices see of them; message passing turns that into a bound for every configuration (`bound.py`), a strategy
-decoded from the messages is priced exactly, and what is bounded to cost more goes before exact tables are built.
+decoded from the messages is priced exactly, and what is bounded to cost more goes. The optimum over bounds is the
+optimum if its own transfers are exact: where they are not, they are made so, until they are (`optimum`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from layerwise.config import Config
-from layerwise.cost.model import CostModel, CostTables, Progress
+from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.search.bound import Messages
-from layerwise.search.eliminate import total
-from layerwise.search.prune import SLACK, Keep
+from layerwise.search.eliminate import Optimum, eliminate, total
+from layerwise.search.prune import SLACK, Keep, by_edge_cost, restrict
 
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
+Configs = Mapping[str, tuple[Config, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Exact tables of what is left, and for each weight of t_S the node costs and the cost of a strategy in hand."""
+    """Tables of what is left, and for each weight of t_S the node costs and the cost of a strategy in hand."""
 
-    tables: CostTables
+    tables: CostTables  # of which transfers are lower bounds
     nodes: list[dict[str, Floats]]
     uppers: list[float]
     bounding_s: float  # time that the message passing took
@@ -38,36 +40,58 @@ class Narrowed:
 
 def narrow(
     model: CostModel,
-    configs: Mapping[str, tuple[Config, ...]],
+    configs: Configs,
     named: Mapping[str, Mapping[str, Config]],
     weights: Sequence[float],
     progress: Progress | None = None,
 ) -> Narrowed:
     """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
-    rough = rough_tables(model, configs, progress)
-    messages = Messages(rough.transfer, list(configs))
-    known = [exact_cost(model, {name: s[name] for name in configs}) for s in named.values()]
-    keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
-    uppers = []
+    known = _Known(model, weights)
+    for strategy in named.values():
+        known.add({name: strategy[name] for name in configs})
     bounding_s = 0.0
-    nodes = [weighted(model, configs, weight) for weight in weights]
-    for weight, node in zip(weights, nodes, strict=True):
-        started = time.perf_counter()
-        bounds = messages.bounds(node, SWEEPS)
-        bounding_s += time.perf_counter() - started
-        known.append(exact_cost(model, strategy_of(configs, bounds.choice)))
-        uppers.append(min(rest + weight * sync for rest, sync in known))
-        if not np.isfinite(uppers[-1]):
+    nodes = weighted(model, configs, weights)
+    for watched in ((0,), None):  # the first device has a cell of every configuration
+        tables = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
+        messages, lower = Messages(tables.transfer, list(configs)), list[dict[str, Floats]]()
+        for node in nodes:
+            started = time.perf_counter()
+            bounds = messages.bounds(node, SWEEPS)
+            bounding_s += time.perf_counter() - started
+            lower.append(bounds.lower_s)
+            known.add(strategy_of(configs, bounds.choice))
+        keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
+        for bound, upper in zip(lower, known.least, strict=True):
+            for name, lower_s in bound.items():
+                keep[name] |= lower_s <= upper * SLACK
+        tables = restrict(tables, keep)
+        configs, nodes = tables.configs, [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
+    return Narrowed(tables, nodes, known.least, bounding_s)
+
+
+class _Known:
+    """Strategies in hand."""
+
+    def __init__(self, model: CostModel, weights: Sequence[float]) -> None:
+        self.model, self.weights = model, weights
+        self._costs: dict[tuple[Config, ...], tuple[float, float]] = {}
+
+    def add(self, strategy: Mapping[str, Config]) -> None:
+        """One more."""
+        key = tuple(strategy.values())
+        if key not in self._costs:
+            self._costs[key] = exact_cost(self.model, strategy)
+
+    @property
+    def least(self) -> list[float]:
+        """Seconds of the best of them for each weight of t_S. LayerwiseError where none takes a finite time."""
+        costs = [min(rest + weight * sync for rest, sync in self._costs.values()) for weight in self.weights]
+        if not np.isfinite(costs).all():
             raise LayerwiseError("every strategy takes infinitely long: the profile's latencies or rates are absurd")
-        for name, lower in bounds.lower_s.items():
-            keep[name] |= lower <= uppers[-1] * SLACK
-    kept_configs = {name: tuple(c for c, k in zip(cs, keep[name], strict=True) if k) for name, cs in configs.items()}
-    tables = model.tables(kept_configs, progress)
-    kept_nodes = [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
-    return Narrowed(tables, kept_nodes, uppers, bounding_s)
+        return costs
 
 
-def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], progress: Progress | None) -> CostTables:
+def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) -> CostTables:
     """Tables whose transfers are lower bounds, but exact where it matters.
 
     Transfers are priced as a few devices see them. Where the strategy that then looks best is in truth slower, the
@@ -79,18 +103,44 @@ def rough_tables(model: CostModel, configs: Mapping[str, tuple[Config, ...]], pr
     rough = model.tables(configs, progress, watched)
     for _ in range(ROUNDS):
         bounds = Messages(rough.transfer, list(configs)).bounds(rough.node, SWEEPS)
-        best = strategy_of(configs, bounds.choice)
-        waiting = set()
-        for edge, cost in rough.transfer.items():
-            seen = cost[bounds.choice[edge[0]], bounds.choice[edge[1]]]
-            if model.edge_cost(edge, (best[edge[0]],), (best[edge[1]],))[0, 0] > seen * SLACK:
-                waiting.add(model.busiest_device(edge, best[edge[0]], best[edge[1]]))
-        new = with_ports(waiting, model.devices)
-        if not new:
+        if not raised(model, rough, bounds.choice):
             break
-        more = model.tables(configs, progress, new).transfer
-        rough = replace(rough, transfer={edge: np.maximum(cost, more[edge]) for edge, cost in rough.transfer.items()})
     return rough
+
+
+def optimum(
+    model: CostModel, tables: CostTables, node: Mapping[str, Floats], upper_s: float, memory_bytes: float
+) -> tuple[CostTables, Optimum]:
+    """The cheapest strategy, and the tables over the configurations that were left to choose from.
+
+    Transfers may be lower bounds: those of the optimum are made exact, and what is learned stays in `tables`.
+    """
+    while True:
+        keep = by_edge_cost(tables, node, upper_s)
+        small = restrict(tables, keep)
+        found = eliminate(small, memory_bytes, {name: cost[keep[name]] for name, cost in node.items()})
+        kept = {name: np.flatnonzero(mask) for name, mask in keep.items()}
+        if not raised(model, tables, {name: int(kept[name][i]) for name, i in found.choice.items()}):
+            return small, found
+
+
+def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> bool:
+    """Raises the bounds of transfers that are no bounds of a choice's: whether there were any.
+
+    Each by the device that it waits for, so that it is exact for this choice and better for others.
+    """
+    strategy = strategy_of(tables.configs, choice)
+    found = list[EdgeName]()
+    for edge, cost in tables.transfer.items():
+        ends = (strategy[edge[0]],), (strategy[edge[1]],)
+        pair, exact = (choice[edge[0]], choice[edge[1]]), model.edge_cost(edge, *ends)[0, 0]
+        if exact > cost[pair] * SLACK:
+            found.append(edge)
+            watched = with_ports((model.busiest_device(edge, *ends[0], *ends[1]),), model.devices)
+            more = model.edge_cost(edge, tables.configs[edge[0]], tables.configs[edge[1]], watched)
+            tables.transfer[edge] = np.maximum(cost, more)
+            tables.transfer[edge][pair] = exact  # a rack's uplink is shared by more devices than are watched
+    return bool(found)
 
 
 def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
@@ -106,10 +156,8 @@ def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, 
     return {name: configs[name][i] for name, i in choice.items()}
 
 
-def weighted(model: CostModel, configs: Mapping[str, tuple[Config, ...]], weight: float) -> dict[str, Floats]:
-    """Node costs (C_l,) with `weight` times t_S."""
-    result = {}
-    for layer in model.graph.layers:
-        cost = model.node_cost(layer, configs[layer.name])
-        result[layer.name] = cost.total - (1 - weight) * cost.overlapped
-    return result
+def weighted(model: CostModel, configs: Configs, weights: Sequence[float]) -> list[dict[str, Floats]]:
+    """Node costs (C_l,) with each of these weights of t_S."""
+    costs = {layer.name: model.node_cost(layer, configs[layer.name]) for layer in model.graph.layers}
+    totals = {name: (cost.total, cost.overlapped) for name, cost in costs.items()}
+    return [{name: total - (1 - weight) * sync for name, (total, sync) in totals.items()} for weight in weights]

@@ -89,7 +89,7 @@ class LimitedSearch:
         found, met = list[Choice | None](), list[list[Choice]]()
         paid: list[tuple[MemoryPrice, ...]] = []
         for weight, (strategy, _) in zip(weights, hands, strict=True):
-            node = weighted(self.model, space.configs, weight)
+            node = weighted(self.model, space.configs, [weight])[0]
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
             seen = Known(problem, limit)
             if strategy is not None:
@@ -120,7 +120,7 @@ class LimitedSearch:
         tables, memory = self.model.tables(space.bases, self.progress), Memory(self.model, space)
         results: list[Limited] = []
         for weight, begin, near in zip(weights, known, met, strict=True):
-            costs = Costs(weighted(self.model, space.configs, weight), tables.transfer)
+            costs = Costs(weighted(self.model, space.configs, [weight])[0], tables.transfer)
             problem = self._problem(space, costs, memory)
             found = fastest_within(
                 problem, limit, memory_bytes=self.memory_bytes, known=begin, met=near, prove=not results
@@ -224,7 +224,7 @@ class LimitedSearch:
         keep: Keep = {name: np.zeros(len(cells), bool) for name, cells in self.cells.items()}
         everywhere = {name: np.arange(len(cells)) for name, cells in self.cells.items()}
         for weight, upper in zip(weights, uppers, strict=True):
-            node = weighted(self.model, space.configs, weight)
+            node = weighted(self.model, space.configs, [weight])[0]
             own = {name: least_by_base(node[name], space.cell[name])[0] for name in node}
             for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
                 keep[name] |= lower <= upper * SLACK

@@ -19,6 +19,7 @@ from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.eliminate import Optimum
 from layerwise.search.find import choose, search
+from layerwise.search import narrow
 from layerwise.search.narrow import Narrowed
 from layerwise.search.result import Candidate
 from tests.importers.networks import chain, crossing, dense, inception, residual
@@ -145,7 +146,7 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
     def poor(tables: CostTables, *args: object) -> Optimum:
         return Optimum({name: int(cost.argmax()) for name, cost in tables.node.items()}, 1e9, 0.0, 9, ())
 
-    monkeypatch.setattr(find, "eliminate", poor)
+    monkeypatch.setattr(narrow, "eliminate", poor)
     found = search(model_of(chain(64), 4), SearchSpace(4), objective="additive")
     best = min(c.price.step_time_s for c in found.baselines.values())
     assert found.additive.price.step_time_s == found.optimum.cost_s == found.best.price.step_time_s == best

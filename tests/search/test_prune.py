@@ -20,7 +20,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.bound import Messages
 from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations
-from layerwise.search.narrow import narrow, weighted
+from layerwise.search.narrow import exact_cost, narrow, optimum, strategy_of, weighted
 from layerwise.search.prune import Keep, by_edge_cost, restrict
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
@@ -105,11 +105,11 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     small = narrowed.tables
     full = model.tables(configs)
     for weight, costs, upper in zip(SYNC_WEIGHTS, narrowed.nodes, narrowed.uppers, strict=True):
-        best = eliminate(full, node=weighted(model, configs, weight)).cost_s
-        assert eliminate(small, node=costs).cost_s == pytest.approx(best, rel=1e-12)
-        keep = by_edge_cost(small, costs, upper)
-        last = restrict(small, keep)
-        assert eliminate(last, node={name: costs[name][keep[name]] for name in costs}).cost_s == pytest.approx(best)
+        best = eliminate(full, node=weighted(model, configs, [weight])[0]).cost_s
+        last, found = optimum(model, small, costs, upper, 2.0**31)
+        assert found.cost_s == pytest.approx(best, rel=1e-12)
+        rest, sync = exact_cost(model, strategy_of(last.configs, found.choice))
+        assert rest + weight * sync == pytest.approx(best, rel=1e-12)
         assert best <= upper * (1 + 1e-12)
 
 
@@ -118,5 +118,5 @@ def test_a_weight_of_t_s_changes_nothing_but_t_s() -> None:
     configs = {layer.name: (Config(), Config.of({"n": 4})) for layer in model.graph.layers}
     for layer in model.graph.layers:
         cost = model.node_cost(layer, configs[layer.name])
-        half = weighted(model, configs, 0.5)[layer.name]
+        half = weighted(model, configs, [0.5])[0][layer.name]
         assert half == pytest.approx(cost.total - cost.seconds["sync"] / 2)
