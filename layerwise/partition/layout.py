@@ -12,7 +12,6 @@ from layerwise.config import Config, reduce_axis
 from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.base import Dim, Space
 
-
 SCATTERED = -1
 
 

@@ -16,10 +16,9 @@ from layerwise.cost.timeline.simulate import Timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
-from layerwise.search import find
+from layerwise.search import find, narrow
 from layerwise.search.eliminate import Optimum
 from layerwise.search.find import choose, search
-from layerwise.search import narrow
 from layerwise.search.narrow import Narrowed
 from layerwise.search.result import Candidate
 from tests.importers.networks import chain, crossing, dense, inception, residual
