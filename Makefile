@@ -30,7 +30,7 @@ docs: $(VENV)/.installed-docs  ## the documentation, into site/; `make notebooks
 	$(VENV)/bin/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## search and table times, as in docs/benchmarks
-	$(VENV)/bin/python -m benchmarks.search $(ARGS)
+	$(VENV)/bin/python -m benchmarks.planner $(ARGS)
 
 zoo: $(VENV)/.installed-zoo  ## published networks at the first try; ARGS="--small" for few
 	PYTHONPATH=$(VENV)/zoo $(VENV)/bin/python -m benchmarks.zoo $(ARGS)

@@ -150,6 +150,7 @@ def overlap(group: GroupShape, graph: DeviceGraph) -> Overlap:
     return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 
+@lru_cache(maxsize=65536)
 def _slowest(group: GroupShape, graph: DeviceGraph) -> tuple[float, float]:
     """Alpha and beta of a step of a ring or tree: it has links of every level where the group has several members."""
     used = [number for number, f in enumerate(group.fan) if f > 1]
@@ -183,7 +184,7 @@ def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tup
 
 
 def _runs(cells: Cells, keys: tuple[int, ...]) -> list[Runs]:
-    """Of each configuration; neighbouring digits that are both in keys, or both not, are one: there are few patterns."""
+    """Of each configuration; neighbouring digits that are all in keys, or none, are one, so there are few patterns."""
     dims = np.where(np.array(cells.counts_in) == SCATTERED, cells.scattered[:, None], cells.counts_in)
     found = list[Runs]()
     for sizes, inside in zip(cells.digits.tolist(), np.isin(dims, keys).tolist(), strict=True):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from layerwise.cost.collectives import all_gather_s, group_shape, reduce_scatter_s
+from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, reduce_scatter_s
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import port_seconds, seconds, traffic
 from layerwise.geometry.arrays import Floats
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
-from layerwise.partition.gathers import are_gathers, needers
+from layerwise.partition.gathers import are_gathers, coincide, driven, needers
 
 
 def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int, ...] | None) -> Floats:
@@ -42,7 +42,10 @@ def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:
 
 def gather_s(edge: Edge, graph: DeviceGraph, directions: int) -> Floats:
     """(C_v,) seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions."""
-    rows = zip(edge.largest_bytes.tolist(), needers(edge), strict=True)
-    pairs = [(size, group_shape(row, graph)) for size, row in rows]
+    groups = list(group_shapes(edge.needers, driven(edge), graph))
+    columns = np.flatnonzero(coincide(edge))
+    for column, row in zip(columns, needers(edge.to(columns)) if len(columns) else (), strict=True):
+        groups[column] = group_shape(row, graph)
+    pairs = list(zip(edge.largest_bytes.tolist(), groups, strict=True))
     back = [reduce_scatter_s(*pair, graph) if directions == 2 else 0.0 for pair in pairs]
     return np.array([all_gather_s(*pair, graph) for pair in pairs]) + back

@@ -35,12 +35,15 @@ class _Factor:
 
     def of(self, rows: slice) -> Floats:
         """(2, rows, W, C_v), which the caller may overwrite."""
-        part = self.values[:, self.row[rows]]
-        return part if self.column is None else part[..., self.column]
+        part = np.take(self.values, self.row[rows], axis=1)
+        return part if self.column is None else np.take(part, self.column, axis=3)
 
     def spread(self) -> _Factor:
         """With a pattern for each configuration of the consumer."""
-        return _Factor(self.values[..., self.column], self.row, None)
+        assert self.column is not None
+        return _Factor(
+            np.take(self.values, self.column, axis=3), self.row, None
+        )  # in order of memory, as indexing is not
 
     def times(self, other: _Factor) -> _Factor | None:
         """The product; None where it has so many patterns that it saves nothing."""
@@ -51,7 +54,8 @@ class _Factor:
         if len(us) * len(vs) * FEW > len(row) * len(column):
             return None
         (u, other_u), (v, other_v) = np.divmod(us, other.values.shape[1]), np.divmod(vs, other.values.shape[3])
-        return _Factor(self.values[:, u][..., v] * other.values[:, other_u][..., other_v], row, column)
+        ours, others = self.values.take(u, 1).take(v, 3), other.values.take(other_u, 1).take(other_v, 3)
+        return _Factor(ours * others, row, column)
 
 
 class Overlaps:

@@ -66,7 +66,7 @@ def selections(cells: Cells, graph: DeviceGraph, watched: tuple[int, ...]) -> Se
 
 
 def _groups(cells: Cells, size: int, watched: Ints) -> tuple[Ints, Ints, Ints]:
-    """The first device and the end of each group of `size` devices that has a watched one; the group of each of these."""
+    """Where each group of `size` devices with a watched one begins and ends, and which each of these is in."""
     groups, which = np.unique(watched // size, return_inverse=True)
     first = groups * size
     return first, np.minimum(first + size, cells.devices), which  # a last group may be cut short

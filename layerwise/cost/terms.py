@@ -80,7 +80,8 @@ def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is shared out."""
     seconds = np.zeros(len(layout.computed.degrees))
     for c in gradients_of(setting, layer, layout):
-        seconds += c.size_bytes * [sync_rate(g, setting.devices, setting.options.sync) for g in c.group_shapes]
+        rates = {g: sync_rate(g, setting.devices, setting.options.sync) for g in dict.fromkeys(c.group_shapes)}
+        seconds += c.size_bytes * [rates[g] for g in c.group_shapes]
     for c in shares_of(setting, layer, layout):
         seconds += c.size_bytes * [scatter_rate(g, setting.devices) for g in c.group_shapes]
     return seconds
@@ -161,9 +162,9 @@ def reduction_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
 
 
 def _each(cost: Callable[[float, GroupShape, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
-    return np.array(
-        [cost(size, group, graph) for size, group in zip(c.size_bytes.tolist(), c.group_shapes, strict=True)]
-    )
+    pairs = list(zip(c.size_bytes.tolist(), c.group_shapes, strict=True))
+    known = {pair: cost(*pair, graph) for pair in dict.fromkeys(pairs)}
+    return np.array([known[pair] for pair in pairs])
 
 
 def _wire_bytes(c: Collective) -> float:

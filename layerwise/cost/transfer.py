@@ -23,7 +23,7 @@ from layerwise.geometry.arrays import Floats
 from layerwise.machine import Curve, DeviceGraph
 from layerwise.partition.edge import Edge
 
-CHUNK = 1 << 17  # elements of the largest temporary array: bounds the memory, and stays in the cache
+CHUNK = 1 << 15  # elements of the largest temporary array: bounds the memory, and stays in the cache
 
 
 @dataclass(frozen=True, slots=True)

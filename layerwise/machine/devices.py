@@ -101,6 +101,9 @@ class DeviceGraph:
     layers: tuple[LayerTimes, ...] = field(default=(), hash=False)  # measured
     collectives: bool = False  # regular transfers run as collectives (NCCL), else as messages (gloo)
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.count))  # short, as it is asked for often
+
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]
         assert sizes[-1] == self.count, f"the outermost of {sizes} must hold all {self.count} devices"

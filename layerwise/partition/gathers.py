@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
-from layerwise.geometry import boundaries, identity
+from layerwise.geometry import AxisMap, boundaries, identity
 from layerwise.geometry.arrays import Ints, Mask
 from layerwise.ops.base import Dim, Maps
 from layerwise.partition.edge import Edge
@@ -33,29 +34,25 @@ def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
         return result
     (us, i), (vs, j) = (np.unique(side, return_inverse=True) for side in (rows, columns))
     few = replace(edge, owners=edge.owners.take(us), needers=edge.needers.take(vs))
-    members, count, kept = _members(few), edge.owners.devices, np.arange(len(rows))
-    telling = np.unique([0, 1 % count, count // 3, count - 1])
-    kept = kept[_fit(few, members, i, j, telling)]
+    count = edge.owners.devices
+    kept = np.flatnonzero(_fit(few, i, j, np.unique([0, 1 % count, count // 3, count - 1])))
     if not roughly:
         for start in range(0, len(kept), PAIRS):  # few are left
             some = kept[start : start + PAIRS]
             (u, a), (v, b) = (np.unique(side[some], return_inverse=True) for side in (i, j))
             part = replace(few, owners=few.owners.take(u), needers=few.needers.take(v))
-            fits = _fit(part, members[v], a, b, np.arange(count))
+            fits = _fit(part, a, b, np.arange(count))
             result[rows[some[fits]], columns[some[fits]]] = True
         return result
     result[rows[kept], columns[kept]] = True
     return result
 
 
-def _fit(edge: Edge, members: Ints, i: Ints, j: Ints, devices: Ints) -> Mask:
-    """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need.
-
-    members: (C_v, N).
-    """
+def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
+    """Whether these pairs are gathers as far as these devices can tell, which own a share of what they need."""
     own, need = _owned(edge, devices), _boxes(edge.maps, edge.dims, edge.needers, devices)
     has, needs = edge.owners.numbers(devices) >= 0, edge.needers.numbers(devices) >= 0
-    of, wanted = members[:, devices], (need[1] - need[0]).prod(-1)
+    of, wanted = _members(edge, devices), (need[1] - need[0]).prod(-1)
     gathers = needs & (of > 1) & (wanted > 0) & (wanted % of == 0)
     share = np.where(gathers, wanted // of, np.where(needs, NEVER, IDLE))
     fits: Mask = (np.where(has[i], _overlap(own, need, i, j), IDLE) == share[j]).all(1)
@@ -90,9 +87,39 @@ def _overlap(own: tuple[Ints, Ints], need: tuple[Ints, Ints], i: Ints, j: Ints) 
     return part
 
 
-def _members(edge: Edge) -> Ints:
-    """(C_v, N) how many devices need the same box as each."""
-    return np.array([np.bincount(row + 1)[row + 1] for row in needers(edge)])
+def _members(edge: Edge, devices: Ints) -> Ints:
+    """(C_v, W) how many devices need the same box as each of these that needs one."""
+    cells = edge.needers
+    apart = cells.degrees[:, list(driven(edge))].prod(1)
+    members = np.tile((cells.total // apart)[:, None], (1, len(devices)))
+    rows = np.flatnonzero(coincide(edge))
+    for row, numbers in zip(rows, needers(edge.to(rows)) + 1 if len(rows) else (), strict=True):
+        members[row] = np.bincount(numbers)[numbers[devices]]
+    return members
+
+
+def driven(edge: Edge) -> tuple[int, ...]:
+    """The dimensions of the consumer's cells that say which box they need."""
+    return tuple(sorted({axis.source for axis in edge.maps if axis.source is not None}))
+
+
+def coincide(edge: Edge) -> Mask:
+    """(C_v,): whether cells that differ in a driven dimension may need the same box, or all devices have one cell."""
+    found = edge.needers.copies.copy()
+    for axis in edge.maps:
+        if axis.source is not None:
+            column, dim = edge.needers.degrees[:, axis.source], edge.dims[axis.source]
+            for degree in np.unique(column).tolist():
+                if not _distinct(axis, dim, degree):
+                    found |= column == degree
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _distinct(axis: AxisMap, dim: Dim, degree: int) -> bool:
+    """Whether no two cells along a dimension need the same."""
+    cuts = boundaries(dim.extent, degree, dim.unit)
+    return len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree
 
 
 def needers(edge: Edge) -> Ints:

@@ -17,7 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.limited import Least
-from layerwise.search.narrow import narrow, optimum, strategy_of
+from layerwise.search.narrow import exact_optimum, narrow, strategy_of
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
 from layerwise.search.variants import OFFERS, Strategy
@@ -119,7 +119,7 @@ def _solved(
     built = time.perf_counter()
     tables, strategies, optima = narrowed.tables, [], []
     for node, upper in zip(narrowed.nodes, narrowed.uppers, strict=True):
-        small, found = optimum(model, tables, node, upper, memory_bytes)
+        small, found = exact_optimum(model, tables, node, upper, memory_bytes)
         optima.append(found)
         strategies.append(strategy_of(small.configs, found.choice))
     searching = time.perf_counter() - built + narrowed.bounding_s

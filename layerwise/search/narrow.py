@@ -3,7 +3,7 @@
 Exact tables over all configurations take far longer to build than to search. So transfers are first bounded by what a
 few devices see of them; message passing turns that into a bound for every configuration (`bound.py`), a strategy
 decoded from the messages is priced exactly, and what is bounded to cost more goes. The optimum over bounds is the
-optimum if its own transfers are exact: where they are not, they are made so, until they are (`optimum`).
+optimum if its own transfers are exact: where they are not, they are made so, until they are (`exact_optimum`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def rough_tables(model: CostModel, configs: Configs, progress: Progress | None) 
     return rough
 
 
-def optimum(
+def exact_optimum(
     model: CostModel, tables: CostTables, node: Mapping[str, Floats], upper_s: float, memory_bytes: float
 ) -> tuple[CostTables, Optimum]:
     """The cheapest strategy, and the tables over the configurations that were left to choose from.

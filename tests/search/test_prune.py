@@ -20,7 +20,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.bound import Messages
 from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations
-from layerwise.search.narrow import exact_cost, narrow, optimum, strategy_of, weighted
+from layerwise.search.narrow import exact_cost, exact_optimum, narrow, strategy_of, weighted
 from layerwise.search.prune import Keep, by_edge_cost, restrict
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
@@ -106,7 +106,7 @@ def test_the_search_over_pruned_tables_is_the_search_over_full_ones(
     full = model.tables(configs)
     for weight, costs, upper in zip(SYNC_WEIGHTS, narrowed.nodes, narrowed.uppers, strict=True):
         best = eliminate(full, node=weighted(model, configs, [weight])[0]).cost_s
-        last, found = optimum(model, small, costs, upper, 2.0**31)
+        last, found = exact_optimum(model, small, costs, upper, 2.0**31)
         assert found.cost_s == pytest.approx(best, rel=1e-12)
         rest, sync = exact_cost(model, strategy_of(last.configs, found.choice))
         assert rest + weight * sync == pytest.approx(best, rel=1e-12)

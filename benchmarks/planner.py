@@ -1,0 +1,187 @@
+"""python -m benchmarks.planner: how long a search takes, how that grows with the GPUs, its memory; the paper's table 3.
+
+CPU seconds on one core, a process a row; fused layers, batch 32 a GPU (4 of a GPT). `tables` has the
+configurations, all costs and the message passing that bounds them, `search` the eliminations for all weights of t_S.
+Neither has the import of the network, nor the choice among the optima by simulated steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from layerwise.config import SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import complete
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import load_model
+from layerwise.machine import load
+from layerwise.quantities import units
+from layerwise.search.baselines import NAMES, baseline, depth_first
+from layerwise.search.eliminate import eliminate
+from layerwise.search.find import SYNC_WEIGHTS, configurations, search
+from layerwise.search.narrow import exact_optimum, narrow
+
+NETWORKS = "inception_v3,resnet50,vgg16"
+GPUS = "16,64,256"
+PAPER = ["lenet5", "alexnet", "vgg16", "inception_v3"]
+P100 = [(name, n) for n in (4, 16) for name in ("alexnet", "vgg16", "inception_v3", "resnet50")]
+TRANSFORMERS = ("benchmarks.common.gpt:", "benchmarks.common.large:")
+Row = dict[str, float]
+
+
+def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
+    """The optima of equation 1 for all weights of t_S, as `layerwise search` finds them without a memory limit."""
+    graph = fuse(load_model(name, (4 if name.startswith(TRANSFORMERS) else 32) * gpus))
+    devices = load(profile).device_graph(gpus)
+    model, space = CostModel(graph, devices), SearchSpace(gpus, powers_of_two=degrees == "2", spread=devices.nodes > 1)
+    started = time.process_time()
+    named = {n: complete(model, baseline(model, n)) for n in NAMES}
+    configs = configurations(model, space, named, {})
+    narrowed = narrow(model, configs, named, SYNC_WEIGHTS)
+    built = time.process_time()
+    costs = zip(narrowed.nodes, narrowed.uppers, strict=True)
+    optima = [exact_optimum(model, narrowed.tables, node, upper, 2.0**31)[1] for node, upper in costs]
+    return {
+        "layers": len(graph.inner),
+        "K": optima[0].final_nodes,
+        "configurations": max(map(len, configs.values())),
+        "kept": max(map(len, narrowed.tables.configs.values())),
+        "tables": built - started,
+        "search": time.process_time() - built,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "proven": float(all(optimum.proven for optimum in optima)),
+    }
+
+
+def paper(name: str, limit_s: float) -> Row:
+    """Table 3: elimination against depth-first search on the same unpruned tables, 4 P100, the paper's cost model."""
+    graph = fuse(load_model(name, 128))
+    model = CostModel(graph, load("p100").device_graph(4), CostOptions("sum", "parameter-server", "free"))
+    named = {n: baseline(model, n) for n in NAMES}
+    tables = model.tables(configurations(model, SearchSpace(4), named, {}))
+    started = time.perf_counter()
+    optimum = eliminate(tables)
+    ours = time.perf_counter() - started
+    theirs = depth_first(tables, limit_s)
+    if theirs.finished:
+        assert abs(theirs.cost_s - optimum.cost_s) < 1e-9 * optimum.cost_s, (theirs, optimum)
+    return {
+        "layers": len(graph.inner),
+        "K": optimum.final_nodes,
+        "elimination": ours,
+        "depth-first": theirs.seconds,
+        "finished": float(theirs.finished),
+    }
+
+
+def strategies(name: str, gpus: int) -> Row:
+    """Predicted step times with overlap on the paper's cluster: what was found, and the baselines."""
+    graph, devices = fuse(load_model(name, 32 * gpus)), load("p100").device_graph(gpus)
+    result = search(CostModel(graph, devices), SearchSpace(gpus, spread=devices.nodes > 1))
+    data = result.baselines["data"].timeline.total_s
+    return {
+        "layerwise": result.best.timeline.total_s,
+        **{n: c.timeline.total_s for n, c in result.baselines.items()},
+        "against data": data / result.best.timeline.total_s,
+        "bytes against data": result.best.price.bytes_moved / result.baselines["data"].price.bytes_moved,
+    }
+
+
+def alone(kind: str, *arguments: str) -> Row:
+    """A row in a process of its own, on one core."""
+    command = [sys.executable, "-m", "benchmarks.planner", "--row", kind, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip()[-500:]}")
+    row: Row = json.loads(done.stdout)
+    return row
+
+
+def print_table(console: Console, title: str, rows: Iterable[tuple[str, Row]]) -> None:
+    """Rows with the same columns."""
+    table: Table | None = None
+    for label, row in rows:
+        if table is None:
+            table = Table("", *row, title=title, box=None)
+        table.add_row(label, *(shown(column, value, row) for column, value in row.items()))
+    console.print(table or "")
+
+
+def growth(found: Mapping[tuple[str, int], Row]) -> Iterator[tuple[str, Row]]:
+    """Of each network the power of the number of GPUs with which seconds and bytes grow, fitted to all rows."""
+    for name in dict.fromkeys(name for name, _ in found):
+        rows = {gpus: row for (other, gpus), row in found.items() if other == name}
+        if len(rows) > 1:
+            x = np.log(list(rows))
+            powers = {c: np.polyfit(x, np.log([row[c] for row in rows.values()]), 1)[0] for c in ("tables", "peak")}
+            yield name, {f"{column} ~ N^": float(power) for column, power in powers.items()}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=NETWORKS, help=f"with commas (default {NETWORKS})")
+    parser.add_argument("--gpus", default=GPUS, help=f"with commas (default {GPUS})")
+    parser.add_argument("--degrees", choices=["2", "divisors"], default="2", help="powers of two, or all divisors")
+    parser.add_argument("--profile", default="h100")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="the rows of the first table")
+    parser.add_argument(
+        "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
+    )
+    parser.add_argument("--only", choices=["planner", "paper", "p100"])
+    parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        kind, name, *rest = args.row
+        if kind == "paper":
+            print(json.dumps(paper(name, float(rest[0]))))
+        elif kind == "p100":
+            print(json.dumps(strategies(name, int(rest[0]))))
+        else:
+            print(json.dumps(measure(name, int(rest[0]), *rest[1:])))
+        return
+    console = Console(width=120)
+    if args.only in (None, "planner"):
+        pairs = [(name, int(gpus)) for name in args.models.split(",") for gpus in args.gpus.split(",")]
+        found = {(n, g): alone("planner", n, str(g), args.profile, args.degrees) for n, g in pairs}
+        print_table(console, "CPU seconds of a search", ((f"{n} at {g}", row) for (n, g), row in found.items()))
+        print_table(console, "growth with the number of GPUs N", growth(found))
+        if args.json:
+            args.json.write_text(json.dumps({f"{n} at {g}": row for (n, g), row in found.items()}, indent=1) + "\n")
+    if args.only in (None, "paper"):
+        rows = ((name, alone("paper", name, str(args.depth_first))) for name in PAPER)
+        print_table(console, "the paper's table 3", rows)
+    if args.only in (None, "p100"):
+        rows = ((f"{name} at {gpus}", alone("p100", name, str(gpus))) for name, gpus in P100)
+        print_table(console, "the paper's cluster: predicted step times", rows)
+
+
+def shown(column: str, value: float, row: Row) -> str:
+    """A cell."""
+    if column in ("proven", "finished"):
+        return "yes" if value else "no"
+    if column == "depth-first" and not row["finished"]:
+        return f"> {units(value, 's')}"
+    if column.endswith("data") and column != "data":
+        return f"{value:.2f}×"
+    if column.endswith("^"):
+        return f"{value:.2f}"
+    if column in ("layers", "K", "configurations", "kept"):
+        return f"{value:.0f}"
+    return units(value, "B" if column == "peak" else "s")
+
+
+if __name__ == "__main__":
+    main()
