@@ -21,7 +21,7 @@ from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
 from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, strategy, weighted
-from layerwise.oracle.tables import Priced, memory_bytes, price_plan, priced
+from layerwise.oracle.tables import Groups, Priced, memory_bytes, price_plan
 from layerwise.plan import nearest
 from layerwise.search.find import search
 from layerwise.search.result import SearchResult
@@ -100,6 +100,7 @@ class Oracle:
         self.question = question
         self._models: dict[int, CostModel] = {}
         self._facts: dict[int, Facts] = {}
+        self._groups = Groups()
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
@@ -153,7 +154,8 @@ class Oracle:
             return self._closed(name, devices, q.formulas)
         if name == "pipeline":
             return self._pipeline(devices)
-        return self._answer(name, priced(model, name, self.shapes(name, devices)), None)
+        shape = self._groups.best(model, name, self.shapes(name, devices))
+        return self._answer(name, price_plan(model, shape, strategy(model.graph, name, shape)), None)
 
     def gamma(self, answer: Answer, peak_bytes: float) -> float | None:
         """A measured peak of a device's memory over what the published formula counts; None for a searched plan."""

@@ -69,8 +69,9 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
             f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
         )
     least = min(quick, key=cost)
-    errors = {id(a): error_between(a, least) for a in quick}
-    tied = [a for a in quick if cost(least) >= cost(a) * (1 - errors[id(a)])]
+    near = [a for a in quick if cost(least) >= cost(a) * (1 - ANALYTIC_ERROR)]  # no error is larger
+    errors = {id(a): error_between(a, least) for a in near}
+    tied = [a for a in near if cost(least) >= cost(a) * (1 - errors[id(a)])]
     best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
     gain, error = cost(best) / cost(least), errors[id(best)]
     name = best.projection.strategy
@@ -83,7 +84,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
 def error_between(a: Answer, b: Answer) -> float:
     """The model's error of two answers: by what their t_C rests on; of closed forms and pipelines, as if analytic."""
-    if a.priced is None or b.priced is None:
+    if a.priced is None or b.priced is None or a.priced.model.measurements is None:
         return ANALYTIC_ERROR
     return model_error(a.priced.price, b.priced.price)
 

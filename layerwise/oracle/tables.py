@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from layerwise.config import Config
 from layerwise.cost.memory.step import peak_bytes
@@ -15,42 +16,62 @@ from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Priced:
     """A strategy by the tables."""
 
+    model: CostModel
     shape: Shape
     strategy: Mapping[str, Config]
-    price: Price
     phases: Phases
     overlapped_s: float  # an iteration with gradients travelling beside the backward pass
     exposed_s: float  # of the gradient exchange, what is left after the backward pass
     statistics_s: float  # batch norm over the whole batch, which is part of the phases' `reduce_s`
 
+    @cached_property
+    def price(self) -> Price:
+        """By layer and with its bytes, which phases are not: made where it is asked for."""
+        return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
 
-def priced(model: CostModel, name: str, shapes: Sequence[Shape]) -> Priced:
-    """The cheapest of a strategy's shapes."""
-    shape = shapes[0] if len(shapes) == 1 else min(shapes, key=lambda s: _group_s(model, name, s))
-    return price_plan(model, shape, strategy(model.graph, name, shape))
+
+class Groups:
+    """The best grid of a group of devices. Groups of any number of devices have it in common, at their batch."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
+        self._seconds: dict[tuple[int, int, str, Shape], float] = {}
+
+    def best(self, model: CostModel, name: str, shapes: Sequence[Shape]) -> Shape:
+        """The cheapest of a strategy's shapes, which differ in the grid inside a group."""
+        return shapes[0] if len(shapes) == 1 else min(shapes, key=lambda s: self._step_s(model, name, s))
+
+    def _step_s(self, model: CostModel, name: str, shape: Shape) -> float:
+        """Step time of one group alone, where it is in a node: what groups exchange is the same for all their grids."""
+        node = model.devices.levels[0]
+        if shape.groups == 1 or node.devices % shape.inside:
+            return _step_s(model, strategy(model.graph, name, shape))
+        batch, one = max(1, model.graph.batch // shape.groups), replace(shape, groups=1)
+        key = (shape.inside, batch, name, one)
+        if key not in self._seconds:
+            if key[:2] not in self._models:
+                level = replace(node, devices=shape.inside, devices_per_port=1)
+                alone = replace(model.devices, count=shape.inside, levels=(level,))
+                self._models[key[:2]] = CostModel(model.graph.rebatch(batch), alone, model.options)
+            group = self._models[key[:2]]
+            self._seconds[key] = _step_s(group, strategy(group.graph, name, one))
+        return self._seconds[key]
 
 
-def _group_s(model: CostModel, name: str, shape: Shape) -> float:
-    """Step time of one group alone, to choose its grid: the exchange between groups is the same for all of them."""
-    devices, node = model.devices, model.devices.levels[0]
-    if shape.groups > 1 and node.devices % shape.inside == 0:
-        level = replace(node, devices=shape.inside, devices_per_port=1)
-        alone = replace(devices, count=shape.inside, levels=(level,))
-        graph = model.graph.rebatch(max(1, model.graph.batch // shape.groups))
-        model, shape = CostModel(graph, alone, model.options), replace(shape, groups=1)
-    return price(model, strategy(model.graph, name, shape), memory_bytes=0.0).step_time_s
+def _step_s(model: CostModel, plan: Strategy) -> float:
+    """Equation 1."""
+    return phases_of(model, plan, 0.0)[0].total_s
 
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy) -> Priced:
     """Any strategy, a searched one too."""
-    cost = price(model, plan, memory_bytes=memory_bytes(model, plan))
-    phases, statistics_s = phases_of(model, plan, cost.memory_bytes)
+    phases, statistics_s = phases_of(model, plan, memory_bytes(model, plan))
     step = timeline(model, plan)
-    return Priced(shape, dict(plan), cost, phases, step.total_s, step.exposed_sync_s, statistics_s)
+    return Priced(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s, statistics_s)
 
 
 def memory_bytes(model: CostModel, plan: Strategy) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,7 @@ class Boxes:
     def shared(self) -> Mask:
         """(N,) whether another device has the same box."""
         rows = np.concatenate([self.lo, self.hi, self.active[:, None]], axis=1)
-        _, which, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-        alike: Mask = self.active & (counts[which.reshape(-1)] > 1)
-        return alike
+        # As bytes, which are counted: np.unique would sort them, which takes ten times as long.
+        each = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.strides[0]))).ravel().tolist()
+        counts = Counter(each)
+        return self.active & np.array([counts[row] > 1 for row in each])

@@ -40,7 +40,7 @@ def pipeline_stages(
     """
     graph = model.graph
     whole = CostModel(graph, _single(model.devices), model.options)
-    memory = price(whole, {layer.name: Config() for layer in graph.inner}).layers
+    memory = price(whole, {layer.name: Config() for layer in graph.inner}, memory_bytes=0.0).layers
     part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
     times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
     adding_s = dict.fromkeys(times, 0.0)
