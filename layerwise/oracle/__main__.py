@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from layerwise.cache import answers
 from layerwise.cli import Parser, console, dtype_argument, positive, progress_bar, run_main, shape
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostOptions
@@ -123,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--search-up-to", type=_whole, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
     )
+    g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
     g = p.add_argument_group("answer")
     g.add_argument(
         "--formulas",
@@ -164,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(args, named, gpus)
     for count in gpus:
         profile.device_graph(count, args.gpus_per_node)
-    oracle = Oracle(_question(args, profile, formulas, ran))
+    oracle = Oracle(_question(args, profile, formulas, ran), answers(wanted=not args.no_cache))
     with progress_bar("asking", quiet=args.json) as progress:
         asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)

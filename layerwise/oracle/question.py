@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions, Progress
+from layerwise.cost.timeline.simulate import Timeline
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Profile
@@ -96,11 +98,13 @@ class Answer:
 class Oracle:
     """Answers questions about one model on one machine; models and prices are made once for each p."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, question: Question, answers: Answers | None = None) -> None:
+        """answers: of earlier searches, which are used and kept (`layerwise.cache`)."""
+        self.question, self._answers = question, answers
         self._models: dict[int, CostModel] = {}
         self._facts: dict[int, Facts] = {}
         self._groups = Groups()
+        self._plans: dict[tuple[int, tuple[tuple[str, Config], ...]], Priced] = {}
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
@@ -147,15 +151,17 @@ class Oracle:
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
-            result = search(model, space, memory_limit_bytes=q.memory_limit_bytes, progress=progress)
+            result = search(
+                model, space, memory_limit_bytes=q.memory_limit_bytes, progress=progress, answers=self._answers
+            )
             inner = {layer.name: result.best.strategy[layer.name] for layer in model.graph.inner}
-            return self._answer(name, price_plan(model, Shape(1, devices), inner), result)
+            return self._answer(name, self._priced(model, Shape(1, devices), inner, result.best.timeline), result)
         if q.formulas != "tables":
             return self._closed(name, devices, q.formulas)
         if name == "pipeline":
             return self._pipeline(devices)
         shape = self._groups.best(model, name, self.shapes(name, devices))
-        return self._answer(name, price_plan(model, shape, strategy(model.graph, name, shape)), None)
+        return self._answer(name, self._priced(model, shape, strategy(model.graph, name, shape)), None)
 
     def gamma(self, answer: Answer, peak_bytes: float) -> float | None:
         """A measured peak of a device's memory over what the published formula counts; None for a searched plan."""
@@ -173,6 +179,15 @@ class Oracle:
     def _projection(self, name: str, devices: int, shape: Shape, phases: Phases, segments: int = 1) -> Projection:
         batch, most = self.question.batch_at(devices), self.limit(name, devices)
         return Projection(name, devices, (shape.groups, shape.inside), segments, batch, phases, most)
+
+    def _priced(
+        self, model: CostModel, shape: Shape, plan: Mapping[str, Config], step: Timeline | None = None
+    ) -> Priced:
+        """A plan's price; several strategies may be the same plan, as all are on one device."""
+        key = model.devices.count, tuple(plan.items())
+        if key not in self._plans:
+            self._plans[key] = price_plan(model, shape, plan, step)
+        return replace(self._plans[key], shape=shape)
 
     def _answer(self, name: str, result: Priced, searched: SearchResult | None) -> Answer:
         shape, memory = result.shape, result.phases.memory_bytes

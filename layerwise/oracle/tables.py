@@ -11,7 +11,7 @@ from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
-from layerwise.cost.timeline.simulate import timeline
+from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 
@@ -67,10 +67,10 @@ def _step_s(model: CostModel, plan: Strategy) -> float:
     return phases_of(model, plan, 0.0)[0].total_s
 
 
-def price_plan(model: CostModel, shape: Shape, plan: Strategy) -> Priced:
-    """Any strategy, a searched one too."""
+def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:
+    """Any strategy, a searched one too. step: its simulated step, where that is known."""
     phases, statistics_s = phases_of(model, plan, memory_bytes(model, plan))
-    step = timeline(model, plan)
+    step = step or timeline(model, plan)
     return Priced(model, shape, dict(plan), phases, step.total_s, step.exposed_sync_s, statistics_s)
 
 

@@ -10,6 +10,8 @@ from typing import Literal
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import model_error
+from layerwise.cost.memory.footprints import Footprints
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
 from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
@@ -63,8 +65,9 @@ def search(
     )
     seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
     distinct = {tuple(s.items()): s for s in solved.strategies}
-    candidates = [candidate(model, "layerwise", s, limit) for s in distinct.values()]
-    baselines = {name: candidate(model, name, strategy, limit) for name, strategy in named.items()}
+    footprints = Footprints(model)
+    candidates = [candidate(model, "layerwise", s, limit, footprints) for s in distinct.values()]
+    baselines = {name: candidate(model, name, strategy, limit, footprints) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
         raise LayerwiseError(f"model {model.graph.name!r} only renames its input, which takes no time: nothing to plan")
     additive, optimum = candidates[0], solved.optima[0]
@@ -85,7 +88,7 @@ def search(
             return _limited(under, limit, weights, known)
 
         within, least = recall.limited(limited, limit, offer)
-        found = [candidate(model, "layerwise", strategy, limit) for strategy in within.strategies]
+        found = [candidate(model, "layerwise", strategy, limit, footprints) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
         optimum = replace(optimum, cost_s=within.cost_s, lower_bound_s=within.lower_bound_s) if found else optimum
@@ -150,11 +153,15 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
 
 
 def candidate(
-    model: CostModel, name: str, strategy: Mapping[str, Config], memory_limit_bytes: float | None = None
+    model: CostModel,
+    name: str,
+    strategy: Mapping[str, Config],
+    memory_limit_bytes: float | None = None,
+    footprints: Footprints | None = None,
 ) -> Candidate:
-    """Prices a strategy both ways. memory_limit_bytes: by default what a device has."""
+    """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: of the model, if made."""
     strategy = complete(model, strategy)
-    cost = price(model, strategy)
+    cost = price(model, strategy, memory_bytes=float(peak_bytes(model, strategy, footprints).max()))
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     return Candidate(name, strategy, cost, timeline(model, strategy), cost.memory_bytes <= limit)
 

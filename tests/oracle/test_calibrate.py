@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.oracle import RECORDS, facts, forecast
+from benchmarks.oracle import RECORDS, facts, fitted_growth_s, forecast
 from benchmarks.published.calibrate import calibrate
 from benchmarks.published.records import Record, factor, log_errors, order, read_records
 from layerwise.errors import LayerwiseError
@@ -63,6 +63,14 @@ def test_calibration_runs_come_out() -> None:
     for r in records("calibration"):
         exact = r.strategy in ("filter", "spatial") or r.devices == 1
         assert forecast(r, "chainermnx") == pytest.approx(r.total_s, rel=2e-3 if exact else 0.1)
+
+
+def test_growth_is_what_check_records_give_and_is_apart_from_what_is_calibrated() -> None:
+    bars = [r for r in records("check") if r.runs == "bars"]
+    fitted = framework("chainermnx", "bars", fitted=True)
+    assert fitted.growth_s == pytest.approx(fitted_growth_s(bars), rel=1e-3)
+    assert "FITTED" in fitted.sources["growth_s"]
+    assert all(f.growth_s == 0 for f in (*GIVEN.values(), framework("chainermnx", "logs", fitted=True)))
 
 
 def test_every_constant_has_a_source() -> None:
