@@ -93,4 +93,5 @@ class Boxes:
         # As bytes, which are counted: np.unique would sort them, which takes ten times as long.
         each = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.strides[0]))).ravel().tolist()
         counts = Counter(each)
-        return self.active & np.array([counts[row] > 1 for row in each])
+        alike: Mask = self.active & np.array([counts[row] > 1 for row in each])
+        return alike

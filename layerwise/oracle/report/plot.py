@@ -21,6 +21,7 @@ MARKERS = "osv^D<>Pp"
 LOOKS = {name: (color, marker) for name, color, marker in zip(NAMES, COLORS, MARKERS, strict=True)}
 PHASE_COLORS = ("#1f5fa8", "#9cc3e6", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#999999")
 IDEAL, OVER = "#888888", "#b00020"
+ROUND_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000)
 COLUMNS = 3  # of panels in the figure of phases
 
 
@@ -48,7 +49,9 @@ def draw(question: Question, asked: Asked, samples: int, heading: str, compared:
         _pair(epoch, c, [each * samples / c.run.batch for each in (c.run.iteration_s, c.projected_s)])
         _pair(speed, c, [one_s * c.run.batch / each / samples for each in (c.run.iteration_s, c.projected_s)])
     _axes(epoch, counts, "time of an epoch")
-    epoch.yaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    low, high = epoch.get_ylim()
+    times = [seconds for seconds in _times(high) if low <= seconds <= high]
+    epoch.set_yticks(times, [duration(seconds) for seconds in times])
     _axes(speed, counts, "speed-up over one GPU (samples per second)")
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if compared:
@@ -65,6 +68,16 @@ def scaling(question: Question) -> str:
     if question.scaling == "weak":
         return f"weak scaling, {question.batch:,} samples a GPU"
     return f"strong scaling, {question.batch:,} samples a step"
+
+
+def _times(most: float) -> Iterator[float]:
+    """Round times up to `most` seconds."""
+    yield from (digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5))
+    yield from ROUND_S
+    days = 86400.0
+    while days <= most:
+        yield from (days, 2 * days, 5 * days)
+        days *= 10
 
 
 def _rows(asked: Asked) -> dict[str, list[Answer | None]]:
@@ -152,7 +165,7 @@ def _panel(axis: Axes, gpus: Sequence[int], row: Sequence[Answer | None], colors
     axis.set_ylim(0, 1.2)
     axis.set_yticks([0, 0.5, 1])
     axis.yaxis.set_major_formatter(PercentFormatter(1))
-    axis.set_xticks(range(len(row)), [f"{count:,}" for count in gpus], fontsize=7)
+    axis.set_xticks(range(len(row)), [f"{count:,}" for count in gpus], fontsize=6)
     axis.tick_params(axis="y", labelsize=7)
 
 
