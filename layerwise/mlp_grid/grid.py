@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.errors import LayerwiseError
@@ -119,6 +120,7 @@ def study(
     memory_limit_bytes: float | None = None,
     offer: Iterable[str] = OFFERS,
     progress: Progress | None = None,
+    answers: Answers | None = None,
 ) -> GridStudy:
     """Prices grids, and searches for what is best layer by layer; the arguments are those of `search`."""
     priced = tuple(price_grid(model, grid, memory_limit_bytes) for grid in wanted)
@@ -134,6 +136,7 @@ def study(
         memory_limit_bytes=memory_limit_bytes,
         offer=offer,
         progress=progress,
+        answers=answers,
     )
     best = min((result.fastest, *(p.tables for p in priced)), key=preference)  # ties: to the search's
     return GridStudy(priced, result, best)

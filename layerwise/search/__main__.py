@@ -298,6 +298,7 @@ def _grid(model: CostModel, space: SearchSpace, limit: float, offer: Sequence[st
             memory_limit_bytes=limit,
             offer=offer,
             progress=progress,
+            answers=answers(wanted=not args.no_cache),
         )
     if args.out is not None:
         grid_plan(args.model, args.profile, model, space, studied, input_shape=args.input_shape).save(args.out)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from layerwise.cache import Answers
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.search.find import search
@@ -34,6 +35,7 @@ def memory_curve(
     points: int = POINTS,
     memory_bytes: float = 2**31,
     progress: Progress | None = None,
+    answers: Answers | None = None,
 ) -> list[Point]:
     """The fastest plan under `most_bytes`, then under what is less than that one needs, and so on to `least_bytes`.
 
@@ -53,6 +55,7 @@ def memory_curve(
             memory_limit_bytes=limit,
             offer=offered,
             progress=progress,
+            answers=answers,
         )
         results.append((limit, result))
         need = result.best.price.memory_bytes

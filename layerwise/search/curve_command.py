@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from layerwise.cache import answers
 from layerwise.cli import console, progress_bar
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
@@ -48,6 +49,7 @@ def show_curve(model: CostModel, space: SearchSpace, offer: Sequence[str], args:
             offer=offer,
             memory_bytes=args.search_memory * 2**30,
             progress=progress,
+            answers=answers(wanted=not args.no_cache),
         )
     if curve[0].best is None:
         raise LayerwiseError(f"--memory-curve {args.memory_curve}: {nothing_fits(curve[0].result)}")

@@ -15,8 +15,10 @@ from layerwise.files import parse_json
 from layerwise.graph.fuse import fuse
 from layerwise.machine import load
 from layerwise.search import find
+from layerwise.search.curve import memory_curve
 from layerwise.search.report.as_json import as_dict
 from layerwise.search.result import SearchResult
+from layerwise.search.variants import OFFERS
 from tests.importers.networks import chain
 
 LIMITS = {"without": 1e12, "binding": 5.9e6, "impossible": 1e4}
@@ -55,6 +57,21 @@ def test_the_same_search_is_read(limit: str, tmp_path: Path, monkeypatch: pytest
     assert not said
     with pytest.raises(AssertionError, match="it is searched again"):
         search(answers, LIMITS[limit], batch=16)
+
+
+def test_the_points_of_a_curve_share_what_there_is_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow, times = find.narrow, list[None]()
+
+    def counted(*args: Any) -> Any:
+        times.append(None)
+        return narrow(*args)
+
+    monkeypatch.setattr(find, "narrow", counted)
+    curve = memory_curve(model(), SearchSpace(2), 5.6e6, 7e6, offer=OFFERS, answers=Answers(tmp_path, print))
+    assert len(curve) > 1
+    assert len(times) == 1
 
 
 def altered(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> list[str]:
