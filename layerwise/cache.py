@@ -20,6 +20,7 @@ from typing import Any
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
+from layerwise.version import __version__
 
 ANSWERS = "answers"  # the folder of these files, inside the cache's
 MOST_BYTES = 64 << 20  # of all of them: the oldest go
@@ -50,12 +51,13 @@ class Answers:
             if said != _digest(text):
                 raise LayerwiseError("it was altered since it was written")
             answer = parse_json(text, "it")
-            os.utime(path)  # what is used is not old
         except FileNotFoundError:
             return None
         except (LayerwiseError, OSError, ValueError) as error:  # ValueError: not text
             self.of_no_use(key, str(error))
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # what is used is not old
         return answer
 
     def keep(self, key: str, answer: object) -> None:
@@ -77,14 +79,17 @@ class Answers:
 
     def _make_room(self) -> None:
         """Removes the oldest files while all of them are too many bytes. Others may do the same."""
-        held = sorted(((found.stat(), found) for found in self.place.glob("*.json")), key=lambda row: row[0].st_mtime)
-        total = sum(row.st_size for row, _ in held)
-        for row, path in held[:-1]:
+        held = list[tuple[float, int, Path]]()
+        for path in self.place.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                held.append((found.st_mtime, found.st_size, path))
+        total = sum(size for _, size, _ in held)
+        for _, size, path in sorted(held)[:-1]:
             if total <= self.most_bytes:
                 break
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            total -= row.st_size
+            path.unlink(missing_ok=True)
+            total -= size
 
 
 def answers(*, wanted: bool = True) -> Answers | None:
@@ -99,7 +104,7 @@ def key_of(*facts: object) -> str:
 
     Raises UnkeyedError where a fact is of another class than layerwise's own dataclasses and what JSON has.
     """
-    plain = [_code(), version("numpy"), *map(_plain, facts)]
+    plain = [__version__, _code(), version("numpy"), *map(_plain, facts)]
     return _digest(json.dumps(plain))[:32]
 
 
