@@ -45,8 +45,8 @@ KINDS = {
     "states": Kind(
         ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", None, 4, "1gbit", "alexnet"
     ),
-    "unet": Kind(("one rank", "together", "searched"), "one rank", 0.5, 4),
-    "unet2": Kind(("one rank", "DDP", "searched"), "one rank", 0.5, 4, "1gbit"),
+    "unet": Kind(("one rank", "together", "fixed d", "searched"), "one rank", 0.5),
+    "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank", 0.5, None, "1gbit"),
 }
 MEANING = {
     "alone": "no communication: a rank's share alone",
@@ -58,6 +58,7 @@ MEANING = {
     "sharded": "data-parallel plan, states sharded",
     "gathered": "data-parallel plan, parameters gathered",
     "searched": "searched plan",
+    "fixed d": "every layer split along depth",
     "one rank": "one rank, the others idle",
     "together": "every rank all of it, at once",
 }

@@ -12,7 +12,7 @@ from benchmarks.common.networks import NETWORKS
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import LayerGraph
+from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
 from layerwise.partition.sharding import may_shard
@@ -58,6 +58,8 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
     """`data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds.
 
     `sharded`, `gathered`: as `data`, and each rank keeps its part of the optimizer's state, or of the parameters, too.
+    `fixed d`: of volumes, all layers split along depth, as in Dryden et al., Channel and filter parallelism for
+    large-scale CNN training, SC 2019 (DistConv), where one split of space is chosen for the whole network.
     """
     devices = profile_of(name, measured).device_graph(ranks)
     batch = NETWORKS[name].global_batch(ranks)
@@ -65,7 +67,11 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
     io = "sample" if batch >= ranks else "free"
     model = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER))
     spec = f"benchmarks.common.networks:{name}"
-    made = {"searched": make_plan(spec, "emulated", model, space, search(model, space), fused=True)}
+    found = search(model, space)
+    made = {"searched": make_plan(spec, "emulated", model, space, found, fused=True)}
+    if any(layer.space.max_degree("d") >= ranks for layer in graph.inner):
+        fixed = candidate(model, "fixed d", {layer.name: _along_d(layer, ranks) for layer in graph.inner})
+        made["fixed d"] = make_plan(spec, "emulated", model, space, replace(found, best=fixed), fused=True)
     if batch >= ranks:
         local = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER, local_batch_norm=True))
         data = candidate(local, "data", baseline(local, "data"))
@@ -80,6 +86,11 @@ def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
             shared = candidate(local, key, {**data.strategy, **strategy})
             made[key] = make_plan(spec, "emulated", local, space, replace(result, best=shared), fused=True)
     return made
+
+
+def _along_d(layer: Layer, ranks: int) -> Config:
+    """Over as many ranks as it has slices for; what has no depth is on one."""
+    return Config.of({"d": min(ranks, layer.space.max_degree("d"))})
 
 
 def in_short(plan: Plan) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,13 +86,16 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def sharded(module: nn.Module, *, again: bool) -> nn.Module:
-    """FSDP2: a unit each for the convolutions and every linear layer. again: gathered for the backward pass, too."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            fully_shard(part, reshard_after_forward=again)
-    fully_shard(module[0], reshard_after_forward=again)
-    return fully_shard(module, reshard_after_forward=again)
+def sharded(module: nn.Module, mesh: DeviceMesh, *, again: bool) -> nn.Module:
+    """FSDP2: a unit each for every linear layer and the convolutions, of a U-Net for each of its stages.
+
+    again: gathered for the backward pass, too.
+    """
+    stages = [module[0]] if isinstance(module, nn.Sequential) else list(module.children())
+    for part in [part for part in module.modules() if isinstance(part, nn.Linear)] + stages:
+        if any(True for _ in part.parameters()):
+            fully_shard(part, mesh=mesh, reshard_after_forward=again)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=again)
 
 
 def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Variant:
@@ -112,7 +116,10 @@ def build(name: str, made: Mapping[str, Plan], variant: str, comm: Comm) -> Vari
     size = parameter_bytes(module)
     if variant in ("FSDP2", "FSDP2 once"):
         again = variant == "FSDP2"
-        result = Torch(sharded(module, again=again), network, batch, few)
+        mesh = DeviceMesh("cpu", list(few))  # every rank makes it, also one that has no samples
+        if dist.get_rank() in few:
+            module = sharded(module, mesh, again=again)
+        result = Torch(module, network, batch, few)
         result.sent = (2 + again) * (len(few) - 1) * size  # all-gathers, a reduce-scatter
         return result
     group = dist.new_group(few) if len(few) < world else None
