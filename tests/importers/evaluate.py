@@ -100,7 +100,11 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             mask = inputs[3] if op.mask else None
             q, k, v = inputs[:3]
             groups = q.dim() > 3 and k.shape[-3] != q.shape[-3]
-            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, op.causal, scale=op.scale, enable_gqa=groups)
+            if op.causal and mask is not None:  # PyTorch takes one of them
+                later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+                mask = mask.masked_fill(later, False if mask.dtype == torch.bool else float("-inf"))
+            causal = op.causal and mask is None
+            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=op.scale, enable_gqa=groups)
         case BatchNorm():
             return F.batch_norm(x, None, None, p.get("weight"), p.get("bias"), True, 0.0, op.eps)
         case InstanceNorm():

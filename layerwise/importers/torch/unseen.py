@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from inspect import getattr_static
 from threading import get_ident
 from typing import Any
@@ -20,6 +21,8 @@ from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
 
+# What opens a region that is computed again, by PyTorch's versions: since 2.15 it has another name, and both are there.
+REGIONS = [name for name in vars(checkpoint) if name.startswith("_checkpoint_without_reentrant_generator")]
 TWICE = "moves running statistics of batch norms twice a step, within torch.utils.checkpoint"
 
 
@@ -35,13 +38,14 @@ class Watch:
         self._numbers: dict[tuple[int, str], tuple[nn.Module, object, object]] = {}  # that were changed: from, to
         self._inference = torch.inference_mode.__enter__
         self._norm = F.batch_norm
-        self._generator = checkpoint._checkpoint_without_reentrant_generator
         self._thread = get_ident()
         self._checkpointed = 0
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[Watch]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
+        if not REGIONS:
+            raise LayerwiseError(f"layerwise does not know how PyTorch {torch.__version__} opens a checkpointed region")
         before, tallies = _draws(), _tallies(model)
         with ExitStack() as stack:
             for owner, name, stand_in in (
@@ -52,7 +56,7 @@ class Watch:
                 (Tensor, "grad_fn", self._looked_at),
                 (torch.inference_mode, "__enter__", self._entered),
                 (F, "batch_norm", self._normalised),
-                (checkpoint, "_checkpoint_without_reentrant_generator", self._region),
+                *((checkpoint, name, partial(self._region, getattr(checkpoint, name))) for name in REGIONS),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
             yield self
@@ -77,9 +81,9 @@ class Watch:
             self.found[f"has an autograd function, {kind.__qualname__}, with a backward pass of its own"] = None
         return self._apply.__get__(None, kind)(*inputs, **named)
 
-    def _region(self, *inputs: Any, **named: Any) -> Iterator[None]:
+    def _region(self, made: Callable[..., Iterator[None]], *inputs: Any, **named: Any) -> Iterator[None]:
         if not self._here:
-            return self._generator(*inputs, **named)  # type: ignore[no-any-return]
+            return made(*inputs, **named)
         return self._within_region()
 
     def _within_region(self) -> Iterator[None]:
