@@ -159,7 +159,7 @@ def candidate(
     memory_limit_bytes: float | None = None,
     footprints: Footprints | None = None,
 ) -> Candidate:
-    """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: of the model, if made."""
+    """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: if they are made."""
     strategy = complete(model, strategy)
     cost = price(model, strategy, memory_bytes=float(peak_bytes(model, strategy, footprints).max()))
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
