@@ -26,25 +26,23 @@ def are_gathers(edge: Edge, *, roughly: bool = False) -> Mask:
     """(C_u, C_v): whether every device that takes part is in an all-gather.
 
     What owners have is disjoint: where the members' parts fill what they need, nobody else has anything of it.
-    roughly: as far as a few devices can tell, so that what is none may be among them.
+    roughly: as far as the first device can tell, so that what is none may be among them.
     """
     result = np.zeros(edge.pairs, np.bool_)
     rows, columns = _on_device_0(edge)
-    if not len(rows):
+    if roughly or not len(rows):
+        result[rows, columns] = True
         return result
     (us, i), (vs, j) = (np.unique(side, return_inverse=True) for side in (rows, columns))
     few = replace(edge, owners=edge.owners.take(us), needers=edge.needers.take(vs))
     count = edge.owners.devices
-    kept = np.flatnonzero(_fit(few, i, j, np.unique([0, 1 % count, count // 3, count - 1])))
-    if not roughly:
-        for start in range(0, len(kept), PAIRS):  # few are left
-            some = kept[start : start + PAIRS]
-            (u, a), (v, b) = (np.unique(side[some], return_inverse=True) for side in (i, j))
-            part = replace(few, owners=few.owners.take(u), needers=few.needers.take(v))
-            fits = _fit(part, a, b, np.arange(count))
-            result[rows[some[fits]], columns[some[fits]]] = True
-        return result
-    result[rows[kept], columns[kept]] = True
+    kept = np.flatnonzero(_fit(few, i, j, np.unique([1 % count, count // 3, count - 1])))
+    for start in range(0, len(kept), PAIRS):  # few are left
+        some = kept[start : start + PAIRS]
+        (u, a), (v, b) = (np.unique(side[some], return_inverse=True) for side in (i, j))
+        part = replace(few, owners=few.owners.take(u), needers=few.needers.take(v))
+        fits = _fit(part, a, b, np.arange(count))
+        result[rows[some[fits]], columns[some[fits]]] = True
     return result
 
 
@@ -60,13 +58,15 @@ def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
 
 
 def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
-    """Pairs that may be gathers: the same devices take part, and the first one, which always does, has a share."""
-    owners, needing = edge.owners, edge.needers
-    rows, columns = np.nonzero(_devices(owners)[:, None] == _devices(needing)[None, :])
-    first = np.zeros(1, np.int64)
+    """Pairs that may be gathers: the same devices take part, and the first one, which always does, has its share."""
+    owners, needing, first = edge.owners, edge.needers, np.zeros(1, np.int64)
+    members = _members(edge, first)[:, 0]
+    several = np.flatnonzero(members > 1)
+    rows, which = np.nonzero(_devices(owners)[:, None] == _devices(needing)[several])
+    columns = several[which]
     own, need = _owned(edge, first), _boxes(edge.maps, edge.dims, needing, first)
     part, wanted = _overlap(own, need, rows, columns)[:, 0], (need[1] - need[0]).prod(-1)[columns, 0]
-    shares = (part > 0) & (wanted % np.maximum(part, 1) == 0) & (wanted > part)
+    shares = (part > 0) & (part * members[columns] == wanted)
     return rows[shares], columns[shares]
 
 
