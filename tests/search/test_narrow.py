@@ -1,0 +1,87 @@
+"""Tables that are exact only where an optimum is have the optima of exact tables, on random networks and machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.config import Config
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph, load
+from layerwise.search.eliminate import eliminate
+from layerwise.search.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
+from tests.cost import brute, networks
+from tests.cost.test_transfer_measured import as_stated, kinked
+from tests.examples import examples
+from tests.importers.networks import chain, crossing, dense, inception, residual
+
+WEIGHTS = (1.0, 0.25, 0.0)
+SMALL = networks.windows() | networks.branches() | networks.sequences()
+NETWORKS = [chain, residual, inception, dense, crossing]
+BUILT = st.builds(lambda build, batch: fuse(build(batch)), st.sampled_from(NETWORKS), st.sampled_from([1, 4, 6]))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> DeviceGraph:
+    """Up to three levels, links stated or measured, with collectives or messages alone."""
+    graph: DeviceGraph = draw(brute.machines())
+    measured = draw(st.sampled_from([None, as_stated, kinked]))
+    graph = graph if measured is None else measured(graph)
+    return replace(graph, collectives=draw(st.booleans()))
+
+
+def drawn(model: CostModel, data: st.DataObject, most: int) -> Configs:
+    """A few configurations of every layer, on any number of devices."""
+    return {
+        layer.name: (model.end_config(layer),)
+        if layer.end
+        else data.draw(brute.configs(layer.space, model.devices.count, most))
+        for layer in model.graph.layers
+    }
+
+
+def same_optima(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """For each weight of t_S, and what is said of the optimum is what the strategy costs."""
+    model = CostModel(network, graph, CostOptions(io=data.draw(st.sampled_from(["sample", "free"]))))
+    configs = drawn(model, data, 8)
+    full = model.tables(configs)
+    narrowed = narrow(model, configs, {}, WEIGHTS)
+    for at, (weight, node) in enumerate(zip(WEIGHTS, weighted(model, configs, WEIGHTS), strict=True)):
+        best = eliminate(full, node=node).cost_s
+        small, found = exact_optimum(model, narrowed.tables, narrowed.nodes[at], narrowed.uppers[at], 2.0**31)
+        assert found.cost_s == pytest.approx(best, rel=1e-12)
+        rest, sync = exact_cost(model, strategy_of(small.configs, found.choice))
+        assert rest + weight * sync == pytest.approx(best, rel=1e-12)
+
+
+@given(SMALL, machines(), st.data())
+@examples(8)
+def test_optima_are_those_of_exact_tables(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    same_optima(network, graph, data)
+
+
+@pytest.mark.slow
+@given(SMALL | BUILT, machines(), st.data())
+@examples(600)
+def test_optima_are_those_of_exact_tables_on_many(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    same_optima(network, graph, data)
+
+
+def test_a_bound_that_is_none_is_raised_to_what_the_pair_costs() -> None:
+    """Also where a rack's uplink is shared by more devices than are watched."""
+    model = CostModel(fuse(chain(8)), load("v100").device_graph(272))
+    ends = Config(), Config.of({"n": 8}, "strided")
+    inner = {layer.name: (ends[at % 2],) for at, layer in enumerate(model.graph.inner)}
+    configs = {layer.name: inner.get(layer.name, (model.end_config(layer),)) for layer in model.graph.layers}
+    full, bounds = model.tables(configs), model.tables(configs)
+    for edge, cost in full.transfer.items():
+        bounds.transfer[edge] = 0 * cost
+    choice = dict.fromkeys(configs, 0)
+    assert raised(model, bounds, choice)
+    assert not raised(model, bounds, choice)
+    assert all((bounds.transfer[edge] == cost).all() for edge, cost in full.transfer.items())
