@@ -20,7 +20,8 @@ from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import LinkLevel, Profile, load
 from layerwise.oracle.formulas.phases import Phases
 from layerwise.oracle.question import Answer, Oracle, Question
-from layerwise.oracle.strategies import Wishes
+from layerwise.oracle.strategies import Wishes, strategy
+from layerwise.oracle.tables import price_plan
 from tests.examples import examples
 
 ALONE = [f.name for f in fields(Phases) if f.name.endswith("_s") and f.name not in ("gather_s", "reduce_s")]
@@ -95,3 +96,16 @@ def test_filters_before_channels(devices: int) -> None:
     oracle = Oracle(Question(graph, load("v100"), 64, "strong"))
     by_filter, by_channel = (oracle.answer(name, devices).overlapped_s for name in ("filter", "channel"))
     assert by_filter < by_channel
+
+
+def test_phases_of_a_searched_plan_are_its_step() -> None:
+    """What is computed and sent once more, for memory, too."""
+    oracle = Oracle(Question(network((8, 16), 3), uniform(1e-6, 1e9), 16, "strong"))
+    model = oracle.model(4)
+    shape = oracle.shapes("filter", 4)[0]
+    plain = strategy(model.graph, "filter", shape)
+    again = {name: replace(c, recompute=name != model.graph.inner[-1].name) for name, c in plain.items()}
+    for plan in (plain, again):
+        found = price_plan(model, shape, plan)
+        assert found.phases.total_s == pytest.approx(found.price.step_time_s)
+    assert found.phases.compute_s > price_plan(model, shape, plain).phases.compute_s
