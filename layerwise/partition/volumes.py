@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,16 +21,20 @@ def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
 def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
     """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
     if axis.source is None:
-        lo, hi = axis(np.zeros(1, np.int64), np.ones(1, np.int64))
-        length = np.full(len(degrees), int(hi[0] - lo[0]), np.int64)
+        length = np.full(len(degrees), _lengths(axis, 1, 1, 1)[0], np.int64)
         return length, length
-    dim, by_degree = dims[axis.source], {}
-    for degree in np.unique(degrees[:, axis.source]).tolist():
-        cuts = boundaries(dim.extent, degree, dim.unit)
-        lo, hi = axis(cuts[:-1], cuts[1:])
-        by_degree[degree] = int((hi - lo).max()), int((hi - lo).sum())
-    longest, total = np.array([by_degree[d] for d in degrees[:, axis.source].tolist()], np.int64).reshape(-1, 2).T
+    dim, column = dims[axis.source], degrees[:, axis.source].tolist()
+    by_degree = {degree: _lengths(axis, dim.extent, degree, dim.unit) for degree in set(column)}
+    longest, total = np.array([by_degree[degree] for degree in column], np.int64).reshape(-1, 2).T
     return longest, total
+
+
+@lru_cache(maxsize=1 << 15)
+def _lengths(axis: AxisMap, extent: int, degree: int, unit: int) -> tuple[int, int]:
+    """The longest interval that a cell needs, of `degree` cells along an extent, and the sum over all of them."""
+    cuts = boundaries(extent, degree, unit)
+    lo, hi = axis(cuts[:-1], cuts[1:])
+    return int((hi - lo).max()), int((hi - lo).sum())
 
 
 def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:
