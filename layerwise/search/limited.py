@@ -174,28 +174,29 @@ def tighten(seen: Known, prices: Multipliers, minimise: Minimise) -> None:
     """Looks for what truly fits, with limits that are lower by what rows miss."""
     target = seen.limit
     for _ in range(TIGHTER):
-        missed = _look(seen, prices, target)
-        if missed <= 0 or missed >= target:
+        lower = _look(seen, prices, target)
+        if not 0 < lower < target:
             break
-        target -= missed
+        target = lower
         prices = best_multipliers(seen.problem, target, minimise, prices)
 
 
 def _look(seen: Known, prices: Multipliers, target: float) -> float:
     """Asks for true peaks of the fastest choices whose rows are within `target`, until one fits.
 
-    How many bytes the first is beyond the limit.
+    A lower target: the limit less what the rows of the first are below its peak. Infinite where that fits.
     """
     fitting = sorted((met for met in prices.met if met.rows.max() <= target), key=lambda met: met.cost)
-    missed = 0.0
+    lower = np.inf
     for met in fitting[:LOOKS]:
         if met.cost >= seen.cost:
             break
-        over = seen.see(met.choice) - seen.limit
-        if over <= 0:
+        peak = seen.see(met.choice)
+        if peak <= seen.limit:
             break
-        missed = missed or over
-    return missed
+        if lower == np.inf:
+            lower = seen.limit - (peak - float(met.rows.max()))
+    return lower
 
 
 def least_memory(problem: Problem, *, memory_bytes: float = 2.0**31, known: Iterable[Choice] = ()) -> Least[Choice]:

@@ -44,6 +44,7 @@ class Given:
     working: list[Claim]
     held: Mask  # (V_v, N)
     kind: Kind  # of the claims on what lies here
+    behind: Storage | None = None  # what was viewed first, where nobody but its readers keeps it
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,7 @@ class Followed:
         self.flows = self.model.has_gradient
         self.begun = begun_before(graph, options.io)
         self.ahead = {end for begun in self.begun.values() for end in begun}
+        self.users = {name: set(uses) for name, uses in graph.consumers().items()}
         self.parameters: dict[str, Parameters] = {}
         self.waiting: list[Claim] = []  # of what the gradient of weights is made of, while it is yet to be made
         self.rows: list[Claim] = []  # of gradients that are yet to be summed

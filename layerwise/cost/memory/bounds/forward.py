@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from layerwise.cost.memory.bounds.claims import Claim, Kind, Storage
@@ -32,9 +34,17 @@ class Forward(Followed):
     def _given(self, layer: Layer, slot: int) -> Given:
         source = layer.inputs[slot]
         self.local[source, layer.name, slot] = self._locality(layer, slot)
-        value = self.values[source]
-        there = [(value.storage, value.size * ~value.held)] if isinstance(value, Made) else []
-        return self._received(layer, slot, there, self._need(layer, slot), "shared")
+        value, there, behind = self.values[source], list[tuple[Storage, Floats]](), None
+        if isinstance(value, Made):
+            there.append((value.storage, value.size * ~value.held))
+            behind = None if value.held.any() else value.storage
+        elif isinstance(value, Given):
+            behind = None if value.held.any() else value.behind
+            if behind is not None and self.users[source] == {layer.name}:
+                # The view's own input, of `need` bytes or more: in the storage behind it, or in one that was received,
+                # which is claimed no more once this layer has read it. So at most one of them is counted.
+                there.append((behind, value.need))
+        return replace(self._received(layer, slot, there, self._need(layer, slot), "shared"), behind=behind)
 
     def _received(
         self, layer: Layer, slot: int, there: list[tuple[Storage, Floats]], need: Floats, kind: Kind
