@@ -113,7 +113,7 @@ def trial(name: str, example: Example, dtype: str, ways: Sequence[str], *, plan:
     except LayerwiseError as error:
         row.said["import"] = str(error)
         return row
-    row.layers = len(network.graph.inner)
+    row.layers = len(fuse(network.graph).inner)
     if plan:
         _plan(row, model, x, network)
     wanted = _reference(model, x)
@@ -202,9 +202,9 @@ def page(rows: Sequence[Row], dtype: str) -> str:
         f"`python -m benchmarks.volumes`: {intro}",
         "",
         f"In {dtype}; the numbers are the largest relative differences, of which at most {EXACT[dtype]:g} is rounding.",
-        "*Split* is the part of the layers that is split: the rest has no space any more, or too little. *Gain* is",
-        "predicted, over one GPU, of the same network on the larger sample beside it. What is dropped is",
-        "set to 0.",
+        "*Split* is the part of the layers that is split in every way: the others, the last sums of the loss among",
+        "them, have no space any more, or too little. *Gain* is predicted, over one GPU, of the same network on the",
+        "larger sample beside it. What is dropped is set to 0.",
         "",
         f"| network | sample | layers | split | {' | '.join(WAYS)} | planned | gain at 8 | proven | plan (s) |",
         f"|---|---|---:|---:|{'---:|' * len(WAYS)}---|---:|---|---:|",
