@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,7 @@ class CostModel(Setting):
         super().__post_init__()
         self._rows: dict[object, _Rows] = {}
         self._nodes: dict[object, NodeCost] = {}
+        self.prices: dict[object, Any] = {}  # of layers of strategies (`cost.price`)
         self._edges: dict[object, dict[str, Floats]] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 

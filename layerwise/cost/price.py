@@ -71,9 +71,18 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
     memory_bytes: where it is known already.
     """
     strategy = complete(model, strategy)
-    layers = {layer.name: _layer_price(model, layer, strategy) for layer in model.graph.layers}
+    layers = {layer.name: _known_price(model, layer, strategy) for layer in model.graph.layers}
     memory = float(peak_bytes(model, strategy).max()) if memory_bytes is None else memory_bytes
     return Price(layers, sum(p.total_s for p in layers.values()), memory)
+
+
+def _known_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
+    """Made once for a layer's configuration and those of its inputs: strategies that are compared differ in few."""
+    key = layer.name, strategy[layer.name], tuple(strategy[source] for source in layer.inputs)
+    if key not in model.prices:
+        model.prices[key] = _layer_price(model, layer, strategy)
+    found: LayerPrice = model.prices[key]
+    return found
 
 
 def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
