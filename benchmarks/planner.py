@@ -155,11 +155,14 @@ def main() -> None:
     console = Console(width=120)
     if args.only in (None, "planner"):
         pairs = [(name, int(gpus)) for name in args.models.split(",") for gpus in args.gpus.split(",")]
-        found = {(n, g): alone("planner", n, str(g), args.profile, args.degrees) for n, g in pairs}
+        found = dict[tuple[str, int], Row]()
+        for name, gpus in pairs:
+            found[name, gpus] = alone("planner", name, str(gpus), args.profile, args.degrees)
+            if args.json:  # after each, as they may take long
+                kept = {f"{n} at {g}": row for (n, g), row in found.items()}
+                args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print_table(console, "CPU seconds of a search", ((f"{n} at {g}", row) for (n, g), row in found.items()))
         print_table(console, "growth with the number of GPUs N", growth(found))
-        if args.json:
-            args.json.write_text(json.dumps({f"{n} at {g}": row for (n, g), row in found.items()}, indent=1) + "\n")
     if args.only in (None, "paper"):
         rows = ((name, alone("paper", name, str(args.depth_first))) for name in PAPER)
         print_table(console, "the paper's table 3", rows)
