@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from layerwise.partition.buckets import FIRST_BUCKET_BYTES
+from layerwise.run.execute.buckets import scaled
 from layerwise.run.execute.reducer import GradientReducer
 
 
@@ -23,3 +24,11 @@ def test_all_ranks_of_a_group_fill_the_same_buckets() -> None:
         return [bucket.names for bucket in made.buckets if bucket.group == everyone]
 
     assert shared(0) == shared(1) == [["third"], ["second", "first"]]
+
+
+def test_a_gradient_is_scaled_in_place_where_nothing_else_has_its_memory() -> None:
+    alone, shared = torch.ones(3), torch.ones(2, 3)
+    view = shared[0]
+    assert scaled(alone, 0.5) is alone
+    assert scaled(view, 0.5) is not view
+    assert shared.sum() == 6

@@ -12,6 +12,8 @@ from torch import Tensor
 from layerwise.comm.base import Comm, Group, Handle, Kind
 from layerwise.run.execute.rows import Rows
 
+OWNERS = 2  # of the memory of a tensor that shares it with none: itself, and the storage that is asked
+
 
 @dataclass(slots=True)
 class Bucket:
@@ -79,3 +81,14 @@ class Bucket:
 def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
     """Those that are to leave now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)
+
+
+def scaled(gradient: Tensor, scale: float) -> Tensor:
+    """In place where nothing else has its memory: with a copy the two would be the most that a step holds."""
+    if scale == 1:
+        return gradient
+    if gradient.layout == torch.strided:
+        owners = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        if owners == OWNERS:
+            return gradient.mul_(scale)
+    return gradient * scale

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket, full
+from layerwise.run.execute.buckets import Bucket, full, scaled
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks
@@ -159,7 +159,7 @@ class Gradients:
             return
         self.made.add(name)
         if bucket is None:
-            self.alone[name] = gradient if reducer.scale == 1 else gradient * reducer.scale
+            self.alone[name] = scaled(gradient, reducer.scale)
             return
         if bucket.rows is not None:
             bucket.put(name, gradient, reducer.scale, reducer.zero(gradient))
