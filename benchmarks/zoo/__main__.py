@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from benchmarks.zoo.apart import tried
+from benchmarks.zoo.compare import TOLERANCES
 from benchmarks.zoo.networks import names
 from benchmarks.zoo.small import SMALL
 from benchmarks.zoo.table import page, show, summary
@@ -28,30 +29,33 @@ def main() -> int:
     parser.add_argument("--again", choices=("failed", "all"), help="of FILE, what is tried again nevertheless")
     parser.add_argument("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for a network (default 300)")
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
-    parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
+    parser.add_argument("--dtype", default="float64", choices=tuple(TOLERANCES))
+    parser.add_argument(
+        "--untimed", action="store_true", help="no plans for 8 GPUs, no times: whether it is exact only"
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the table's page, such as docs/benchmarks/zoo.md")
     asked = parser.parse_args()
     wanted = [name for name in (SMALL if asked.small else names()) if any(fnmatch(name, glob) for glob in asked.only)]
     known = _known(asked.json, asked.again)
-    missing = [name for name in wanted if name not in known]
-    for row in tried(missing, asked.limit_s, asked.jobs, asked.dtype):
-        known[row.name] = row
+    missing = [name for name in wanted if (name, asked.dtype) not in known]
+    for row in tried(missing, asked.limit_s, asked.jobs, asked.dtype, timed=not asked.untimed):
+        known[row.name, row.dtype] = row
         show(row)
         if asked.json:
             asked.json.write_text(json.dumps([as_json(row) for row in known.values()], indent=1))
-    rows = [known[name] for name in wanted]
+    rows = [known[name, asked.dtype] for name in wanted]
     print(summary(rows))
     if asked.write:
-        asked.write.write_text(page(rows))
+        asked.write.write_text(page(rows, [row for row in known.values() if row.dtype != asked.dtype]))
     return int(any(row.wrong or (asked.small and not row.exact) for row in rows))
 
 
-def _known(file: Path | None, again: str | None) -> dict[str, Row]:
-    """The rows of a file that are not to be tried again."""
+def _known(file: Path | None, again: str | None) -> dict[tuple[str, str], Row]:
+    """The rows of a file that are not to be tried again, by name and element type."""
     if file is None or not file.exists() or again == "all":
         return {}
     rows = [row_of(row) for row in json.loads(file.read_text())]
-    return {row.name: row for row in rows if row.exact or again is None}
+    return {(row.name, row.dtype): row for row in rows if row.exact or again is None}
 
 
 if __name__ == "__main__":

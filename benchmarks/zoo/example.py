@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,26 @@ class Example:
 
 
 Build = Callable[[], Example]
+
+
+def shallow(model: nn.Module) -> nn.Module:
+    """The same with one block of those that repeat: in a Sequential, what is as the one before it is left out.
+
+    So every kind of block and every stage stays. A container of another kind may need all that it has.
+    """
+    for module in model.modules():
+        if type(module) is nn.Sequential:
+            kinds = [_kind(child) for child in module]
+            repeated = [i for i in range(1, len(kinds)) if kinds[i] == kinds[i - 1] and kinds[i][1]]
+            for i in reversed(repeated):
+                del module[i]
+    return model
+
+
+def _kind(module: nn.Module) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """What it prints but for rates of dropping, and the shapes of all that it holds."""
+    printed = re.sub(r"(p|drop_prob)=[0-9.]+", "", repr(module))
+    return printed, tuple(tuple(value.shape) for value in module.state_dict().values())
 
 
 def images(model: nn.Module, size: int | tuple[int, ...], channels: int = 3) -> Example:

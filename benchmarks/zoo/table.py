@@ -27,6 +27,15 @@ benchmark defines `torchvision::nms`, which torchvision's Python asks for when i
 """
 
 
+OTHERS = """
+## In other element types
+
+The largest relative difference from plain PyTorch in the same type, of loss, outputs, gradients, buffers and parameters
+under the five plans. In float32 at most 1e-3 is right, in bfloat16 at most 0.1.
+
+"""
+
+
 def show(row: Row) -> None:
     """One line, as soon as it is known."""
     worst = max(row.differences.values(), default=0.0)
@@ -61,8 +70,8 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row]) -> str:
-    """docs/benchmarks/zoo.md."""
+def page(rows: Sequence[Row], others: Sequence[Row] = ()) -> str:
+    """docs/benchmarks/zoo.md. others: of other element types."""
     parts = [HEAD, summary(rows).replace("\n", "\n\n"), "\n"]
     packages: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -76,7 +85,22 @@ def page(rows: Sequence[Row]) -> str:
         parts += [_line(row) for row in own]
         said = [(row.name.partition("/")[2], text) for row in own if (text := _said(row))]
         parts += ["\n", *(f"- {name}: {text}\n" for name, text in said)] if said else []
-    return "".join(parts)
+    return "".join(parts) + _by_type(others)
+
+
+def _by_type(rows: Sequence[Row]) -> str:
+    """The largest difference of networks in other element types."""
+    types = tuple(dict.fromkeys(row.dtype for row in rows))
+    if not types:
+        return ""
+    found = {(row.name, row.dtype): f"{max(row.differences.values()):.0e}" for row in rows if row.exact}
+    parts = [OTHERS, f"| network | {' | '.join(types)} |\n", f"|---|{'---:|' * len(types)}\n"]
+    for name in dict.fromkeys(row.name for row in rows):
+        tried = {row.dtype for row in rows if row.name == name}
+        cells = (found.get((name, dtype), "not so" if dtype in tried else "") for dtype in types)
+        parts.append(f"| {name} | {' | '.join(cells)} |\n")
+    said = [(row, text) for row in rows if (text := _said(row))]
+    return "".join([*parts, *(f"\n- {row.name} in {row.dtype}: {text}" for row, text in said)])
 
 
 def _line(row: Row) -> str:

@@ -34,6 +34,7 @@ class Row:
 
     name: str
     stage: str = "build"
+    dtype: str = "float64"
     said: str = ""
     loud: bool = True  # whether what stopped it is layerwise's own sentence
     parameters: int = 0
@@ -59,11 +60,11 @@ class Row:
         return self.stage == "done" and not self.refused and not self.wrong and bool(self.differences)
 
 
-def trial(name: str, dtype: str = "float64") -> Row:
-    """All of it, as far as it goes."""
-    row, started, cpu = Row(name), time.perf_counter(), time.process_time()
+def trial(name: str, dtype: str = "float64", *, timed: bool = True) -> Row:
+    """All of it, as far as it goes. timed: with the time of torch.export, and a plan for 8 GPUs."""
+    row, started, cpu = Row(name, dtype=dtype), time.perf_counter(), time.process_time()
     try:
-        _stages(row, dtype)
+        _stages(row, timed=timed)
         row.stage = "done"
     except Exception as error:  # whatever it is: it is what the table tells of this network
         row.said, row.loud = one_line(error), isinstance(error, LayerwiseError)
@@ -77,30 +78,39 @@ def one_line(error: BaseException) -> str:
     return said if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {said}"[:300]
 
 
-def _stages(row: Row, dtype: str) -> None:
+def _stages(row: Row, *, timed: bool) -> None:
     network_of(nn.Linear(2, 2), (torch.randn(2, 2),), 2, "first")  # what layerwise imports at its first call, likewise
     torch.manual_seed(0)
     torch.set_num_threads(1)
     _export(nn.Linear(2, 2), (torch.randn(2, 2),))  # what torch.export imports at its first call is nobody's time
-    given = prepared(build(row.name), getattr(torch, dtype))
+    given = prepared(build(row.name), getattr(torch, row.dtype))
     model = ByPosition(given.model, given.names) if given.names else given.model
     row.parameters = sum(p.numel() for p in given.model.parameters())
     row.stage = "export"
-    with _clock(row, "export_s"):
-        _export(model, given.inputs)
+    if timed:
+        with _clock(row, "export_s"):
+            _export(model, given.inputs)
     row.stage = "import"
-    with _clock(row, "import_s"):
-        network = network_of(model, given.inputs, SAMPLES * RANKS, row.name)
+    try:
+        with _clock(row, "import_s"):
+            network = network_of(model, given.inputs, SAMPLES * RANKS, row.name)
+    except LayerwiseError:
+        if not timed:
+            row.stage = "export"
+            _export(model, given.inputs)  # whose failure it is not, or is
+            row.stage = "import"
+        raise
     row.layers = len(network.graph.inner)
     row.stage = "plan"
     try:
-        _plan(row, network)
+        if timed:
+            _plan(row, network)
     except LayerwiseError as error:
         row.planned = str(error)
     row.stage = "run"
     made = {stage.space.out.dtype for layer in network.graph.inner for stage in layer.stages}
-    row.narrow = dtype == "float64" and "float32" in made
-    _run(row, given, network, NARROW if row.narrow else TOLERANCES[dtype])
+    row.narrow = row.dtype == "float64" and "float32" in made
+    _run(row, given, network, NARROW if row.narrow else TOLERANCES[row.dtype])
 
 
 def _export(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -38,7 +38,7 @@ from layerwise.machine.profile import Profile
 from layerwise.plan import Plan, load_plan, parse_plan
 from layerwise.quantities import parse_bytes
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.hooks import check_norms, without_hooks
+from layerwise.run.guards.hooks import without_hooks
 from layerwise.run.load import build_module
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, uses_local_batch_norm
@@ -154,8 +154,6 @@ def parallelize(
     check(model, optimizer, sync_every, memory_limit, batch)
     check_autocast(autocast)
     settings = settings_of(compile)
-    if isinstance(model, nn.Module):
-        check_norms(model)
     if isinstance(example_inputs, DataLoader):
         if batch is not None:
             raise LayerwiseError("batch= and the DataLoader both say how many samples a batch has: leave batch= out")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Tensor
-from layerwise.ops.along import Take
+from layerwise.ops.along import Gather, Take
 from layerwise.ops.combine import Concat
 from layerwise.ops.embed import Embedding
 from layerwise.ops.learned import Learned
@@ -154,6 +154,15 @@ def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
     if index.spec.dtype != "bool" and (places.ndim > 1 or pieces(places) > MOST_PIECES):
         return Built(Take(dim), (x, index))
     return joined(runs(x, x.shape, dim, places), dim)
+
+
+def picked(x: Operand, dim: int, index: Operand, *, wraps: bool = False) -> Tensor:
+    """x at positions of one dimension, one an element; where there are fewer in another one, of its first elements."""
+    result: Tensor = x
+    for i, (have, wanted) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if i != dim and wanted < have:
+            result = Built(Slice(i, 0, wanted), (result,))
+    return Built(Gather(dim, wraps), (result, index))
 
 
 def pieces(places: NDArray[np.int64]) -> int:

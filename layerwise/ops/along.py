@@ -60,10 +60,12 @@ class Gather(Op):
     """out[i, j, k] = x[i, index[i, j, k], k] for dim 1: x and index are of equal extents in all others.
 
     Which elements of `dim` are read depends on the index, so x is needed whole there; the output is cut anywhere.
+    `wraps`: negative positions count from the end.
     """
 
     kind: ClassVar[str] = "gather"
     dim: int
+    wraps: bool = False
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
         x, index = inputs
@@ -90,7 +92,12 @@ class Gather(Op):
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
-        return x.gather(self.dim, index.long())
+        places = index.long()
+        return x.gather(self.dim, _from_front(places, x.shape[self.dim]) if self.wraps else places)
+
+    def rows(self) -> dict[str, object]:
+        """As it was before positions could wrap, where they do not: digests of older plans hold."""
+        return {name: value for name, value in Op.rows(self).items() if value or name != "wraps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,10 @@ class Take(Op):
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index = inputs
         dim = dim_index(self.dim, local.specs[0])
-        places = index.reshape(-1).long()
-        places = places.where(places >= 0, places + x.shape[dim])
+        places = _from_front(index.reshape(-1).long(), x.shape[dim])
         return x.index_select(dim, places).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+
+
+def _from_front(places: Tensor, extent: int) -> Tensor:
+    """Positions of which those below 0 count from the end."""
+    return places.where(places >= 0, places + extent)

@@ -19,14 +19,13 @@ AllReduce = Callable[["Tensor"], "Tensor"]
 def counted_mean(summed: Tensor, counted: Tensor, samples: int, all_reduce: AllReduce | None) -> Tensor:
     """(n,): of each sample its `summed` losses times samples / total; the mean of all these is the mean of what counts.
 
-    counted: how many count here, a number; all_reduce adds it up over the devices that have the other samples. The sum
-    of nothing has no mean: not a number, as in PyTorch.
+    summed: float32 at least, as 16 bits cannot count the positions of an image. counted: how many count here, a number;
+    all_reduce adds it up over the devices that have the other samples. The sum of nothing has no mean: not a number,
+    as in PyTorch.
     """
-    import torch
-
-    count = counted.to(torch.promote_types(summed.dtype, torch.float32)).reshape(1)
+    count = counted.to(summed.dtype).reshape(1)
     if all_reduce is None:
-        return summed / (count / samples).to(summed.dtype)
+        return summed / (count / samples)
     result: Tensor = _function().apply(summed, count, samples, all_reduce)
     return result
 
@@ -44,13 +43,12 @@ def _function() -> Any:
         def forward(ctx: Any, summed: Tensor, count: Tensor, samples: int, all_reduce: AllReduce) -> Tensor:
             ctx.save_for_backward(count)
             ctx.samples, ctx.all_reduce = samples, all_reduce
-            return summed / (all_reduce(count.clone()) / samples).to(summed.dtype)
+            return summed / (all_reduce(count.clone()) / samples)
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
             (count,) = ctx.saved_tensors
-            each = (ctx.all_reduce(count.clone()) / ctx.samples).to(gradient.dtype)
-            return gradient / each, None, None, None
+            return gradient / (ctx.all_reduce(count.clone()) / ctx.samples), None, None, None
 
     return CountedMean

@@ -100,6 +100,7 @@ class Loss(Op):
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""
+        import torch
         import torch.nn.functional as F
 
         x, target, *given = inputs
@@ -116,8 +117,9 @@ class Loss(Op):
         if self._counts(local.specs[1]):
             ignored = int(arguments.get("ignore_index", IGNORED))
             counted = _counted(target, ignored, weights.get("weight"))
-            summed = each.sum(inner) if inner else each
-            return counted_mean(summed, counted, spec.shape[0], local.all_reduce)
+            wide = torch.promote_types(each.dtype, torch.float32)
+            summed = each.sum(inner, dtype=wide) if inner else each.to(wide)
+            return counted_mean(summed, counted, spec.shape[0], local.all_reduce).to(each.dtype)
         if not inner:
             return each
         if self.reduction != "mean":
@@ -184,8 +186,12 @@ class LossSum(Op):
 
 def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
     """How many targets count, or the sum of their classes' weights."""
+    import torch
+
     counted = target != ignored
-    return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+    if weight is None:
+        return counted.sum()
+    return (weight[target.where(counted, 0)] * counted).sum(dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
 def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:

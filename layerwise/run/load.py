@@ -21,7 +21,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.hooks import check_modules, check_norms, check_seen, without_hooks
+from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
 from layerwise.run.lean import collect
 from layerwise.run.module import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
@@ -77,7 +77,6 @@ def load(
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
-        check_norms(model)
         with without_hooks(model):
             network = replace(network_of(model, example_inputs, plan.batch, plan.model), itself=True)
     elif isinstance(model, LayerGraph):

@@ -171,9 +171,10 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
         case Cumsum():
             return x.cumsum(op.dim)
         case Gather():
-            return x.gather(op.dim, inputs[1])
+            return x.gather(op.dim, inputs[1].long() % x.shape[op.dim] if op.wraps else inputs[1])
         case OneHot():
-            return F.one_hot(x.squeeze(op.dim), op.count).movedim(-1, op.dim).to(getattr(torch, op.dtype)) * int(op.on)
+            made = F.one_hot(x.squeeze(op.dim).long(), op.count).movedim(-1, op.dim)
+            return made.to(getattr(torch, op.dtype)) * int(op.on)
         case Scatter(mode="add"):
             return x.scatter_add(op.dim, *inputs[1:])
         case Scatter():

@@ -37,12 +37,15 @@ def test_gather(data: st.DataObject) -> None:
     taken = data.draw(st.integers(1, 5))
     dims = tuple(None if i == dim else d for i, d in enumerate(x.dims))
     index = TensorSpec((*x.shape[:dim], taken, *x.shape[dim + 1 :]), dims, "int64")
-    op = Gather(dim)
-    places = torch.randint(0, x.shape[dim], index.shape, generator=torch.Generator().manual_seed(0))
+    op, extent = Gather(dim, wraps=data.draw(st.booleans())), x.shape[dim]
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(-extent if op.wraps else 0, extent, index.shape, generator=generator)
     inputs = [*values([x]), places]
-    check_kernel(
-        op, [x, index], data.draw(degrees(space(op, (x, index)))), lambda a, b: a.gather(dim, b), inputs=inputs
-    )
+
+    def gather(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return t.gather(dim, at % extent)
+
+    check_kernel(op, [x, index], data.draw(degrees(space(op, (x, index)))), gather, inputs=inputs)
 
 
 @given(st.data())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import space
+from layerwise.geometry import Box
+from layerwise.ops.base import Local, space
 from layerwise.ops.loss import Loss
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import IMAGES, cells, check_needs, images
@@ -65,3 +66,20 @@ def test_targets_that_do_not_fit(fn: str) -> None:
     x = TensorSpec((2, 5, 4), IMAGES[1])
     with pytest.raises(LayerwiseError, match=r"prediction \(n=2, c=5, l=4\) does not fit a target \(n=2, l=5\)"):
         Loss(fn).output(x, TensorSpec((2, 5), ("n", "l")))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_more_positions_than_16_bits_can_count(weighted: bool) -> None:
+    """float16 ends at 65504: the mean of more targets is one nevertheless."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 300, 300, generator=generator).half()
+    target = torch.randint(0, 2, (1, 300, 300), generator=generator)
+    weights = [torch.tensor([1.0, 2.0]).half()] if weighted else []
+    op = Loss("cross_entropy", weighted=("weight",) * weighted)
+    labels = {4: IMAGES[2], 3: ("n", "h", "w"), 1: (None,)}
+    specs = [TensorSpec(tuple(t.shape), labels[t.dim()], str(t.dtype)[6:]) for t in (x, target, *weights)]
+    whole = Box((0,), (1,))
+    needs = tuple(Box((0,) * t.dim(), tuple(t.shape)) for t in (x, target, *weights))
+    local = Local(space(op, tuple(specs)), tuple(specs), whole, needs)
+    wanted = F.cross_entropy(x.float(), target, *(w.float() for w in weights))
+    torch.testing.assert_close(op.run(local, [x, target, *weights], {}).float(), wanted[None], rtol=2e-3, atol=0)

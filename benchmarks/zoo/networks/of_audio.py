@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.example import SAMPLES, Build, Example
+from benchmarks.zoo.example import SAMPLES, Build, Example, images
 
 
 class TemporalBlock(nn.Module):
@@ -65,6 +65,14 @@ class M5(nn.Module):
         return F.log_softmax(self.fc(self.blocks(x).mean(-1)), -1)
 
 
+def _discriminator() -> Example:
+    """Of a GAN, with spectral norm (Miyato et al., 2018)."""
+    norm = nn.utils.parametrizations.spectral_norm
+    convolutions = norm(nn.Conv2d(3, 8, 3, 1, 1)), norm(nn.Conv2d(8, 16, 4, 2, 1)), norm(nn.Conv2d(16, 16, 3, 1, 1))
+    layers = [layer for convolution in convolutions for layer in (convolution, nn.LeakyReLU(0.1))]
+    return images(nn.Sequential(*layers, nn.Flatten(), norm(nn.Linear(16 * 8 * 8, 1))), 16)
+
+
 def _signal(model: type[nn.Module], length: int, channels: int = 1, **options: Any) -> Build:
     return lambda: Example(model(**options), (torch.randn(SAMPLES, channels, length),))
 
@@ -77,5 +85,6 @@ def _tcn() -> Example:
 NETWORKS: dict[str, Build] = {
     "TCN (weight norm)": _tcn,
     "WaveNet": _signal(WaveNet, 64),
+    "SNGAN (spectral norm)": _discriminator,
     "M5": _signal(M5, 4000),
 }

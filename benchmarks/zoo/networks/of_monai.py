@@ -54,7 +54,7 @@ NETWORKS: dict[str, Build] = {
         mlp_dim=32,
         num_heads=4,
     ),
-    "SwinUNETR": _built("SwinUNETR", volumes, 64, in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 1, 1)),
+    "SwinUNETR": _built("SwinUNETR", volumes, 32, in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 1, 1)),
     "DenseNet": _built("DenseNet", volumes, 32, **THREE, init_features=8, growth_rate=4, block_config=(2, 2)),
     "SENet": _built("SEResNet50", images, 32, 3, spatial_dims=2, in_channels=3, layers=(1, 1, 1, 1), num_classes=3),
     "EfficientNetBN": _built(

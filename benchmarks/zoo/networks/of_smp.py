@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.zoo.example import Build, Example, images
+from benchmarks.zoo.example import Build, Example, images, shallow
 
 
 def _built(name: str, encoder: str = "resnet18", size: int = 64, **options: Any) -> Build:
     def build() -> Example:
         import segmentation_models_pytorch as smp
 
-        return images(getattr(smp, name)(encoder, encoder_weights=None, classes=3, **options), size)
+        return images(shallow(getattr(smp, name)(encoder, encoder_weights=None, classes=3, **options)), size)
 
     return build
 
 
+NARROW = {"decoder_channels": (32, 16, 16, 8, 8)}
+
 NETWORKS: dict[str, Build] = {
-    "Unet": _built("Unet", "timm-mobilenetv3_small_minimal_100"),
-    "Unet (scse)": _built("Unet", decoder_attention_type="scse"),
-    "UnetPlusPlus": _built("UnetPlusPlus"),
-    "MAnet": _built("MAnet"),
+    "Unet": _built("Unet", "timm-mobilenetv3_small_minimal_100", **NARROW),
+    "Unet (scse)": _built("Unet", decoder_attention_type="scse", **NARROW),
+    "UnetPlusPlus": _built("UnetPlusPlus", **NARROW),
+    "MAnet": _built("MAnet", **NARROW),
     "Linknet": _built("Linknet"),
-    "FPN": _built("FPN"),
-    "PSPNet": _built("PSPNet"),
+    "FPN": _built("FPN", decoder_pyramid_channels=64, decoder_segmentation_channels=32),
+    "PSPNet": _built("PSPNet", psp_out_channels=64),
     "PAN": _built("PAN", size=128),
-    "DeepLabV3": _built("DeepLabV3"),
-    "DeepLabV3Plus": _built("DeepLabV3Plus", "mobilenet_v2"),
-    "UPerNet": _built("UPerNet"),
-    "Segformer": _built("Segformer", "mit_b0"),
-    "DPT": _built("DPT", "tu-vit_tiny_patch16_224", 224),
+    "DeepLabV3": _built("DeepLabV3", decoder_channels=32),
+    "DeepLabV3Plus": _built("DeepLabV3Plus", "mobilenet_v2", decoder_channels=32),
+    "UPerNet": _built("UPerNet", decoder_channels=32),
+    "Segformer": _built("Segformer", "mit_b0", decoder_segmentation_channels=64),
+    "DPT": _built(
+        "DPT",
+        "tu-vit_tiny_patch16_224",
+        224,
+        decoder_intermediate_channels=(16, 16, 32, 32),
+        decoder_fusion_channels=16,
+    ),
 }

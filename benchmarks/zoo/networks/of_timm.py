@@ -1,22 +1,31 @@
-"""timm: its smallest variants, with fewer or narrower stages where they take that."""
+"""timm: its smallest variants, with blocks that repeat left out, and fewer or narrower stages where they take that."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.zoo.example import Build, Example, images
+from torch import nn
+
+from benchmarks.zoo.example import Build, images, shallow
 
 CLASSES = 7
 NARROW = {"embed_dim": 48, "depth": 2, "num_heads": 4}  # of plain vision transformers
 
 
 def _named(name: str, size: int = 64, **options: Any) -> Build:
-    def build() -> Example:
-        import timm
+    """With blocks that repeat left out."""
+    return lambda: images(shallow(_created(name, options)), size)
 
-        return images(timm.create_model(name, pretrained=False, num_classes=CLASSES, **options), size)
 
-    return build
+def _whole(name: str, size: int = 64, **options: Any) -> Build:
+    return lambda: images(_created(name, options), size)
+
+
+def _created(name: str, options: dict[str, Any]) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
+    return model
 
 
 NETWORKS: dict[str, Build] = {
@@ -52,8 +61,8 @@ NETWORKS: dict[str, Build] = {
     "mixnet_s": _named("mixnet_s"),
     "tinynet_e": _named("tinynet_e"),
     "ghostnet_050": _named("ghostnet_050"),
-    "lcnet_035": _named("lcnet_035"),
-    "mobilenetv3_small_050": _named("mobilenetv3_small_050"),
+    "lcnet_035": _whole("lcnet_035"),
+    "mobilenetv3_small_050": _whole("mobilenetv3_small_050"),
     "mobilenetv4_conv_small": _named("mobilenetv4_conv_small"),
     "mobilenetv4_hybrid_medium": _named("mobilenetv4_hybrid_medium"),
     "convnext_atto": _named("convnext_atto", depths=(1, 1, 1, 1)),
@@ -65,10 +74,10 @@ NETWORKS: dict[str, Build] = {
     "mambaout_femto": _named("mambaout_femto"),
     "rdnet_tiny": _named("rdnet_tiny"),
     # Convolution and attention
-    "botnet26t": _named("botnet26t_256", 256),
-    "halonet26t": _named("halonet26t", 256),
-    "lambda_resnet26t": _named("lambda_resnet26t", 256),
-    "bat_resnext26ts": _named("bat_resnext26ts", 256),
+    "botnet26t": _named("botnet26t_256", 64, img_size=64),
+    "halonet26t": _named("halonet26t", 128),
+    "lambda_resnet26t": _named("lambda_resnet26t", 64),
+    "bat_resnext26ts": _named("bat_resnext26ts", 128),
     "edgenext_xx_small": _named("edgenext_xx_small"),
     "mobilevit_xxs": _named("mobilevit_xxs"),
     "mobilevitv2_050": _named("mobilevitv2_050"),
@@ -84,19 +93,19 @@ NETWORKS: dict[str, Build] = {
     "coatnet_pico_rw": _named("coatnet_pico_rw_224", 64, img_size=64),
     "maxvit_pico_rw": _named("maxvit_pico_rw_256", 64, img_size=64),
     "visformer_tiny": _named("visformer_tiny", 64, img_size=64),
-    "levit_128s": _named("levit_128s", 224),
+    "levit_128s": _whole("levit_128s", 224),
     "nextvit_small": _named("nextvit_small"),
     # Transformers
-    "vit": _named("vit_tiny_patch16_224", 64, img_size=64, **NARROW),
-    "vit (register tokens)": _named("vit_small_patch16_224", 64, img_size=64, reg_tokens=2, qk_norm=True, **NARROW),
-    "vit_relpos": _named("vit_relpos_small_patch16_224", 64, img_size=64, **NARROW),
-    "vit_srelpos": _named("vit_srelpos_small_patch16_224", 64, img_size=64, **NARROW),
-    "deit (distilled)": _named("deit_tiny_distilled_patch16_224", 64, img_size=64, **NARROW),
-    "deit3": _named("deit3_small_patch16_224", 64, img_size=64, **NARROW),
-    "beit": _named("beit_base_patch16_224", 64, img_size=64, **NARROW),
-    "eva02": _named("eva02_tiny_patch14_224", 56, img_size=56, **NARROW),
+    "vit": _whole("vit_tiny_patch16_224", 64, img_size=64, **NARROW),
+    "vit (register tokens)": _whole("vit_small_patch16_224", 64, img_size=64, reg_tokens=2, qk_norm=True, **NARROW),
+    "vit_relpos": _whole("vit_relpos_small_patch16_224", 64, img_size=64, **NARROW),
+    "vit_srelpos": _whole("vit_srelpos_small_patch16_224", 64, img_size=64, **NARROW),
+    "deit (distilled)": _whole("deit_tiny_distilled_patch16_224", 64, img_size=64, **NARROW),
+    "deit3": _whole("deit3_small_patch16_224", 64, img_size=64, **NARROW),
+    "beit": _whole("beit_base_patch16_224", 64, img_size=64, **NARROW),
+    "eva02": _whole("eva02_tiny_patch14_224", 56, img_size=56, **NARROW),
     "samvit": _named("samvit_base_patch16", 64, img_size=64, window_size=2, global_attn_indexes=(1,), **NARROW),
-    "cait": _named("cait_xxs24_224", 64, img_size=64, **NARROW),
+    "cait": _whole("cait_xxs24_224", 64, img_size=64, **NARROW),
     "xcit": _named("xcit_nano_12_p16_224", 64, img_size=64, depth=2),
     "volo": _named("volo_d1_224", 64, img_size=64),
     "tnt": _named("tnt_s_legacy_patch16_224", 64, img_size=64, depth=2),
@@ -104,8 +113,8 @@ NETWORKS: dict[str, Build] = {
     "pvt_v2_b0": _named("pvt_v2_b0"),
     "nest": _named("nest_tiny", 64, img_size=64),
     "coat_lite": _named("coat_lite_tiny", 64, img_size=64),
-    "crossvit": _named("crossvit_tiny_240", 240),
-    "swin": _named("swin_tiny_patch4_window7_224", 64, img_size=64, window_size=4, embed_dim=24, depths=(2, 2, 1, 1)),
+    "crossvit": _named("crossvit_tiny_240", 240, depth=[[1, 1, 0]] * 3),
+    "swin": _whole("swin_tiny_patch4_window7_224", 64, img_size=64, window_size=4, embed_dim=24, depths=(2, 2, 1, 1)),
     "swinv2": _named("swinv2_tiny_window8_256", 64, img_size=64, window_size=4, embed_dim=24, depths=(2, 2, 1, 1)),
     "swinv2_cr": _named("swinv2_cr_tiny_ns_224", 64, img_size=64, embed_dim=24, depths=(2, 2, 1, 1)),
     "twins_svt": _named("twins_svt_small", 64, img_size=64, depths=(1, 1, 2, 1)),
@@ -114,7 +123,7 @@ NETWORKS: dict[str, Build] = {
     "davit": _named("davit_tiny", 64, depths=(1, 1, 1, 1), embed_dims=(24, 48, 96, 192)),
     "gcvit": _named("gcvit_xxtiny", 64, img_size=64),
     "hiera": _named("hiera_tiny_224", 64, img_size=64, embed_dim=24),
-    "tiny_vit_5m": _named("tiny_vit_5m_224", 224),
+    "tiny_vit_5m": _named("tiny_vit_5m_224", 64),
     "mixer": _named("mixer_s32_224", 64, img_size=64),
     "resmlp": _named("resmlp_12_224", 64, img_size=64),
     "gmlp": _named("gmlp_ti16_224", 64, img_size=64),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.zoo.example import SAMPLES, Build, Example, images
+from benchmarks.zoo.example import SAMPLES, Build, Example, images, shallow
 
 CLASSES = 7
 
@@ -20,20 +22,40 @@ def _models() -> ModuleType:
 
 
 def _named(name: str, size: int = 64, **options: Any) -> Build:
-    """One of torchvision's own sizes."""
-    return lambda: images(_models().get_model(name, weights=None, num_classes=CLASSES, **options), size)
+    """One of torchvision's own sizes, with blocks that repeat left out."""
+    return lambda: images(shallow(_models().get_model(name, weights=None, num_classes=CLASSES, **options)), size)
+
+
+def _narrow(name: str, size: int, width: int = 64) -> Build:
+    """With a hidden width of its dense layers that is not 4096."""
+
+    def build() -> Example:
+        made = _named(name, size)()
+        head = made.model.classifier
+        dense = [i for i, layer in enumerate(head) if isinstance(layer, nn.Linear)]
+        widths = [head[dense[0]].in_features, *(width for _ in dense[1:]), CLASSES]
+        for i, (before, after) in zip(dense, pairwise(widths), strict=True):
+            head[i] = nn.Linear(before, after)
+        return made
+
+    return build
 
 
 def _segmentation(name: str, size: int = 64, **options: Any) -> Build:
-    return lambda: images(
-        _models().get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES, **options), size
-    )
+    def build() -> Example:
+        models = _models()
+        model = models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES, **options)
+        return images(shallow(model), size)
+
+    return build
 
 
-def _video(name: str, size: int = 32, frames: int = 8, **options: Any) -> Build:
+def _video(name: str, size: int = 16, frames: int = 4, **options: Any) -> Build:
     def build() -> Example:
         model = _models().get_model(name, weights=None, num_classes=CLASSES, **options)
-        return Example(model, (torch.randn(SAMPLES, 3, frames, size, size),))
+        if hasattr(model, "avgpool") and isinstance(model.avgpool, nn.AvgPool3d):  # of a fixed size
+            model.avgpool = nn.AvgPool3d((frames // 8, size // 32, size // 32))
+        return Example(shallow(model), (torch.randn(SAMPLES, 3, frames, size, size),))
 
     return build
 
@@ -84,16 +106,28 @@ def _densenet() -> Example:
     return images(_models().DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES), 64)
 
 
+class _FewSteps(nn.Module):
+    """RAFT with two steps of refinement, not twelve."""
+
+    def __init__(self, flow: nn.Module) -> None:
+        super().__init__()
+        self.flow = flow
+
+    def forward(self, first: Tensor, second: Tensor) -> list[Tensor]:
+        made: list[Tensor] = self.flow(first, second, num_flow_updates=2)
+        return made
+
+
 def _raft() -> Example:
     _models()
     from torchvision.models.optical_flow import raft_small
 
     pictures = (torch.randn(SAMPLES, 3, 128, 128), torch.randn(SAMPLES, 3, 128, 128))
-    return Example(raft_small(weights=None), pictures)
+    return Example(_FewSteps(raft_small(weights=None)), pictures)
 
 
 NETWORKS: dict[str, Build] = {
-    "alexnet": _named("alexnet"),
+    "alexnet": _narrow("alexnet", 64),
     "convnext": _convnext,
     "densenet": _densenet,
     "efficientnet_b0": _named("efficientnet_b0"),
@@ -114,7 +148,7 @@ NETWORKS: dict[str, Build] = {
     "swin": partial(_swin, 32, 4),
     "swin at 224": partial(_swin, 224, 7),
     "swin_v2": partial(_swin, 32, 4, second=True),
-    "vgg11_bn": _named("vgg11_bn", 32),
+    "vgg11_bn": _narrow("vgg11_bn", 32),
     "vit": _vit,
     "deeplabv3_resnet50": _segmentation("deeplabv3_resnet50", aux_loss=True),
     "fcn_resnet50": _segmentation("fcn_resnet50", aux_loss=True),
@@ -122,7 +156,7 @@ NETWORKS: dict[str, Build] = {
     "r3d_18": _video("r3d_18"),
     "mc3_18": _video("mc3_18"),
     "r2plus1d_18": _video("r2plus1d_18"),
-    "s3d": _video("s3d", 224, 16),
+    "s3d": _video("s3d", 32, 8),
     "swin3d": _swin3d,
     "raft_small": _raft,
 }

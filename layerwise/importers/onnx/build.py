@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
@@ -17,6 +17,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.bind import bind, schema_of
 from layerwise.importers.onnx.call import element_type
 from layerwise.importers.onnx.constants import Budget, Constant, constant, fold, learned, thin
+from layerwise.importers.onnx.control import DECIDED, OF_SEQUENCES, Control, needed_by
 from layerwise.importers.onnx.file import array_of, dtype_of, opset_of, standard, stored_bytes
 from layerwise.importers.onnx.infer import extents, inferred
 from layerwise.importers.onnx.inputs import Inputs
@@ -30,7 +31,8 @@ from layerwise.ops.view import Reshape
 from layerwise.tensor import TensorSpec
 
 LONGEST_NAME = 200
-CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
+QUANTISED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv",
+             "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,18 @@ class _Importer:
         self.merged: dict[str, Operand] = {}  # those of rows that had to be merged after all
         self.losses: set[str] = set()  # ours has a number a sample, ONNX the mean of them
         self.kinds: Counter[str] = Counter()
-        self.needed = _needed(model.graph)
+        self.needed = needed_by(model.graph)
+        self.control = Control(self)
         self.budget = Budget(stored_bytes(model, folder))
 
     def graph(self) -> LayerGraph:
         graph, placer = self.model.graph, self.placer
-        self.store(graph)
+        self.store(graph.initializer)
         for name, spec in self.inputs.specs.items():
             self.values[name] = placer.activation(placer.builder.input(name, spec))
-        self.visit(graph)
-        outputs = [self.flat(info.name) for info in graph.output]
+        self.visit(graph.node)
+        names = [name for info in graph.output for name in self.control.sequences.get(info.name, (info.name,))]
+        outputs = [self.flat(name) for name in names]
         computed = dict.fromkeys(o.name for o in outputs if isinstance(o, Operand))
         if not computed:
             raise LayerwiseError(f"model {self.title!r}: no output depends on an input")
@@ -90,36 +94,25 @@ class _Importer:
             raise LayerwiseError(f"model {self.title!r} computes nothing from its inputs")
         return placer.builder.finish(list(computed))
 
-    def store(self, graph: GraphProto) -> None:
-        """The initializers of a graph."""
-        for tensor in graph.initializer:
+    def store(self, tensors: Iterable[TensorProto]) -> None:
+        """Initializers."""
+        for tensor in tensors:
             self.values[tensor.name] = self.placer.root(self.stored(tensor.name, tensor))
 
-    def visit(self, graph: GraphProto) -> None:
-        """The nodes of a graph, in their order, which is a topological one."""
-        nodes: Sequence[NodeProto] = graph.node
+    def visit(self, nodes: Iterable[NodeProto]) -> None:
+        """Nodes in their order, which is a topological one."""
         for node in nodes:
             name = self.name(node)
-            if not self.needed.intersection(node.output) or self.constant(node):
+            if not self.needed.intersection(node.output):
                 continue
-            if node.op_type in CONTROL_FLOW and standard(node.domain):
-                self.branch(node, name)
-            else:
+            if standard(node.domain) and node.op_type in (*DECIDED, *OF_SEQUENCES):
+                self.control.take(node, name)
+            elif sequences := self.control.sequences.keys() & node.input:
+                raise LayerwiseError(
+                    f"layer {name!r}: {node.op_type} of a sequence ({min(sequences)}) is not supported"
+                )
+            elif not self.constant(node):
                 self.layer(node, name)
-
-    def branch(self, node: NodeProto, name: str) -> None:
-        """An If that the shapes decide (exporters write a squeeze so) is the branch that it takes."""
-        condition = self.values[node.input[0]] if node.op_type == "If" else None
-        if not isinstance(condition, Constant):
-            raise LayerwiseError(
-                f"layer {name!r}: control flow ({node.op_type}) depends on data; layerwise plans fixed graphs only"
-            )
-        taken = "then_branch" if all(self.budget.value(condition).flat[:1]) else "else_branch"
-        graph = next(a.g for a in node.attribute if a.name == taken)
-        self.store(graph)
-        self.visit(graph)
-        for output, inner in zip(node.output, graph.output, strict=True):
-            self.values[output] = self.values[inner.name]
 
     def stored(self, name: str, tensor: TensorProto) -> Constant:
         """A tensor of the file."""
@@ -163,6 +156,11 @@ class _Importer:
         schema = schema_of(node, self.opset)
         domain = "ai.onnx" if standard(node.domain) else node.domain
         build = row(domain, node.op_type, schema.since_version if schema else 0)
+        if build is None and (node.op_type in QUANTISED or node.op_type.startswith("QLinear")):
+            raise LayerwiseError(
+                f"layer {name!r}: {node.op_type} computes with quantised numbers, for inference; layerwise plans "
+                "training: export the model before it was quantised"
+            )
         if build is None:
             raise LayerwiseError(
                 f"layer {name!r}: operator {node.op_type} (domain {domain}, opset {self.opset}) is not supported; "
@@ -307,15 +305,3 @@ class _Importer:
         self.kinds[node.op_type] += 1
         name = "".join(c if c.isprintable() else "?" for c in node.name)[:LONGEST_NAME].strip()
         return name or f"{node.op_type}_{number}"
-
-
-def _needed(graph: GraphProto) -> set[str]:
-    """The tensors that the graph's outputs depend on; of an If, in either branch."""
-    needed = {info.name for info in graph.output}
-    for node in reversed(graph.node):
-        if needed.intersection(node.output):
-            needed.update(node.input)
-            for attribute in node.attribute:
-                if attribute.type == AttributeProto.GRAPH:
-                    needed |= _needed(attribute.g)
-    return needed - {""}

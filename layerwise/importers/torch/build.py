@@ -29,6 +29,7 @@ from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
 from layerwise.importers.torch.parameters import shared_parameters
 from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
+from layerwise.importers.torch.spectral import spectral_norms
 from layerwise.importers.torch.types import typed
 from layerwise.importers.torch.whole import torch_call, why_not
 from layerwise.importers.torch.writes import check_written, separate_writes
@@ -46,7 +47,7 @@ def build_graph(program: Program, title: str, dims: Sequence[Sequence[str | None
 
 class _Importer:
     def __init__(self, program: Program, title: str, dims: Sequence[Sequence[str | None]] | None) -> None:
-        self.program = program = decomposed(separate_writes(program))
+        self.program = program = decomposed(separate_writes(spectral_norms(program)))
         self.constants = Constants(from_file=program.from_file)
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions

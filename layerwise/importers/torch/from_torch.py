@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.fx import config as fx_config
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 
 from layerwise.errors import LayerwiseError
@@ -131,6 +135,11 @@ def _export(
                 f"layer {path!r} is in {'training' if module.training else 'evaluation'} mode and the model is not: "
                 "layerwise has one mode for all; call train() or eval() on the whole model"
             )
+        if not model.training and _has_spectral_norm(module):
+            raise LayerwiseError(
+                f"layer {path!r} has a spectral norm, which moves its vectors in training only: call train() on the "
+                "model before it is imported"
+            )
         # Traced in evaluation it would look like momentum 0; in training its factor depends on a buffer.
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         if batch_norm and module.momentum is None:
@@ -155,6 +164,12 @@ def _export(
         raise
     except Exception as error:  # torch.export raises whatever the model's code meets
         raise LayerwiseError(_export_failed(title, error)) from error
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    """Of either of PyTorch's kinds, a parametrization or a hook."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, parametrizations._SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 @contextmanager
@@ -243,10 +258,26 @@ def _export_failed(title: str, error: Exception) -> str:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
     text = f"{type(error).__name__} {error}"
     if "data-dependent" in text or "DataDependent" in text or "control flow" in text:
-        remedy = "the path through the network must not depend on data: write it with torch.where, or leave it outside"
+        said = said.rstrip(".") + _looks_at(error)
+        remedy = (
+            "the path through the network must not depend on data, and it cannot check values of tensors: write it "
+            "with torch.where, or leave it outside"
+        )
     else:
         remedy = "check that the model runs on these example inputs, or give its ExportedProgram"
     return f"model {title!r}: torch.export fails with {type(error).__name__}: {said.rstrip('.')}; {remedy}"
+
+
+def _looks_at(error: BaseException) -> str:
+    """Where it failed: the last line that is neither torch's nor ours."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODEL)]
+    if not own or not own[-1].line:
+        return ""
+    path = Path(own[-1].filename)
+    return f" at {path.parent.name}/{path.name}:{own[-1].lineno}, {own[-1].line!r}"
+
+
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 def _placeholders(model: nn.Module, title: str) -> tuple[torch.Tensor, ...]:

@@ -98,17 +98,6 @@ def check_hooks_of_all() -> None:
             )
 
 
-def check_norms(model: nn.Module) -> None:
-    """LayerwiseError where a model that is to be traced has a spectral norm."""
-    for name, module in model.named_modules():
-        forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in (module, *forward)):
-            raise LayerwiseError(
-                f"module {name!r} has a spectral norm, whose vectors would not move with every step: remove it "
-                "(torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations)"
-            )
-
-
 def check_modules(model: nn.Module) -> None:
     """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
     check_parameters(model.named_parameters(), partial_sums=True)

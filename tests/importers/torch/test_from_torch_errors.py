@@ -20,7 +20,7 @@ class Branch(nn.Module):
 
 def test_control_flow_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        LayerwiseError, match=r"model 'Branch': torch.export fails with .*must not depend on data"
+        LayerwiseError, match=r"model 'Branch': .* at torch/test_\w+.py:\d+, 'return x if .*must not depend on data"
     ) as caught:
         from_torch(Branch(), (torch.randn(4),))
     assert "\n" not in str(caught.value)
@@ -46,7 +46,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
 
 def test_unknown_operators_say_what_to_do() -> None:
     drawn = Function(lambda x: torch.normal(x, 1.0))
-    with pytest.raises(LayerwiseError, match=r"argument 'mean' is .*, not a number"):
+    with pytest.raises(LayerwiseError, match=r"a tensor as mean .*: write mean \+ std"):
         from_torch(drawn, (torch.randn(4, 5, 8),))
     computed = Function(lambda x, w: F.conv2d(x, w))
     with pytest.raises(LayerwiseError, match="its weight is computed of the samples"):

@@ -36,6 +36,7 @@ PICKED: dict[str, Callable[[Tensor], Tensor]] = {
     "a grid, turned": lambda x: x[torch.arange(x.shape[0])[None, :], COLUMNS[:, None]],
     "a grid of inner dimensions": lambda x: x[:, COLUMNS[:, None, None], torch.arange(4)[None, :, None]],
     "one a sample": lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(-1)],
+    "one a sample, from the end": lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(-1) - 5],
     "gathered": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
     "running sums": lambda x: x.cumsum(1) + (x > 0).cumsum(-1) + x.long().cumsum(1, dtype=torch.int32),
     "written": shifted,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
+from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
@@ -23,6 +24,13 @@ def normed() -> nn.Module:
     weight_norm = nn.utils.parametrizations.weight_norm
     layers = weight_norm(nn.Conv1d(2, 6, 3, padding=1)), nn.ReLU(), nn.Flatten(), weight_norm(nn.Linear(48, 4))
     return nn.Sequential(*layers)
+
+
+def spectral() -> nn.Module:
+    """Spectral norm as a parametrization and as a hook, of rows and, in a transposed convolution, of columns."""
+    new, old = nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm
+    convolutions = new(nn.Conv1d(2, 6, 3, padding=1), n_power_iterations=2), nn.ReLU(), old(nn.ConvTranspose1d(6, 5, 3))
+    return nn.Sequential(*convolutions, nn.Flatten(), new(nn.Linear(50, 4)))
 
 
 class Standardised(nn.Conv1d):
@@ -85,6 +93,7 @@ def test_similarities_of_all_samples_are_those_of_one_device() -> None:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "weight norm": (normed, (2, 8)),
+    "spectral norm": (spectral, (2, 8)),
     "standardised": (lambda: nn.Sequential(Standardised(2, 6), nn.Flatten(), nn.Linear(48, 4)), (2, 8)),
     "positions": (Positions, (5, 8)),
 }
@@ -99,3 +108,9 @@ def test_two_ranks_train_as_one(build: Callable[[], nn.Module], shape: tuple[int
     for seed in range(3):
         plan = random_plan(given.graph, 2, seed, "sample")
         check_equal(run_threads(2, lambda comm, plan=plan: train(given, plan, comm)), single, plan)  # type: ignore[misc]
+
+
+def test_spectral_norm_is_imported_in_training() -> None:
+    """In evaluation its vectors stand still, and what was imported so would train with them."""
+    with pytest.raises(LayerwiseError, match=r"layer '0.parametrizations.weight.0' has a spectral norm.* call train"):
+        network_of(spectral().eval(), (torch.randn(2, 2, 8),), 4, "spectral")

@@ -173,7 +173,7 @@ def gather(call: Call) -> Result:
         rows = Built(Embedding(data.shape[0], width, data.spec.dtype), (ids,), (table,))
         return rows if len(data.shape) == 2 else reshaped(rows, (*ids.shape, *data.shape[1:]))
     if ids.value is None:
-        raise LayerwiseError("Gather of positions that are computed from the input is not supported; write it as Slice")
+        return gathered(data, dim, ids)
     places = ids.value.astype(np.int64)
     if places.size and (places.min() < -data.shape[dim] or places.max() >= data.shape[dim]):
         raise LayerwiseError(f"Gather: positions beyond axis {dim} of {data.spec.describe()}")

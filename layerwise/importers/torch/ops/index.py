@@ -19,13 +19,14 @@ from layerwise.importers.tensors import (
     joined,
     made_constant,
     permuted,
+    picked,
     places_of,
     reshaped,
     runs,
 )
 from layerwise.ops.along import Gather, Take
 from layerwise.ops.scatter import OneHot, Scatter
-from layerwise.ops.view import Expand, Select, Slice
+from layerwise.ops.view import Expand, Select
 
 
 def index(call: Call) -> Result:
@@ -55,7 +56,7 @@ def _one_a_sample(x: Operand, *indices: Operand) -> Result:
         raise LayerwiseError("index: positions that are computed from the input are not supported; write it as slices")
     count = positions.shape[1] if len(positions.shape) > 1 else 1
     wide = Built(Expand((samples, count, *rest[1:])), (reshaped(positions, (samples, count, *(1,) * len(rest[1:]))),))
-    picked = Built(Gather(1), (x, wide))
+    picked = Built(Gather(1, wraps=True), (x, wide))
     return picked if len(positions.shape) > 1 else Built(Select(1, 0), (picked,))
 
 
@@ -97,13 +98,7 @@ def index_select(call: Call) -> Result:
 
 
 def gather(call: Call) -> Result:
-    """x at positions of one dimension; where there are fewer in another one, of its first elements."""
-    x, index, dim = call.operand("self"), call.operand("index"), axis(call)
-    result: Tensor = x
-    for i, (have, wanted) in enumerate(zip(x.shape, index.shape, strict=True)):
-        if i != dim and wanted < have:
-            result = Built(Slice(i, 0, wanted), (result,))
-    return Built(Gather(dim), (result, index))
+    return picked(call.operand("self"), axis(call), call.operand("index"))
 
 
 def scatter(call: Call) -> Result:

@@ -42,6 +42,15 @@ def bernoulli(call: Call) -> Result:
     return Built(Cast(call.outputs[0].dtype), (Built(Binary("lt"), (numbers, chances)),))
 
 
+def normal(call: Call) -> Result:
+    if any(isinstance(call[name], Operand) for name in ("mean", "std")):
+        raise LayerwiseError(
+            "normal numbers with a tensor as mean or std are not supported (PyTorch has no gradient of them either): "
+            "write mean + std * torch.randn_like(mean)"
+        )
+    return draw("normal", "mean", "std")(call)
+
+
 def _number(call: Call, argument: str | float) -> float:
     return call.number(argument) if isinstance(argument, str) else argument
 
@@ -61,5 +70,5 @@ RANDOM: Table = (
     dict.fromkeys(("rand", "rand_like"), draw("uniform", 0.0, 1.0))
     | dict.fromkeys(("randn", "randn_like"), draw("normal", 0.0, 1.0))
     | dict.fromkeys(("randint", "randint_like"), integers)
-    | {"uniform": draw("uniform", "from", "to"), "normal": draw("normal", "mean", "std"), "bernoulli": bernoulli}
+    | {"uniform": draw("uniform", "from", "to"), "normal": normal, "bernoulli": bernoulli}
 )

@@ -14,7 +14,7 @@ from layerwise.importers.torch.ops.random import RANDOM
 from layerwise.importers.torch.ops.recurrent import RECURRENT
 from layerwise.importers.torch.ops.reduce import REDUCTIONS
 from layerwise.importers.torch.ops.views import VIEWS, WRITTEN, written
-from layerwise.importers.torch.ops.weights import WEIGHTS
+from layerwise.importers.torch.ops.weights import WEIGHTS, spectral_norm
 from layerwise.importers.torch.patterns import DROP_PATH, LOCAL_RESPONSE_NORM
 
 TABLE: Table = {
@@ -30,7 +30,13 @@ ELSE_AS_IT_IS = {
 }  # fmt: skip
 
 # Of what the importer rewrites: patterns, writes.
-OWN: Table = {LOCAL_RESPONSE_NORM: local_response_norm, DROP_PATH: drop_path, WRITTEN: written}
+SPECTRAL_NORM = "layerwise::spectral_norm"
+OWN: Table = {
+    SPECTRAL_NORM: spectral_norm,
+    LOCAL_RESPONSE_NORM: local_response_norm,
+    DROP_PATH: drop_path,
+    WRITTEN: written,
+}
 
 # What takes rows of the last dimension one by one, and the argument that holds them.
 ROWWISE = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self", "aten::matmul": "self"}

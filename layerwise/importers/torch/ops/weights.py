@@ -7,6 +7,7 @@ from layerwise.importers.tensors import reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.ops.pointwise import Binary, Unary
 from layerwise.ops.reduce import Reduce
+from layerwise.ops.spectral import SpectralNorm
 
 
 def weight_norm(call: Call) -> Result:
@@ -29,6 +30,13 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
     if isinstance(weight, Operand):
         made = binary("mul", made, _as(weight, shape))
     return made if not isinstance(bias, Operand) else binary("add", made, _as(bias, shape))
+
+
+def spectral_norm(call: Call) -> Result:
+    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.spectral`)."""
+    steps, eps = call.integer("iterations"), call.number("eps")
+    op = SpectralNorm(call.integer("dim"), steps, eps, call.flag("u_first"))
+    return Built(op, (call.operand("weight"),), (call.operand("u"), call.operand("v")))
 
 
 def _as(x: Operand, shape: tuple[int, ...]) -> Operand | Built:

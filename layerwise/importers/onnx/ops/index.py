@@ -1,0 +1,149 @@
+"""Rows of the ONNX importer's table: elements by position, and what goes along one dimension.
+
+https://onnx.ai/onnx/operators/
+"""
+
+from __future__ import annotations
+
+from layerwise.errors import LayerwiseError
+from layerwise.importers.functions import scaled
+from layerwise.importers.onnx.call import axis, integers, known, number, text
+from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.tensors import picked, reshaped, sliced
+from layerwise.ops.along import Cumsum
+from layerwise.ops.pointwise import Cast, Unary, Where
+from layerwise.ops.resample import Pad
+from layerwise.ops.scatter import OneHot, Scatter
+from layerwise.ops.torch_op import Argument, Slot, TorchOp
+from layerwise.ops.view import Slice
+
+
+def cumsum(call: Call) -> Result:
+    """exclusive: the sum of those before each; reverse: from the end."""
+    x = call.operand("x")
+    dims = integers(call, "axis") or (0,)
+    dim, extent = dims[0] % len(x.shape), x.shape[dims[0]]
+    result: Tensor = _turned(x, dim, extent) if call.flag("reverse") else x
+    if call.flag("exclusive"):
+        if extent == 1:
+            raise LayerwiseError("an exclusive CumSum of one element is not supported: it is 0")
+        result = Built(Cumsum(dim), (sliced(result, x.shape, dim, 0, extent - 1),))
+        result = Built(Pad(tuple((int(i == dim), 0) for i in range(len(x.shape)))), (result,))
+    else:
+        result = Built(Cumsum(dim), (result,))
+    if "int" in x.spec.dtype and x.spec.dtype != "int64":
+        result = Built(Cast(x.spec.dtype), (result,))
+    return _turned(result, dim, extent) if call.flag("reverse") else result
+
+
+def _turned(x: Tensor, dim: int, extent: int) -> Tensor:
+    return Built(Slice(dim, extent - 1, -extent - 1, -1), (x,))
+
+
+def gather_elements(call: Call) -> Result:
+    x = call.operand("data")
+    return picked(x, axis(call, len(x.shape)), call.operand("indices"), wraps=True)
+
+
+def scatter_elements(call: Call) -> Result:
+    x, index, updates = (call.operand(name) for name in ("data", "indices", "updates"))
+    dim, reduction = axis(call, len(x.shape)), text(call, "reduction", "none")
+    if reduction not in ("none", "add"):
+        raise LayerwiseError(f"ScatterElements with reduction {reduction!r} is not supported: only none and add")
+    return Built(Scatter(dim, "add" if reduction == "add" else "write"), (x, _counted(index, x.shape[dim]), updates))
+
+
+def one_hot(call: Call) -> Result:
+    index = call.operand("indices")
+    depth, values = integers(call, "depth"), known(call, "values")
+    if depth is None or values is None or depth[0] < 1:
+        raise LayerwiseError("OneHot needs its depth, and what stands for off and on, as constants")
+    dim = axis(call, len(index.shape) + 1)
+    whole: Tensor = index if "int" in index.spec.dtype else Built(Cast("int64"), (index,))
+    places = _counted(whole, depth[0])
+    made = Built(OneHot(dim, depth[0], values.dtype.name), (_apart(places, index.shape, dim),))
+    off, on = values.tolist()
+    result = scaled(made, on - off)
+    return result if off == 0 else Built(Unary("add_scalar", (off,)), (result,))
+
+
+def _apart(x: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """With a dimension of extent 1 at `dim`."""
+    return reshaped(x, (*shape[:dim], 1, *shape[dim:]))
+
+
+def _counted(index: Tensor, extent: int) -> Tensor:
+    """Positions counted from the front: those below 0 count from the end."""
+    below = Built(Unary("lt_scalar", (0,)), (index,))
+    return Built(Where(), (below, Built(Unary("add_scalar", (extent,)), (index,)), index))
+
+
+def top_k(call: Call) -> Result:
+    """Of equal elements those that come first, as ONNX has it: a stable sort."""
+    x, count = call.operand("X"), int(number(call, "K", 1))
+    dim = axis(call, len(x.shape))
+    arguments: dict[str, Argument] = {"stable": True, "dim": dim, "descending": bool(call.get("largest", 1))}
+    made = (_torch("sort.stable", x, dim, arguments, result=i) for i in (0, 1))
+    return tuple(sliced(one, x.shape, dim, 0, count) for one in made)
+
+
+def position(fn: str) -> Build:
+    def build(call: Call) -> Result:
+        x = call.operand("data")
+        dim = axis(call, len(x.shape))
+        if call.get("select_last_index", 0):
+            raise LayerwiseError("the position of the last of equal elements is not supported, only of the first")
+        made = _torch(fn, x, dim, {"dim": dim, "keepdim": True})
+        kept = tuple(1 if i == dim else extent for i, extent in enumerate(x.shape))
+        return made if call.flag("keepdims") else reshaped(made, (*kept[:dim], *kept[dim + 1 :]))
+
+    return build
+
+
+def _torch(fn: str, x: Operand, dim: int, arguments: dict[str, Argument], result: int = 0) -> Built:
+    """An operator of PyTorch's that works along one dimension."""
+    free = tuple(None if i == dim else i for i in range(len(x.shape)))
+    return Built(TorchOp(f"aten::{fn}", (("self", Slot(0)), *arguments.items()), result, free=(free,)), (x,))
+
+
+def triangle(call: Call) -> Result:
+    x, offset = call.operand("input"), int(number(call, "k", 0))
+    rank = len(x.shape)
+    free = (*range(rank - 2), None, None)
+    fn = "triu" if call.get("upper", 1) else "tril"
+    return Built(TorchOp(f"aten::{fn}", (("self", Slot(0)), ("diagonal", offset)), free=(free,)), (x,))
+
+
+MODES = {"linear": 0, "bilinear": 0, "nearest": 1, "cubic": 2, "bicubic": 2}
+PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
+
+
+def grid_sample(call: Call) -> Result:
+    x, grid = call.operand("X"), call.operand("grid")
+    rank, mode = len(x.shape), text(call, "mode", "linear")
+    if rank not in (4, 5) or mode not in MODES or (rank == 5 and MODES[mode] == 2):
+        raise LayerwiseError(f"GridSample of {x.spec.describe()} with mode {mode!r} is not supported")
+    arguments: tuple[tuple[str, Argument], ...] = (
+        ("input", Slot(0)),
+        ("grid", Slot(1)),
+        ("interpolation_mode", MODES[mode]),
+        ("padding_mode", PADDINGS[text(call, "padding_mode", "zeros")]),
+        ("align_corners", call.flag("align_corners")),
+    )
+    space = range(2, rank)
+    free = ((0, 1, *(None for _ in space)), (0, *space, None))
+    return Built(TorchOp(f"aten::grid_sampler_{rank - 2}d", arguments, free=free), (x, grid))
+
+
+INDEXING: Table = {
+    "CumSum": cumsum,
+    "GatherElements": gather_elements,
+    "ScatterElements": scatter_elements,
+    "Scatter": scatter_elements,
+    "OneHot": one_hot,
+    "TopK": top_k,
+    "ArgMax": position("argmax"),
+    "ArgMin": position("argmin"),
+    "Trilu": triangle,
+    "GridSample": grid_sample,
+}
