@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
@@ -10,6 +10,7 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.parameters import without_ones
+from layerwise.ops.base import Op, space
 from layerwise.ops.pointwise import Binary
 from layerwise.tensor import TensorSpec
 
@@ -32,10 +33,21 @@ class TorchPlacer(Placer):
         for p in parameters:
             if self._is_reshaped(p):
                 raise LayerwiseError(f"layer {name!r}: parameter {p.name!r} is used in several shapes")
+        parameters = self._not_trained(op, inputs, parameters)
         trained = (p.spec.dtype for p in parameters if p.role != "constant")
         names = [p.name for p in parameters]
         computed = [i for i, p in enumerate(parameters) if p.activation]
         return self.builder.add(name, op, [self.source(x) for x in inputs], names, next(trained, None), computed)
+
+    def _not_trained(self, op: Op, inputs: Sequence[Operand], parameters: Sequence[Operand]) -> tuple[Operand, ...]:
+        """Weights, of which constants are layers of their own: what an operator has itself, an optimizer trains."""
+        if all(p.role != "constant" for p in parameters):
+            return tuple(parameters)
+        declared = space(op, tuple(x.spec for x in inputs)).parameters
+        return tuple(
+            self.activation(self.source(p)) if d.trainable and p.role == "constant" else p
+            for p, d in zip(parameters, declared, strict=True)
+        )
 
     def _stands_alone(self, p: Operand) -> bool:
         """Whether an operand cannot live in a layer: it is reshaped, or several layers use the same constant."""

@@ -47,6 +47,22 @@ class Standardised(nn.Conv1d):
         return F.conv1d(x, weight.reshape_as(self.weight), self.bias, 1, 1)
 
 
+class Fixed(nn.Module):
+    """Weights that are buffers, or made in the forward pass, as of blurred downsampling: nobody trains them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(2, 6, 3, padding=1)
+        self.register_buffer("blur", torch.tensor([0.25, 0.5, 0.25]).expand(6, 1, 3).clone())
+        self.register_buffer("table", torch.randn(4, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.conv1d(self.first(x), self.blur, stride=2, padding=1, groups=6)
+        kernel, channels = y.new_zeros(6, 6, 1), torch.arange(6)
+        kernel[channels, channels.flip(0)] = self.blur[:, 0, :1]
+        return F.linear(F.conv1d(y, kernel).flatten(1), self.table)
+
+
 class Positions(nn.Module):
     """A computed table of relative positions, rows at two positions at once, elements by position, repeats."""
 
@@ -95,6 +111,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "weight norm": (normed, (2, 8)),
     "spectral norm": (spectral, (2, 8)),
     "standardised": (lambda: nn.Sequential(Standardised(2, 6), nn.Flatten(), nn.Linear(48, 4)), (2, 8)),
+    "fixed": (Fixed, (2, 8)),
     "positions": (Positions, (5, 8)),
 }
 
@@ -107,7 +124,9 @@ def test_two_ranks_train_as_one(build: Callable[[], nn.Module], shape: tuple[int
     single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
     for seed in range(3):
         plan = random_plan(given.graph, 2, seed, "sample")
-        check_equal(run_threads(2, lambda comm, plan=plan: train(given, plan, comm)), single, plan)  # type: ignore[misc]
+        ranks = run_threads(2, lambda comm, plan=plan: train(given, plan, comm))  # type: ignore[misc]
+        check_equal(ranks, single, plan)
+        assert not {name for rank in ranks for name in rank.gradients} - set(single.gradients)
 
 
 def test_spectral_norm_is_imported_in_training() -> None:
