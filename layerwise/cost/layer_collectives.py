@@ -133,11 +133,14 @@ def _remembered(setting: Setting, layer: Layer, layout: Layout) -> list[Collecti
     if not layer.remembered:
         return []
     devices, cells = setting.devices.count, layout.computed.degrees.prod(1)
+    if layer.name in setting.graph.unfed:  # uncut, all devices compute it
+        cells = np.where(cells == 1, devices, cells)
     size = total = np.zeros(len(cells))
     for _, p, dtype in layer.remembered:
         degrees = layout.at(p.epilogue).degrees
         size = size + largest_box(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
         total = total + all_boxes(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
+    size = np.where(cells < devices, size, 0.0)
     members = -(-devices // cells)
     total = total * (devices - cells) / cells * members / np.maximum(members - 1, 1)  # some groups may be smaller
     keys = range(layout.computed.degrees.shape[1])
