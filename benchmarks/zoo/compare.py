@@ -125,8 +125,12 @@ def _numbers(returned: object) -> tuple[Tensor, ...]:
 
 
 def _loss(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """A mean over samples: weighted, and squared, so that every element of every output counts by itself."""
-    parts = [(w * out).mean() + 0.5 * out.square().mean() for out, w in zip(outputs, weights, strict=True)]
+    """A mean over samples: weighted, and squared, so that every element of every output counts by itself.
+
+    What is a mean over samples already, a loss, is not squared: each rank has that of its own.
+    """
+    pairs = list(zip(outputs, weights, strict=True))
+    parts = [(w * out).mean() + (0.5 * out.square().mean() if out.dim() else 0.0) for out, w in pairs]
     return torch.stack([part.double() for part in parts]).sum()
 
 

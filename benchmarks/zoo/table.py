@@ -10,7 +10,8 @@ from benchmarks.zoo.trial import Row
 
 HEAD = """# The zoo: published networks at the first try
 
-`python -m benchmarks.zoo` builds published networks at reduced size (random weights), imports them, plans them for 8
+`python -m benchmarks.zoo` builds published networks at reduced size (random weights, of blocks that repeat one, few
+positions), imports them, plans them for 8
 GPUs (built-in profile h100, 8 samples a GPU), and runs one step of each on two ranks under five plans: samples split
 (data), channels split (model), space or sequence split (spatial), what the search finds for a slow cluster (searched),
 and any configuration of any layer (random). In float64, loss, outputs, gradients, buffers and parameters are compared
@@ -18,7 +19,7 @@ with plain PyTorch on one device, and the bytes that were sent with those that w
 difference of at most 1e-9 in all of them; *(float32)* marks networks that take a part of themselves to float32
 whatever they are given, and are compared to 1e-6. What is dropped is set to 0. *~* marks networks that draw random
 numbers: their plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export`
-(CPU time); K is the size of the final graph of the search.
+(CPU time); K is the size of the final graph of the search. Where these are missing the network was run with `--untimed`.
 
 The packages: `make zoo` installs them beside the environment, without what they need themselves (they name different
 versions of timm and of torch), and runs this. Any version of torchvision will do, as its compiled part is not used: the

@@ -28,8 +28,9 @@ OTHER = ("with_past", "training_dropout", "training_mode", "bf16", "bfloat16", "
          "onehot_out_of_range", "split_to_sequence", "triu_zero", "tril_zero")  # fmt: skip
 IGNORED_MEANS = ("nllloss_NCd1d2_no_weight_reduction_mean_ii", "nllloss_NCd1_ii", "sce_mean_no_weight_ii")
 # Every operator of the table that has a case must be seen to work in at least one.
-# Strings and 8-bit numbers, opset 1, samples repeated: see VARIANTS. Identity alone has nothing to plan.
-NO_CASE = {"Cast", "CastLike", "Identity", "Not", "Tile"}
+# Strings and 8-bit numbers, opset 1, samples repeated, several positions at once: see VARIANTS. Identity alone has
+# nothing to plan.
+NO_CASE = {"Cast", "CastLike", "GatherND", "Identity", "Not", "Tile"}
 # What is not imported of these is asked for by their cases.
 MORE_OUTPUTS = ("LayerNormalization", "Dropout", "MaxPool", "BatchNormalization", "Attention")
 
@@ -109,6 +110,16 @@ def refer(path: Path, x: Array) -> Array:
 
 
 VARIANTS = {
+    "gather nd": (
+        17,
+        [
+            node("Transpose", "x", out="t", perm=[1, 0]),
+            node("GatherND", "t", "i", out="g"),
+            node("Transpose", "g", out="y", perm=[1, 0]),
+        ],
+        [2, 4],
+        [tensor("i", [[2], [0], [3]])],
+    ),
     "squeeze 7": (7, [node("Squeeze", "x", out="y", axes=[1, 3])], [2, 1, 4, 1], []),
     "squeeze 13": (13, [node("Squeeze", "x", "a", out="y")], [2, 1, 4, 1], [tensor("a", [1, -1])]),
     "squeeze all": (13, [node("Squeeze", "x", out="y")], [2, 1, 4, 1], []),

@@ -26,6 +26,7 @@ from layerwise.importers.registry import Built, Call, Operand, Result, Table, Te
 from layerwise.importers.tensors import depth_to_space as to_space
 from layerwise.importers.tensors import expanded, gathered, joined, permuted, repeated, reshaped, sliced
 from layerwise.importers.tensors import space_to_depth as to_depth
+from layerwise.ops.along import Take
 from layerwise.ops.embed import Embedding
 from layerwise.ops.learned import Learned
 from layerwise.ops.resample import Interpolate, Pad
@@ -184,6 +185,19 @@ def gather(call: Call) -> Result:
     return taken if places.ndim == 1 else reshaped(taken, (*data.shape[:dim], *places.shape, *data.shape[dim + 1 :]))
 
 
+def gather_nd(call: Call) -> Result:
+    """With one position an element, which PyTorch's exporter writes for x[positions]."""
+    ids = call.operand("indices")
+    if call.get("batch_dims", 0) or ids.shape[-1] != 1:
+        raise LayerwiseError("GatherND at positions in several dimensions, or with batch_dims, is not supported")
+    shape = ids.shape[:-1]
+    if ids.activation:
+        return Built(Take(0), (call.operand("data"), reshaped(ids, shape)))
+    value = None if ids.value is None else ids.value.reshape(shape)
+    flat = replace(ids, spec=TensorSpec(shape, (None,) * len(shape), ids.spec.dtype), value=value)
+    return gather(replace(call, arguments={"data": call["data"], "indices": flat, "axis": 0}))
+
+
 def depth_to_space(call: Call) -> Result:
     x, b = call.operand("input"), call.integer("blocksize")
     c, *_ = _image(x)
@@ -307,6 +321,7 @@ SHAPES: Table = {
     "Split": split,
     "Slice": slice_,
     "Gather": gather,
+    "GatherND": gather_nd,
     "DepthToSpace": depth_to_space,
     "SpaceToDepth": space_to_depth,
     "Pad": pad,
