@@ -67,7 +67,7 @@ class Row:
     name: str
     size: str = ""  # of the sample that is trained
     layers: int = 0
-    split: dict[str, float] = field(default_factory=dict)  # by way: the part of the layers that is split
+    split: dict[str, int] = field(default_factory=dict)  # by way: how many of them are split
     differences: dict[str, float] = field(default_factory=dict)  # by way: the largest, relative
     said: dict[str, str] = field(default_factory=dict)  # by way: why not, or what differs most
     planned_at: str = ""  # the size that is planned for 8 GPUs
@@ -119,7 +119,7 @@ def trial(name: str, example: Example, dtype: str, ways: Sequence[str], *, plan:
     wanted = _reference(model, x)
     for way in ways:
         made = spatial(WAYS[way], int(way[0]))(network)
-        row.split[way] = sum(config.total > 1 for config in made.strategy.values()) / row.layers
+        row.split[way] = sum(config.total > 1 for config in made.strategy.values())
         try:
             away = _compared(network, made, x, wanted)
         except (LayerwiseError, AssertionError) as error:
@@ -202,20 +202,22 @@ def page(rows: Sequence[Row], dtype: str) -> str:
         f"`python -m benchmarks.volumes`: {intro}",
         "",
         f"In {dtype}; the numbers are the largest relative differences, of which at most {EXACT[dtype]:g} is rounding.",
-        "*Split* is the part of the layers that is split in every way: the others, the last sums of the loss among",
-        "them, have no space any more, or too little. *Gain* is predicted, over one GPU, of the same network on the",
-        "larger sample beside it. What is dropped is set to 0.",
+        "Layers that are not split in some way have no space any more, or too little; the loss's last sums are among",
+        "them. Most of UNETR is made of a sequence that was a volume, whose dimensions are not known for space then.",
+        "*Gain* is predicted, over one GPU, of the same network on the larger sample beside it. What is dropped is 0.",
         "",
-        f"| network | sample | layers | split | {' | '.join(WAYS)} | planned | gain at 8 | proven | plan (s) |",
-        f"|---|---|---:|---:|{'---:|' * len(WAYS)}---|---:|---|---:|",
+        f"| network | sample | layers split | {' | '.join(WAYS)} | planned | gain at 8 | proven | plan (s) |",
+        f"|---|---|---:|{'---:|' * len(WAYS)}---|---:|---|---:|",
     ]
     for row in rows:
         verdicts = [f"{row.differences[way]:.0e}" if way in row.differences else "" for way in WAYS]
-        share = f"{min(row.split.values(), default=0):.0%}"
+        split = str(min(row.split.values(), default=0)) + (f" of {row.layers}" if row.layers else "")
         plan = (row.planned_at, f"{row.gain:.2f}", "yes" if row.proven else "no", f"{row.plan_s:.1f}")
         name = row.name.partition("/")[2] or row.name
-        cells = (name, row.size, str(row.layers), share, *verdicts, *(plan if row.planned_at else [""] * len(plan)))
+        cells = (name, row.size, split, *verdicts, *(plan if row.planned_at else [""] * len(plan)))
         lines.append(f"| {' | '.join(cells)} |")
+    missing = [name for name in (*OWN, *ZOO) if name not in {row.name for row in rows}]
+    lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     said = [f"- {row.name}, {way}: {text}" for row in rows for way, text in row.said.items()]
     return "\n".join([*lines, "", *said]).rstrip() + "\n"
 
