@@ -234,7 +234,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
             {},
             "input 'target', sample 1 has a class 7, and the model knows 0 to 2",
         ),
-        "overflow": ((x * 1e300, target), {"intensity": lambda box, rng: box * 1e300}, "no finite numbers in float64"),
+        "infinite": ((x, target), {"intensity": lambda box, rng: box + np.inf}, "no finite numbers in float64"),
         "intensity": (
             (x, target),
             {"intensity": lambda box, rng: box[0]},
