@@ -88,7 +88,7 @@ def scaled(gradient: Tensor, scale: float) -> Tensor:
     if scale == 1:
         return gradient
     if gradient.layout == torch.strided:
-        owners = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        owners = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
         if owners == OWNERS:
             return gradient.mul_(scale)
     return gradient * scale
