@@ -17,7 +17,7 @@ SAMPLES = 2  # of a graph that is written down, and of the example that a built-
 
 def written_graph(name: str) -> LayerGraph | None:
     """The unfused graph of a built-in network, of SAMPLES samples; None where none is written down."""
-    if name not in names():  # cosmoflow:256 and mlp:8x8 are of any size
+    if name not in names():  # those of any size, as mlp:8x8
         return None
     where = f"graphs/{name}.json"
     return graph_json.read((resources.files("layerwise.models") / where).read_text(encoding="utf-8"), where)
