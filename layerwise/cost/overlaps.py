@@ -41,9 +41,8 @@ class _Factor:
     def spread(self) -> _Factor:
         """With a pattern for each configuration of the consumer."""
         assert self.column is not None
-        return _Factor(
-            np.take(self.values, self.column, axis=3), self.row, None
-        )  # in order of memory, as indexing is not
+        values = np.take(self.values, self.column, axis=3)  # in order of memory, as what indexing makes is not
+        return _Factor(values, self.row, None)
 
     def times(self, other: _Factor) -> _Factor | None:
         """The product; None where it has so many patterns that it saves nothing."""
@@ -64,7 +63,7 @@ class Overlaps:
     def __init__(self, edge: Edge, graph: DeviceGraph, watched: tuple[int, ...]) -> None:
         sources = [m.source for m in edge.maps if m.source is not None]
         assert len(set(sources)) == len(sources), "a dimension may drive only one dimension of an input"
-        self.edge, self.watched = edge, watched
+        self.edge = edge
         self.owned, self.needing = selections(edge.owners, graph, watched), selections(edge.needers, graph, watched)
         dimensions = range(self.needing.degrees.shape[1])
         self.spare = [i for i in dimensions if i not in sources]  # along these the need is replicated
@@ -105,6 +104,7 @@ class Overlaps:
         return factor.spread() if size <= EXPANDED else factor
 
     def _along(self, j: int, s: int, m: int, t: int, k: int) -> _Factor:
+        """Of one dimension of the tensor: cumulated sums at the four corners of the ranges of cells."""
         a, ul, uh, row = self.owned.patterns(s, m, j)
         b, vl, vh, column = self.needing.patterns(t, k, self.edge.maps[j].source)
         flat, offset = self.sums[j]
