@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,8 +18,11 @@ settings.register_profile("default", deadline=None, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-# What a test searches for is searched for.
+# What a test searches for is searched for, and what somebody has measured here before changes no test.
 os.environ["LAYERWISE_NO_CACHE"] = "1"
+if "LAYERWISE_CACHE" not in os.environ:  # else it is the one of the process that has started this one
+    _kept = tempfile.TemporaryDirectory(prefix="layerwise-tests-")
+    os.environ["LAYERWISE_CACHE"] = _kept.name
 
 # Processes that tests start share the bytecode of what they import, also where the environment says to write none.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -280,7 +280,8 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     """As in a script that has called init_process_group itself; the mesh has the ranks the other way round."""
     mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
     dataset = data(BATCH)
-    model = parallelize(network(SEED + comm.rank), dataset.tensors[0][:4], device_mesh=mesh, verbose=False, measure_s=0)
+    example = dataset.tensors[0][:4]
+    model = parallelize(network(SEED + comm.rank), example, strategy="data", device_mesh=mesh, verbose=False)
     x, y = (t[model.share()] for t in dataset.tensors)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loss = F.cross_entropy(model(x), y)
