@@ -19,7 +19,7 @@ with plain PyTorch on one device, and the bytes that were sent with those that w
 difference of at most 1e-9 in all of them; *(float32)* marks networks that take a part of themselves to float32
 whatever they are given, and are compared to 1e-6. What is dropped is set to 0. *~* marks networks that draw random
 numbers: their plans are compared with one rank's layers. Import is layerwise's time over that of `torch.export.export`
-(CPU time); K is the size of the final graph of the search. Where these are missing the network was run with `--untimed`.
+(CPU time); K is the size of the final graph of the search. Where they are missing it was run with `--untimed`.
 
 The packages: `make zoo` installs them beside the environment, without what they need themselves (they name different
 versions of timm and of torch), and runs this. Any version of torchvision will do, as its compiled part is not used: the
