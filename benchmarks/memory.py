@@ -37,10 +37,10 @@ from layerwise.importers.load import load_model, names_code
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.find import search
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.report.limit import choices, nothing_fits
 from layerwise.search.result import SearchResult
-from layerwise.search.variants import OFFERS
 
 RANKS, STEPS, SAMPLING_S, UNLIMITED = 4, 2, 0.005, 1e15
 TOLERANCE = 1e-3  # of losses in float32

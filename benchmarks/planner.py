@@ -29,9 +29,9 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline, depth_first
-from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations, search
-from layerwise.search.narrow import exact_optimum, narrow
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import exact_optimum, narrow
 
 NETWORKS = "inception_v3,resnet50,vgg16"
 GPUS = "16,64,256"

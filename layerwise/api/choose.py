@@ -22,11 +22,11 @@ from layerwise.plan import Plan, nearest
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import remedies
 from layerwise.search.report.limit import nothing_fits
 from layerwise.search.result import Candidate, SearchResult
-from layerwise.search.variants import OFFERS
 from layerwise.tensorfile import dtype_name
 
 KNOWN = "or give memory_limit= in bytes if you know better"

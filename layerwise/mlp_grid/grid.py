@@ -18,9 +18,9 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.mlp_grid.cost import Distribution, distribution, full_layers, grid_s, link_between
 from layerwise.plan import Plan
 from layerwise.search.find import candidate, search
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.result import Candidate, SearchResult, preference
-from layerwise.search.variants import OFFERS
 
 
 @dataclass(frozen=True, slots=True)

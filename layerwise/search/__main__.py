@@ -36,11 +36,13 @@ from layerwise.mlp_grid import report as grid_report
 from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
 from layerwise.quantities import parse_bytes
-from layerwise.search.additive import Costs
 from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
+from layerwise.search.limit.additive import Costs
+from layerwise.search.limit.variants import OFFERS, Configs
+from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import Remedy, remedies
 from layerwise.search.report import as_json as report_json
@@ -49,8 +51,6 @@ from layerwise.search.report.limit import nothing_fits
 from layerwise.search.report.memory import kinds_of, kinds_table
 from layerwise.search.report.timeline import write_timeline
 from layerwise.search.result import SearchResult
-from layerwise.search.variants import OFFERS, Configs
-from layerwise.search.within import LimitedSearch
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16

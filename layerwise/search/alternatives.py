@@ -11,7 +11,7 @@ from layerwise.config import Config
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
-from layerwise.search.variables import Factor, join, min_fill_order
+from layerwise.search.solve.variables import Factor, join, min_fill_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
 from layerwise.files import write_text
 from layerwise.geometry.arrays import Floats
-from layerwise.search.additive import Costs
+from layerwise.search.limit.additive import Costs
 
 DIGITS = (12, 11, 10, 9)  # decimals of a second, the most that leave room in the solver's integers
 LARGEST = 2**63 // 162  # of these: MAX_COST in toulbar2's src/core/tb2types.hpp (newer releases: nine times as much)

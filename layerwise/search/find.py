@@ -18,12 +18,12 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.limited import Least
-from layerwise.search.narrow import exact_optimum, narrow, strategy_of
+from layerwise.search.limit.limited import Least
+from layerwise.search.limit.variants import OFFERS, Strategy
+from layerwise.search.limit.within import LimitedSearch, Within
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
-from layerwise.search.variants import OFFERS, Strategy
-from layerwise.search.within import LimitedSearch, Within
+from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
 
@@ -43,7 +43,7 @@ def search(
     """The best strategy over `space` of which a step's memory is at most `memory_limit_bytes` on every device.
 
     memory_limit_bytes: by default what a device has. Where it leaves the best strategy out, what is offered (of
-    `variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
+    `limit.variants.OFFERS`) may save memory, layer by layer; where no strategy fits, the answer is the best of all.
     `memory_bytes` bounds search tables. `fixed` layers keep their configuration; the answer is then the additive
     optimum, and no baseline. `answers` of earlier searches are used, and this one's kept (`layerwise.cache`).
     """

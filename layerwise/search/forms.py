@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.search.find import candidate
+from layerwise.search.limit.variants import OFFERS, Forms
 from layerwise.search.result import Candidate
-from layerwise.search.variants import OFFERS, Forms
 
 
 def forms_of(

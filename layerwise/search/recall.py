@@ -20,11 +20,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.torch_op import TorchOp
 from layerwise.plan import as_json, parse_strategy
-from layerwise.search.eliminate import Optimum
-from layerwise.search.limited import Least
-from layerwise.search.narrow import exact_cost
-from layerwise.search.variants import Strategy
-from layerwise.search.within import MemoryPrice, Within
+from layerwise.search.limit.limited import Least
+from layerwise.search.limit.variants import Strategy
+from layerwise.search.limit.within import MemoryPrice, Within
+from layerwise.search.solve.eliminate import Optimum
+from layerwise.search.solve.narrow import exact_cost
 
 T = TypeVar("T")
 Limited = tuple[Within, Least[Strategy] | None]

@@ -12,8 +12,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.machine import DeviceGraph
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations
-from layerwise.search.variants import OFFERS
-from layerwise.search.within import LimitedSearch
+from layerwise.search.limit.variants import OFFERS
+from layerwise.search.limit.within import LimitedSearch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from layerwise.config import Config
 from layerwise.cost.price import Price
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.picture import html
-from layerwise.search.eliminate import Optimum
-from layerwise.search.limited import Least
-from layerwise.search.variants import Strategy
-from layerwise.search.within import Within
+from layerwise.search.limit.limited import Least
+from layerwise.search.limit.variants import Strategy
+from layerwise.search.limit.within import Within
+from layerwise.search.solve.eliminate import Optimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SearchResult:
     # nothing of their memory.
     simulated: tuple[Candidate, ...]
     memory_bytes: int  # that a device may take at most
-    offer: tuple[str, ...]  # what might save memory, of `variants.OFFERS`
+    offer: tuple[str, ...]  # what might save memory, of `limit.variants.OFFERS`
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit

@@ -26,7 +26,7 @@ from layerwise.machine import load
 from layerwise.partition.moved import moved
 from layerwise.partition.place import input_maps, place
 from layerwise.search.baselines import baseline
-from layerwise.search.variants import Forms
+from layerwise.search.limit.variants import Forms
 from tests.cost import brute
 from tests.cost.test_price import NETWORKS
 from tests.examples import examples

@@ -25,7 +25,7 @@ from layerwise.ops.linear import Linear
 from layerwise.ops.norm import BatchNorm
 from layerwise.ops.pointwise import Binary, Cast, Unary
 from layerwise.ops.view import Reshape
-from layerwise.search.variants import OFFERS, Forms
+from layerwise.search.limit.variants import OFFERS, Forms
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 

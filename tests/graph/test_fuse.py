@@ -23,7 +23,7 @@ from layerwise.ops.fused import Fused
 from layerwise.ops.linear import Linear
 from layerwise.ops.pointwise import Binary, Dropout, Unary
 from layerwise.ops.view import Expand, Permute, Reshape
-from layerwise.search.eliminate import eliminate
+from layerwise.search.solve.eliminate import eliminate
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
 from tests.importers.evaluate import evaluate

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.additive import Choice, Costs, Problem
+from layerwise.search.limit.additive import Choice, Costs, Problem
 from tests.search.tables import random_tables
 
 

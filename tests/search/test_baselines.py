@@ -15,7 +15,7 @@ from layerwise.machine import load
 from layerwise.ops.linear import Linear
 from layerwise.ops.softmax import Softmax
 from layerwise.search.baselines import baseline, depth_first
-from layerwise.search.exhaustive import exhaustive
+from layerwise.search.solve.exhaustive import exhaustive
 from layerwise.tensor import TensorSpec
 from tests.importers.networks import Net, chain
 from tests.search.tables import complete_tables, random_tables

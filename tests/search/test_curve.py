@@ -10,9 +10,9 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.remedies import remedies
 from layerwise.search.report.memory import curve_dict, curve_table, draw_curve
-from layerwise.search.variants import OFFERS
 
 SPACE = SearchSpace(2)
 

@@ -16,11 +16,12 @@ from layerwise.cost.timeline.simulate import Timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
-from layerwise.search import find, narrow
-from layerwise.search.eliminate import Optimum
+from layerwise.search import find
 from layerwise.search.find import choose, search
-from layerwise.search.narrow import Narrowed
 from layerwise.search.result import Candidate
+from layerwise.search.solve import narrow
+from layerwise.search.solve.eliminate import Optimum
+from layerwise.search.solve.narrow import Narrowed
 from tests.importers.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]

@@ -16,9 +16,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.curve import memory_curve
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.report.as_json import as_dict
 from layerwise.search.result import SearchResult
-from layerwise.search.variants import OFFERS
 from tests.importers.networks import chain
 
 LIMITS = {"without": 1e12, "binding": 5.9e6, "impossible": 1e4}

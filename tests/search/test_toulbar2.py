@@ -17,14 +17,14 @@ from layerwise.geometry.arrays import Floats
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.search.additive import Choice, Costs, Problem
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.eliminate import eliminate
-from layerwise.search.exhaustive import exhaustive
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations, search
-from layerwise.search.limited import fastest_within
-from layerwise.search.within import LimitedSearch
+from layerwise.search.limit.additive import Choice, Costs, Problem
+from layerwise.search.limit.limited import fastest_within
+from layerwise.search.limit.within import LimitedSearch
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.exhaustive import exhaustive
 from tests.importers.networks import chain, crossing, residual
 from tests.search.tables import random_tables
 

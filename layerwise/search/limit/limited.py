@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from layerwise.search.additive import (
+from layerwise.search.limit.additive import (
     Choice,
     Minimise,
     Problem,
@@ -24,9 +24,9 @@ from layerwise.search.additive import (
     inside,
     outside,
 )
-from layerwise.search.multipliers import Multipliers, best_multipliers, least_rows
-from layerwise.search.prune import SLACK
-from layerwise.search.rest import Bounded, Known, Rest, possible
+from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
+from layerwise.search.limit.rest import Bounded, Known, Rest, possible
+from layerwise.search.solve.prune import SLACK
 
 T = TypeVar("T")  # what has a peak
 NEAR = 0.02  # above the bound, what is looked at first

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.cost.model import CostTables
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.variables import Factor, eliminate_variables, min_fill_order
+from layerwise.search.solve.variables import Factor, eliminate_variables, min_fill_order
 
 CACHED = 1 << 16  # sums of a min-plus product that are formed at once
 

@@ -1,7 +1,7 @@
 """Tables over the few configurations that an optimum can contain, exact where an optimum is.
 
 Exact tables over all configurations take far longer to build than to search. So transfers are first bounded by what a
-few devices see of them; message passing turns that into a bound for every configuration (`bound.py`), a strategy
+few devices see of them; message passing turns that into a bound for every configuration (`solve.bound`), a strategy
 decoded from the messages is priced exactly, and what is bounded to cost more goes. The optimum over bounds is the
 optimum if its own transfers are exact: where they are not, they are made so, until they are (`exact_optimum`).
 """
@@ -19,9 +19,9 @@ from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
-from layerwise.search.bound import Messages
-from layerwise.search.eliminate import Optimum, eliminate, total
-from layerwise.search.prune import SLACK, Keep, by_edge_cost, restrict
+from layerwise.search.solve.bound import Messages
+from layerwise.search.solve.eliminate import Optimum, eliminate, total
+from layerwise.search.solve.prune import SLACK, Keep, by_edge_cost, restrict
 
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
 ROUNDS = 8  # of looking for the devices that the best strategy waits for

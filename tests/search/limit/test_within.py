@@ -19,7 +19,7 @@ from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
-from layerwise.search.variants import OFFERS, Forms, Strategy, Variants
+from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
 from tests.importers.networks import chain
 
 GAP = 1.005

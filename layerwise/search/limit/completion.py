@@ -15,8 +15,8 @@ import numpy as np
 
 from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.additive import Costs, least_by_base
-from layerwise.search.variables import Factor, min_fill_order
+from layerwise.search.limit.additive import Costs, least_by_base
+from layerwise.search.solve.variables import Factor, min_fill_order
 
 
 @dataclass(frozen=True, slots=True)

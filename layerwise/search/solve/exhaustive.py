@@ -8,7 +8,7 @@ import numpy as np
 
 from layerwise.cost.model import CostTables
 from layerwise.errors import LayerwiseError
-from layerwise.search.eliminate import Optimum
+from layerwise.search.solve.eliminate import Optimum
 
 LARGEST = 10**7  # strategies: seconds
 CHUNK = 1 << 14  # strategies that are priced together

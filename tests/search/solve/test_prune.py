@@ -17,11 +17,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.bound import Messages
-from layerwise.search.eliminate import eliminate
 from layerwise.search.find import SYNC_WEIGHTS, configurations
-from layerwise.search.narrow import exact_cost, exact_optimum, narrow, strategy_of, weighted
-from layerwise.search.prune import Keep, by_edge_cost, restrict
+from layerwise.search.solve.bound import Messages
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import exact_cost, exact_optimum, narrow, strategy_of, weighted
+from layerwise.search.solve.prune import Keep, by_edge_cost, restrict
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 from tests.search.tables import complete_tables, every_strategy, random_tables, tables

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.search.additive import Choice
-from layerwise.search.completion import Completion, Order
+from layerwise.search.limit.additive import Choice
+from layerwise.search.limit.completion import Completion, Order
 
 CHUNK = 1 << 20  # numbers that are formed at once
 AHEAD = 4  # times the width, before what is dominated goes

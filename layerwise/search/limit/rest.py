@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.geometry.arrays import Mask
-from layerwise.search.additive import Choice, Costs, Problem, lower_bounds, outside
-from layerwise.search.completion import Completion, Order
-from layerwise.search.enumerate import Criterion, Enumerated, within
-from layerwise.search.prune import SLACK, Keep
+from layerwise.search.limit.additive import Choice, Costs, Problem, lower_bounds, outside
+from layerwise.search.limit.completion import Completion, Order
+from layerwise.search.limit.enumerate import Criterion, Enumerated, within
+from layerwise.search.solve.prune import SLACK, Keep
 
 NUMBERS = 1e8  # that an enumeration may form: one or two seconds
 CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second

@@ -13,8 +13,8 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
-from layerwise.search.eliminate import eliminate
-from layerwise.search.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
+from layerwise.search.solve.eliminate import eliminate
+from layerwise.search.solve.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
 from tests.cost import brute, networks
 from tests.cost.test_transfer_measured import as_stated, kinked
 from tests.examples import examples

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.additive import Choice, Costs, Minimise, Problem, weighted_sum
-from layerwise.search.simplex import simplex
+from layerwise.search.limit.additive import Choice, Costs, Minimise, Problem, weighted_sum
+from layerwise.search.limit.simplex import simplex
 
 ROUNDS = 60  # of elimination
 NEAREST = 8  # choices that multipliers of a problem like this one start with

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.search import rest
-from layerwise.search.limited import fastest_within, least_memory
+from layerwise.search.limit import rest
+from layerwise.search.limit.limited import fastest_within, least_memory
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
 

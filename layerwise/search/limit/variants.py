@@ -16,7 +16,7 @@ from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.partition.blocks import recomputable
 from layerwise.partition.sharding import may_shard
-from layerwise.search.additive import Choice, Costs, Problem
+from layerwise.search.limit.additive import Choice, Costs, Problem
 
 OFFERS = ("recompute", "shard")
 Configs = Mapping[str, tuple[Config, ...]]

@@ -18,9 +18,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
-from layerwise.search.eliminate import eliminate, min_plus
-from layerwise.search.exhaustive import exhaustive
 from layerwise.search.find import configurations
+from layerwise.search.solve.eliminate import eliminate, min_plus
+from layerwise.search.solve.exhaustive import exhaustive
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, inception, residual
 from tests.search.tables import complete_tables, random_tables, tables

@@ -17,13 +17,13 @@ from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostTables, Progress
 from layerwise.geometry.arrays import Mask
-from layerwise.search.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
-from layerwise.search.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
-from layerwise.search.multipliers import best_multipliers, least_rows
-from layerwise.search.narrow import exact_cost, rough_tables, weighted
-from layerwise.search.prune import SLACK, Keep
-from layerwise.search.rest import Known, possible
-from layerwise.search.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
+from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
+from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
+from layerwise.search.limit.multipliers import best_multipliers, least_rows
+from layerwise.search.limit.rest import Known, possible
+from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
+from layerwise.search.solve.narrow import exact_cost, rough_tables, weighted
+from layerwise.search.solve.prune import SLACK, Keep
 
 
 @dataclass(frozen=True, slots=True)

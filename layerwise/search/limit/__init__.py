@@ -1,0 +1,1 @@
+"""The cheapest strategy that fits into memory: multipliers, enumeration, the least memory."""

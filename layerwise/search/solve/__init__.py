@@ -1,0 +1,1 @@
+"""What is proven without a memory limit: bounds, pruning, node and edge elimination, elimination of variables."""
