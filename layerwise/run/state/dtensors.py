@@ -85,7 +85,7 @@ def move(tensor: Tensor, local: Tensor) -> None:
 
 @cache
 def install() -> None:
-    """Makes right what DTensor (torch 2.11 to 2.13) does wrong without a word.
+    """Makes right what DTensor (torch 2.11 to 2.15) does wrong without a word.
 
     `item`, `float` and `bool` of a number that is the sum (maximum, ...) of all ranks' parts give the rank's own part.
     GradScaler looks for infinities over the axes that cut the first gradient, not over those that cut others.
