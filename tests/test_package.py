@@ -132,6 +132,7 @@ def test_packages_are_all_listed() -> None:
     rooms = [path.parent for path in (ROOT / "layerwise").rglob("*.*") if path.suffix in (".py", ".json")]
     assert listed == {".".join(room.relative_to(ROOT).parts) for room in rooms} | {
         "layerwise.models",
+        "layerwise.models.graphs",
         "layerwise.profiles",
     }
 
