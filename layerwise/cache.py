@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -32,9 +33,18 @@ class UnkeyedError(Exception):
 
 
 def folder() -> Path:
-    """What layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("LAYERWISE_CACHE") or Path(home) / "layerwise")
+    """What layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache.
+
+    A user without a home, as in a container, has one among temporary files.
+    """
+    if named := os.environ.get("LAYERWISE_CACHE"):
+        return Path(named)
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "layerwise"
+    try:
+        return Path.home() / ".cache" / "layerwise"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
 
 
 class Answers:
@@ -62,12 +72,12 @@ class Answers:
 
     def keep(self, key: str, answer: object) -> None:
         """Keeps an answer, which JSON can hold."""
-        text = json.dumps(answer, allow_nan=False)
         try:
+            text = json.dumps(answer, allow_nan=False)
             self.place.mkdir(parents=True, exist_ok=True)
             write_text(self._path(key), f"{_digest(text)}\n{text}")
             self._make_room()
-        except (LayerwiseError, OSError) as error:
+        except (LayerwiseError, OSError, TypeError, ValueError) as error:  # the last two: JSON cannot hold it
             self.say(f"the answer is not kept for later runs: {error}")
 
     def of_no_use(self, key: str, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,24 @@ def test_there_is_no_key_for_what_is_not_layerwise_s_own() -> None:
     for stranger in (Mine(1), [Mine(1)], {"a": Mine(1)}, object(), 1j):
         with pytest.raises(UnkeyedError):
             key_of(stranger)
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LAYERWISE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert folder().parent == tmp_path
+
+
+def test_what_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    Answers(tmp_path, said.append).keep("key", float("inf"))
+    assert "is not kept for later runs" in said[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_answers_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,8 @@ def _group_size(graph: LayerGraph, name: str, devices: int, node: int, wishes: W
     if not sizes:
         raise UnreachableError(
             f"{name} needs groups inside a node, at least two groups of two devices each and a sample for each group: "
-            f"{devices} devices in nodes of {node} with {graph.batch} samples have no such division (--group-size sets "
-            "another)"
+            f"{devices} device{'s' * (devices > 1)} in nodes of {node} with {graph.batch} samples have no such "
+            "division (--group-size sets another)"
         )
     return sizes[-1]
 

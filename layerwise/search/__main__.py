@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             memory_limit_bytes=limit,
             offer=offer,
             progress=progress,
-            answers=answers(wanted=not args.no_cache),
+            answers=answers(wanted=not args.no_cache and args.depth_first is None),  # whose time is told beside ours
         )
     tried: list[Remedy] = []
     if not result.best.fits:

@@ -73,7 +73,7 @@ class Recall:
         if kept is not None:
             try:
                 return read(kept)
-            except (AttributeError, KeyError, LayerwiseError, TypeError, ValueError) as error:
+            except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
                 self.answers.of_no_use(key, f"{type(error).__name__}: {error}")
         found = find()
         self.answers.keep(key, write(found))

@@ -134,6 +134,11 @@ def _check(read: Array, one: Input, index: int, what: str = "") -> None:
         raise LayerwiseError(f"{what}{one.named(index)} has shape {read.shape} where a box of {wanted} was to be read")
     if read.dtype.kind not in ("iub" if whole else "fiub"):
         raise LayerwiseError(f"{what}{one.named(index)} is {read.dtype}, and the model takes {one.spec.dtype}")
+    if whole and read.size:
+        least, most, held = int(read.min()), int(read.max()), torch.iinfo(getattr(torch, one.spec.dtype))
+        if least < held.min or most > held.max:
+            said = f"{what}{one.named(index)} has values from {least} to {most}"
+            raise LayerwiseError(f"{said}, and the model takes {one.spec.dtype}, which cannot hold them")
 
 
 def _check_values(made: Tensor, one: Input, index: int) -> None:

@@ -221,6 +221,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
         "one larger": ((np.pad(x, ((0, 0),) * 4 + ((0, 2),)), target), {"crop": "center"}, "input 'target', sample 0"),
         "nan": ((path / "nan.npy", target), {}, "nan.npy') has values that are no finite numbers in float64"),
         "types": ((x, target * 1.5), {}, "sample 0 is float64, and the model takes int64"),
+        "wide": ((x, target.astype(np.uint64) + np.uint64(2**63)), {}, "int64, which cannot hold them"),
         "missing": ((path / "none.npy", target), {}, "does not exist"),
         "broken": ((path / "broken.npy", target), {}, "broken.npy' cannot be read"),
         "truncated": ((path / "short.npy", target), {}, "short.npy' cannot be read"),

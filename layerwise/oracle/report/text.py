@@ -151,7 +151,10 @@ def unreached_table(asked: Asked) -> Table:
     table.add_column("none on")
     table.add_column("because")
     for (name, _), counts in rows.items():
-        table.add_row(title(name), ", ".join(f"{count:,}" for count in counts), asked.reasons[name, counts[0]])
+        why = asked.reasons[name, counts[0]]
+        if any(asked.reasons[name, count] != why for count in counts):  # the numbers are one's own
+            why = f"on {counts[0]:,}: {why}"
+        table.add_row(title(name), ", ".join(f"{count:,}" for count in counts), why)
     return table
 
 
