@@ -110,15 +110,51 @@ class Average(nn.Module):
             self.average[:, 0] = mean
         elif self.way == "through a view":
             self.average.view(12)[:6].copy_(mean)
+        elif self.way == "out":
+            torch.add(self.average, mean[:, None], out=self.average)
+        elif self.way == "several":
+            torch._foreach_add_([self.average], [mean[:, None]])
         else:
             self.average += 1
         return y
 
 
-@pytest.mark.parametrize("way", ["in place", "a part of it", "through a view", "a counter"])
+@pytest.mark.parametrize("way", ["in place", "a part of it", "through a view", "out", "several", "a counter"])
 def test_a_buffer_that_the_model_writes_is_refused(way: str) -> None:
     with pytest.raises(LayerwiseError, match="writes into its buffer 'average'"):
         from_torch(Average(way), torch.zeros(8, 4))
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_parameter_that_the_model_writes_is_refused(out: bool) -> None:
+    class Shrunk(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                torch.mul(self.weight, 0.5, out=self.weight) if out else self.weight.mul_(0.5)
+            return super().forward(x)
+
+    with pytest.raises(LayerwiseError, match="writes into its parameter 'weight'"):
+        from_torch(Shrunk(4, 6), torch.zeros(8, 4))
+
+
+def test_a_copy_of_a_parameter_may_be_written() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.bias.to(torch.float64).clamp_(max=0.5).to(x.dtype)
+
+    from_torch(Scaled(4, 6), torch.zeros(8, 4))
+
+
+def test_a_view_of_what_is_written_with_out_is_refused() -> None:
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.zeros_like(x)
+            view = made[:, :2]
+            torch.mul(x, 2, out=made)
+            return x + view.sum(1, keepdim=True)
+
+    with pytest.raises(LayerwiseError, match="writes in place into a view of a tensor that is used again"):
+        from_torch(Viewed(), torch.zeros(8, 4))
 
 
 def test_a_tensor_made_in_the_forward_pass_may_be_written() -> None:

@@ -21,7 +21,7 @@ from layerwise.importers.tensors import samples_along
 from layerwise.importers.torch.constants import FILLED, Constants, Missing, constant_names, is_constant
 from layerwise.importers.torch.decompose import decomposed
 from layerwise.importers.torch.losses import follows
-from layerwise.importers.torch.memory import Memory, in_place
+from layerwise.importers.torch.memory import Memory, overwritten
 from layerwise.importers.torch.names import input_spec, layer_names
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
@@ -52,7 +52,7 @@ class _Importer:
         self.values: dict[str, Operand | Rows] = {}
         self.losses: dict[str, str] = {}  # numbers in PyTorch, one a sample here; with their reductions
         self.nothing: set[str] = set()  # tensors without elements
-        self.buffers = {s.value.name: s.target for s in program.sources if s.kind == "buffer"}
+        self.sources = {source.value.name: source for source in program.sources}
         constant = constant_names(program)
         layers = [n for n in program.nodes if not {v.name for v in n.outputs if v} <= constant]
         self.names = layer_names(program, [n for n in layers if base_name(n.target) not in UNCHANGED])
@@ -113,15 +113,15 @@ class _Importer:
         if node.target.partition("::")[2].startswith(CHECKS):
             return
         constant = is_constant(node, lambda ref: self.role(ref) == "constant") and not self.merges_samples(node)
+        check_written(node, self.memory, self.sources)
         written = self.memory.written(node)
-        check_written(node, self.memory, self.buffers)
         if constant:
             self.constant(node)
         else:
             if written is not None and (view := self.memory.seen_later(place, node, written)):
                 raise LayerwiseError(
                     f"layer {self.names[node.name]!r}: {node.target} writes in place into a view of a tensor that is "
-                    f"used again ({view}); write it without the underscore"
+                    f"used again ({view}); write it without the underscore or out="
                 )
             if not self.merges_rows(node):
                 self.layer(node)
@@ -176,7 +176,7 @@ class _Importer:
 
     def constant(self, node: Node) -> None:
         """A constant, with its value where that is cheap."""
-        if not self.constants.compute(node, self.names[node.name]) and in_place(node):
+        if not self.constants.compute(node, self.names[node.name]) and overwritten(node):
             for name in self.memory.views(node.outputs[0].name if node.outputs[0] else ""):  # it has changed, too
                 self.constants.forget(name, node)
                 if isinstance(known := self.values.get(name), Operand):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import base_name
-from layerwise.importers.torch.program import Node, Program, Ref
+from layerwise.importers.torch.program import Node, Program, Ref, module_path, refs
+
+STATISTICS = {"_native_batch_norm_legit"}  # these write running statistics, which their layers remember
 
 
-def in_place(node: Node) -> bool:
-    """relu_, add_, copy_, ..."""
-    return base_name(node.target) != node.target.partition("::")[2].partition(".")[0]
+def overwritten(node: Node) -> tuple[str, ...]:
+    """The tensors that a call writes into: of relu_, add_, copy_, ... the first, of others what they have as `out`."""
+    if base_name(node.target) in STATISTICS:
+        return ()
+    arguments = node.overload._schema.arguments if node.overload is not None else ()
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = base_name(node.target) != node.target.partition("::")[2].partition(".")[0]
+    if not written and named:
+        return tuple(ref.name for ref in node.operands[:1])
+    return tuple(ref.name for name in written for ref in refs((node.arguments.get(name),)))
 
 
 class Memory:
@@ -32,7 +42,14 @@ class Memory:
         """The tensor that a call overwrites, if it does: from now on it is known by the call's result."""
         for name, seen in shared(node):
             self.base[name] = self.base.get(self.current(seen), self.current(seen))
-        return self.current(node.operands[0].name) if in_place(node) and node.operands else None
+        into = overwritten(node)
+        if len(into) > 1 or (into and (not node.outputs or node.outputs[0] is None)):
+            path = module_path(node.stack)
+            raise LayerwiseError(
+                f"{f'layer {path!r}' if path else 'the model'} calls {node.target}, which writes into several tensors "
+                "or returns none; write it without the underscore or out="
+            )
+        return self.current(into[0]) if into else None
 
     def views(self, name: str) -> list[str]:
         """All tensors in the same memory."""

@@ -9,17 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from layerwise.errors import LayerwiseError
+from layerwise.importers.torch.memory import overwritten
 from layerwise.importers.torch.ops.table import SPECTRAL_NORM, base_name
-from layerwise.importers.torch.program import Node, Program, Ref
+from layerwise.importers.torch.program import Node, Program, Ref, module_path
 
 Made = Mapping[str, Node]  # by the name of a value, the node that makes it
 WRITE = "aten::div.out"  # normalises u or v where they lie
-# What makes sigma of the weight, u and v, and moves these.
-STEPS = {
-    "adjoint", "alias", "clamp_min", "clone", "detach", "div", "dot", "expand", "expand_as", "flatten",
-    "linalg_vector_norm", "matrix_H", "mT", "mv", "norm", "numpy_T", "permute", "reshape", "t", "transpose", "vdot",
-    "view",
-}  # fmt: skip
+COPIES = ("alias", "clone", "detach")
+TRANSPOSED = ("adjoint", "matrix_H", "mT", "numpy_T", "t", "transpose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +29,35 @@ class _Found:
 
 
 def spectral_norms(program: Program) -> Program:
-    """The same program with one call of `SPECTRAL_NORM` for each weight / (u · weight v)."""
+    """The same program with one call of `SPECTRAL_NORM` for each weight / (u · weight v).
+
+    What moves its vectors in another way stays as it is: writes into buffers, which the importer refuses.
+    """
     writes = [node for node in program.nodes if node.target == WRITE]
     if not writes:
         return program
     made = {v.name: node for node in program.nodes for v in node.outputs if v}
-    buffers = {source.value.name for source in program.sources if source.kind == "buffer"}
-    found = {n.name: one for n in program.nodes if (one := _found(n, program, writes, made, buffers)) is not None}
+    buffers = {source.value.name: source for source in program.sources if source.kind == "buffer"}
+    shapes = {v.name: v.shape for node in program.nodes for v in node.outputs if v}
+    shapes |= {source.value.name: source.value.shape for source in program.sources}
+    used: set[str] = set()
+    found: dict[str, _Found] = {}
+    for node in program.nodes:
+        parts = _parts(node, made)
+        if parts is None or not {parts.u, parts.v} <= buffers.keys():
+            continue
+        if shapes[parts.u] != shapes[parts.weight.name][parts.dim : parts.dim + 1]:
+            continue
+        if parts.u in used:
+            path = module_path(node.stack)
+            raise LayerwiseError(
+                f"{f'layer {path!r}' if path else 'the model'} has a spectral norm that is computed more than once in "
+                f"a forward pass, and moves its vector {buffers[parts.u].target!r} every time, which layerwise would "
+                "lose: call such a module once, of all its inputs together, or inside of parametrize.cached()"
+            )
+        used.add(parts.u)
+        if (one := _found(node, parts, program, writes, made)) is not None:
+            found[node.name] = one
     gone = {name for one in found.values() for name in one.behind}
     nodes = [
         replace(node, target=SPECTRAL_NORM, arguments=found[node.name].arguments, overload=None)
@@ -49,44 +69,85 @@ def spectral_norms(program: Program) -> Program:
     return replace(program, nodes=tuple(nodes))
 
 
-def _found(node: Node, program: Program, writes: list[Node], made: Made, buffers: set[str]) -> _Found | None:
-    """Of weight / sigma; None where a node is something else, or what is behind it is used elsewhere, too."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Of weight / (u · matrix v): which dimension of the weight are the matrix's rows, and what computes sigma."""
+
+    weight: Ref
+    u: str
+    v: str
+    dim: int
+    sigma: Node
+
+
+def _parts(node: Node, made: Made) -> _Parts | None:
+    """None where a node is something else."""
     sigma = _maker(node.arguments.get("other"), made) if node.target == "aten::div.Tensor" else None
     if sigma is None or base_name(sigma.target) not in ("dot", "vdot"):
         return None
     product = _maker(sigma.arguments["other" if "vdot" in sigma.target else "tensor"], made)
-    if product is None or product.target != "aten::mv":
-        return None
     weight = node.arguments["self"]
-    u, v = (_buffer(value, made) for value in (sigma.arguments["self"], product.arguments["vec"]))
-    moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]
-    if not isinstance(weight, Ref) or u is None or v is None or not {u, v} <= buffers or len(moves) % 2 or not moves:
+    if product is None or product.target != "aten::mv" or not isinstance(weight, Ref):
         return None
-    ends = {weight.name, u, v}
-    behind: dict[str, Node] = {}
-    for last in (sigma, *moves):
-        _walk(last, made, ends, behind)
+    u, v = (_buffer(value, made) for value in (sigma.arguments["self"], product.arguments["vec"]))
     dim = _matrix(product.arguments["self"], made, weight)
-    eps = {n.arguments["min"] for n in behind.values() if base_name(n.target) == "clamp_min"}
-    known = all(base_name(n.target) in STEPS and (n.target == WRITE or "div" not in n.target) for n in behind.values())
-    inside = {*behind, node.name}
-    values = {value.name for n in behind.values() for value in n.outputs if value}
-    users = [n.name for n in program.nodes if any(ref.name in values for ref in n.operands)]
-    alone = set(users) <= inside and not any(ref.name in values for ref in program.outputs)
+    return None if u is None or v is None or u == v or dim is None else _Parts(weight, u, v, dim, sigma)
+
+
+def _found(node: Node, parts: _Parts, program: Program, writes: list[Node], made: Made) -> _Found | None:
+    """None where the vectors do not move as PyTorch's do, or what is behind the weight is used elsewhere, too."""
+    u, v = parts.u, parts.v
+    moves = [w for w in writes if _buffer(w.arguments["out"], made) in (u, v)]
+    eps = {_moved_by(w, parts, made) for w in moves}
     turns = [_buffer(w.arguments["out"], made) == u for w in moves]
-    in_turn = all(a != b for a, b in pairwise(turns))
-    if dim is None or len(eps) != 1 or not known or not alone or not in_turn:
+    if not moves or len(moves) % 2 or len(eps) != 1 or None in eps or any(a == b for a, b in pairwise(turns)):
+        return None
+    behind: dict[str, Node] = {}
+    for last in (parts.sigma, *moves):
+        _walk(last, made, {parts.weight.name, u, v}, behind)
+    place = {one.name: i for i, one in enumerate(program.nodes)}
+    end = place[moves[-1].name]
+    copied = [place[n.name] for n in behind.values() if base_name(n.target) == "clone"]
+    values = {u, v, *(value.name for n in behind.values() for value in n.outputs if value)}
+    users = {n.name for n in program.nodes if any(ref.name in values for ref in n.operands)}
+    alone = users <= {*behind, node.name} and not any(ref.name in values for ref in program.outputs)
+    elsewhere = any(overwritten(n) for n in behind.values() if n.target not in (WRITE, "aten::clamp_min_"))
+    # Sigma is that of the vectors when all of them have moved.
+    if not alone or elsewhere or any(at < end for at in (*copied, place[parts.sigma.name])):
         return None
     arguments = {
-        "weight": weight,
+        "weight": parts.weight,
         "u": Ref(u),
         "v": Ref(v),
-        "dim": dim,
+        "dim": parts.dim,
         "iterations": len(moves) // 2,
         "eps": eps.pop(),
         "u_first": turns[0],
     }
     return _Found(arguments, frozenset(behind))
+
+
+def _moved_by(write: Node, parts: _Parts, made: Made) -> object:
+    """The eps of u = matrix v / max(|matrix v|, eps), or of v = transposed matrix u / ...; None of all else."""
+    product, below = _maker(write.arguments["self"], made), _maker(write.arguments["other"], made)
+    if below is not None and base_name(below.target) in ("expand", "expand_as"):
+        below = _maker(below.arguments["self"], made)
+    if product is None or product.target != "aten::mv" or below is None or base_name(below.target) != "clamp_min":
+        return None
+    norm = _maker(below.arguments["self"], made)
+    if norm is None or base_name(norm.target) not in ("linalg_vector_norm", "norm"):
+        return None
+    if norm.arguments["self"] != write.arguments["self"] or norm.arguments.get("ord", norm.arguments.get("p")) != 2:
+        return None
+    matrix, of_u = product.arguments["self"], _buffer(write.arguments["out"], made) == parts.u
+    if not of_u:
+        turned = _maker(matrix, made)
+        if turned is None or base_name(turned.target) not in TRANSPOSED:
+            return None
+        matrix = turned.arguments["self"]
+    from_other = _buffer(product.arguments["vec"], made) == (parts.v if of_u else parts.u)
+    right = from_other and _matrix(matrix, made, parts.weight) == parts.dim
+    return below.arguments["min"] if right else None
 
 
 def _walk(node: Node, made: Made, ends: set[str], seen: dict[str, Node]) -> None:
@@ -102,7 +163,7 @@ def _walk(node: Node, made: Made, ends: set[str], seen: dict[str, Node]) -> None
 def _buffer(value: object, made: Made) -> str | None:
     """The tensor that a value is a copy of, or was written to."""
     node = _maker(value, made)
-    while node is not None and (node.target == WRITE or base_name(node.target) in ("alias", "clone", "detach")):
+    while node is not None and (node.target == WRITE or base_name(node.target) in COPIES):
         value = node.arguments["out" if node.target == WRITE else "self"]
         node = _maker(value, made)
     return value.name if node is None and isinstance(value, Ref) else None
@@ -110,21 +171,22 @@ def _buffer(value: object, made: Made) -> str | None:
 
 def _matrix(value: object, made: Made, weight: Ref) -> int | None:
     """Which dimension of the weight are the rows of this matrix of it; None where it is none."""
-    dim = 0
+    dim: int | None = None
     while value != weight:
         node = _maker(value, made)
         if node is None:
             return None
         if base_name(node.target) == "permute":
             order = node.arguments["dims"]
-            assert isinstance(order, tuple)
+            if dim is not None or not isinstance(order, tuple):
+                return None
             dim = order[0]
             if order != (dim, *(d for d in range(len(order)) if d != dim)):
                 return None
         elif base_name(node.target) not in ("alias", "detach", "flatten", "reshape", "view"):
             return None
         value = node.arguments["self"]
-    return dim
+    return dim or 0
 
 
 def _maker(value: object, made: Made) -> Node | None:

@@ -10,7 +10,7 @@ from layerwise.graph.mixed import made_by
 from layerwise.graph.types import autocast_within
 from layerwise.importers.place import Placer
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
-from layerwise.importers.torch.memory import in_place
+from layerwise.importers.torch.memory import overwritten
 from layerwise.importers.torch.ops.table import PROMOTING, base_name
 from layerwise.importers.torch.program import Node
 from layerwise.ops.pointwise import Cast, promoted
@@ -26,7 +26,7 @@ def typed(node: Node, build: Build, call: Call, placer: Placer) -> Result:
     if (wrong := _wrong(call, result, placer.builder)) is None:
         return result
     wanted, asked = wrong[0].dtype, call.get("dtype") is not None
-    if in_place(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
+    if overwritten(node) and isinstance(result, Operand | Built):  # computed in the common type, stored in its own
         return Built(Cast(wanted), (result,))
     if base_name(node.target) in PROMOTING:
 

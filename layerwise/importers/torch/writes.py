@@ -10,10 +10,10 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.constants import constant_names
-from layerwise.importers.torch.memory import Memory, in_place, shared
+from layerwise.importers.torch.memory import Memory, overwritten, shared
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import WRITTEN
-from layerwise.importers.torch.program import Node, Program, Ref, Value, bind, module_path
+from layerwise.importers.torch.program import Node, Program, Ref, Source, Value, bind, module_path
 
 COUNTER = "num_batches_tracked"
 RETYPED = ("view", "view_as_real", "view_as_complex", "real", "imag")  # views of another type
@@ -61,23 +61,31 @@ def separate_writes(program: Program) -> Program:
     return replace(program, nodes=tuple(nodes), outputs=outputs)
 
 
-def check_written(node: Node, memory: Memory, buffers: Mapping[str, str]) -> None:
-    """LayerwiseError where a call writes into one of `buffers` (with the model's names): what it keeps would be lost.
+def check_written(node: Node, memory: Memory, sources: Mapping[str, Source]) -> None:
+    """LayerwiseError where a call writes into a buffer or parameter of the model: what it keeps would be lost.
 
     But for the counters of batch norms: they are counted where layerwise trains (see `layerwise.run.state.state`).
     """
-    first = next(iter(node.operands), None)
-    if first is None or not (in_place(node) or node.target == WRITTEN):
-        return
-    name = memory.base.get(first.name, first.name)
-    buffer = buffers.get(memory.base.get(name, name), COUNTER)
-    if not buffer.endswith(COUNTER) and not buffer.startswith("lifted_tensor"):
+    for name in (node.operands[0].name,) if node.target == WRITTEN else overwritten(node):
+        base = memory.base.get(name, name)
+        source = sources.get(memory.base.get(base, base))
+        if source is None or source.kind == "input" or source.target.startswith("lifted_tensor"):
+            continue
         path = module_path(node.stack)
-        raise LayerwiseError(
-            f"{f'layer {path!r}' if path else 'the model'} writes into its buffer {buffer!r} in the forward pass "
-            "(averages, counters, ...), which layerwise would lose; only the running statistics of batch and instance "
-            "norm are kept: update it outside of the model"
-        )
+        where = f"layer {path!r}" if path else "the model"
+        if source.kind == "parameter":
+            if node.outputs and node.outputs[0] and node.outputs[0].dtype != source.value.dtype:
+                continue  # of another type `to` has made a copy
+            raise LayerwiseError(
+                f"{where} writes into its parameter {source.target!r} in the forward pass, which layerwise would lose: "
+                "update it outside of the model"
+            )
+        if not source.target.endswith(COUNTER):
+            raise LayerwiseError(
+                f"{where} writes into its buffer {source.target!r} in the forward pass (averages, counters, ...), "
+                "which layerwise would lose; only the running statistics of batch and instance norm are kept, and the "
+                "vectors of PyTorch's spectral norms: update it outside of the model"
+            )
 
 
 def _part(node: Node, made: dict[str, Node], shapes: dict[str, Value]) -> tuple[str, int, int, int] | None:

@@ -13,6 +13,7 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
+from layerwise.importers.torch.from_torch import from_torch
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
 from tests.run.plans import case, check_equal, random_plan, train
@@ -133,3 +134,66 @@ def test_spectral_norm_is_imported_in_training() -> None:
     """In evaluation its vectors stand still, and what was imported so would train with them."""
     with pytest.raises(LayerwiseError, match=r"layer '0.parametrizations.weight.0' has a spectral norm.* call train"):
         network_of(spectral().eval(), (torch.randn(2, 2, 8),), 4, "spectral")
+
+
+class Vectors(nn.Module):
+    """A spectral norm of its own, nearly as PyTorch writes it."""
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.randn(5, 5)), way
+        self.register_buffer("u", F.normalize(torch.randn(5), dim=0))
+        self.register_buffer("v", F.normalize(torch.randn(5), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v, matrix, way = self.u, self.v, self.weight, self.way
+        before = x + u if way == "read before" else x
+        with torch.no_grad():
+            old = u.clone() if way == "of the old u" else u
+            p = 1 if way == "another norm" else 2
+            F.normalize(torch.mv(matrix, v), p=p, dim=0, eps=1e-12, out=u)
+            early = u.clone() if way == "sigma of before" else u
+            turned = matrix if way == "not transposed" else matrix.t()
+            F.normalize(torch.mv(turned, old), p=p, dim=0, eps=1e-12, out=v)
+            if way == "twice the same":
+                F.normalize(torch.mv(matrix.t(), u), dim=0, eps=1e-12, out=v)
+        u, v = early.clone(), v.clone()
+        return F.linear(before, matrix / torch.dot(u, torch.mv(matrix, v)))
+
+
+def test_a_spectral_norm_of_its_own_is_one() -> None:
+    graph = from_torch(Vectors("as PyTorch"), torch.zeros(2, 5))
+    assert [layer.op.kind for layer in graph.layers if layer.op.remembers] == ["spectral_norm"]
+
+
+@pytest.mark.parametrize(
+    "way", ["read before", "of the old u", "not transposed", "another norm", "twice the same", "sigma of before"]
+)
+def test_vectors_that_move_in_another_way_are_refused(way: str) -> None:
+    """Their writes would be lost."""
+    with pytest.raises(LayerwiseError, match=r"writes into its buffer '[uv]'"):
+        from_torch(Vectors(way), torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_a_spectral_norm_that_is_called_twice_is_refused(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Its vectors move with either call."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = norm(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.relu(self.linear(x)))
+
+    with pytest.raises(LayerwiseError, match=r"layer 'linear\S*' has a spectral norm that is computed more than once"):
+        from_torch(Twice(), torch.zeros(2, 8))
+
+
+def test_spectral_norms_of_several_modules_are_found() -> None:
+    kinds = [layer.op.kind for layer in from_torch(spectral(), torch.zeros(2, 2, 8)).layers]
+    assert kinds.count("spectral_norm") == 3
