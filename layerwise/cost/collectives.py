@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log2, prod, sqrt
+from math import ceil, log2, sqrt
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class GroupShape:
     rings: tuple[int, ...]  # at each level, streams through one port where each group is a ring
     members: tuple[int, ...]  # at each level, devices of such groups behind one port
     server_s_per_byte: float  # the sum over the other members of the beta of their link to the first; of any group most
+    even: bool  # whether all groups of several, and in each all members of a level, have as many members inside
 
 
 def group_shape(row: Ints, graph: DeviceGraph) -> GroupShape:
@@ -46,14 +47,16 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     size = int(np.bincount(ids).max(initial=1))
     if size == 1:
         ones = (1,) * len(graph.levels)
-        return GroupShape(1, ones, ones, ones, 0.0)
+        return GroupShape(1, ones, ones, ones, 0.0, even=True)
     fan, spans, rings, members = [], [], [], []
+    alone, even = np.bincount(ids) == 1, True
     inner = devices  # what counts as one member at this level: the groups of the level below
     for level in graph.levels:
         outer = devices // level.devices
         pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
-        counts = np.unique(pairs[:2], axis=1, return_counts=True)[1]
+        (of, _), counts = np.unique(pairs[:2], axis=1, return_counts=True)
         fan.append(int(counts.max()))
+        even = even and bool((counts[~alone[of]] == counts.max()).all())
         spans.append(_spans(ids, outer, inner))
         inner = outer
     for number, level in enumerate(graph.levels):
@@ -67,7 +70,7 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
     servers = devices[first][group]
     server = np.bincount(group, np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])).max()
-    return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server))
+    return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server), even)
 
 
 def _spans(ids: Ints, outer: Ints, inner: Ints) -> Mask:
@@ -126,14 +129,12 @@ def _scatter_s(size_bytes: float, group: GroupShape, graph: DeviceGraph) -> floa
     """By the formulas: the faster of ring and hierarchical."""
     alpha, beta = _slowest(group, graph)
     ring = (group.size - 1) * (alpha + size_bytes / group.size * beta)
-    # Shards are equal only where all members of a level have as many members inside.
-    even = prod(group.fan) == group.size
-    return min(ring, _hierarchical_s(size_bytes, group, graph)) if even else ring
+    return min(ring, _hierarchical_s(size_bytes, group, graph)) if group.even else ring  # else shards are unequal
 
 
 def _measured_s(operation: Operation, size_bytes: float, group: GroupShape, graph: DeviceGraph) -> float | None:
     """None: nobody has measured groups of this shape."""
-    if graph.links is None or prod(group.fan) != group.size:
+    if graph.links is None or not group.even:
         return None
     curve = graph.links.curve(operation, group.fan, groups_per_port(group))
     return None if curve is None else float(curve.seconds(np.array(size_bytes)))

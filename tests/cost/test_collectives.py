@@ -120,6 +120,13 @@ def test_between_racks_a_slow_nic_counts_as_well_as_the_uplink() -> None:
     assert all_reduce_s(m, group, graph) == pytest.approx(m * 2 * nic, rel=1e-3)
 
 
+def test_unequal_groups_take_as_long_as_the_slowest_of_them() -> None:
+    """Three, three and four devices in nodes of two: only the four could reduce inside of their nodes first."""
+    graph = brute.machine((2, 6, 10))
+    row = np.repeat([0, 1, 2], [3, 3, 4])
+    assert all_reduce_s(1e9, group_shape(row, graph), graph) >= _least_s(1e9, row, graph)
+
+
 @given(NETWORKS, brute.machines(), st.data())
 @settings(max_examples=100)
 def test_no_all_reduce_is_faster_than_the_links(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
