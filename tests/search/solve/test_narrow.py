@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.config import Config
+from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
+from layerwise.partition.holding import held_configurations
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
 from tests.cost import brute, networks
@@ -85,3 +86,16 @@ def test_a_bound_that_is_none_is_raised_to_what_the_pair_costs() -> None:
     assert raised(model, bounds, choice)
     assert not raised(model, bounds, choice)
     assert all((bounds.transfer[edge] == cost).all() for edge, cost in full.transfer.items())
+
+
+def test_transfers_are_raised_until_the_optimum_is_one_of_exact_tables() -> None:
+    model, space = CostModel(fuse(residual(4)), load("v100").device_graph(4)), SearchSpace(4)
+    configs = {
+        layer.name: (model.end_config(layer),) if layer.end else held_configurations(layer, space)
+        for layer in model.graph.layers
+    }
+    exact = model.tables(configs)
+    best = eliminate(exact).cost_s
+    nothing = replace(exact, transfer={edge: 0 * cost for edge, cost in exact.transfer.items()})
+    assert eliminate(nothing).cost_s < best  # the bounds alone would tell another one
+    assert exact_optimum(model, nothing, exact.node, best, 2.0**31)[1].cost_s == pytest.approx(best, rel=1e-12)
