@@ -35,11 +35,12 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import Processor, load
-from layerwise.ops.base import Gemm, Op
-from layerwise.ops.conv import Conv
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Gemm
 from layerwise.ops.fused import Fused
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Dropout
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Dropout
 from layerwise.partition.layout import layout
 from layerwise.partition.volumes import intervals, largest_extents
 from layerwise.quantities import units

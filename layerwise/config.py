@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import nests
-from layerwise.ops.base import Dim
+from layerwise.ops.facts import Dim
 
 ORDER = ("n", "c", "d", "h", "w", "l", "s", "k")  # in which degrees are written
 NOT_DEGREES = ("placement", "recompute", "states")  # what a configuration has besides, as it is written

@@ -16,7 +16,7 @@ from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, read_json, write_text
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.base import Dim
+from layerwise.ops.facts import Dim
 from layerwise.partition import holding
 from layerwise.picture import runs, svg, table
 from layerwise.tensor import LABELS

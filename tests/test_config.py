@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace, is_legal, parse
 from layerwise.errors import LayerwiseError
-from layerwise.ops.base import Dim, Space
+from layerwise.ops.facts import Dim, Space
 from tests.cost import brute
 
 LABELS = ("n", "c", "h", "w", "k")

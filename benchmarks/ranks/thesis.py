@@ -25,7 +25,7 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
-from layerwise.ops.linear import Linear
+from layerwise.ops.nn.linear import Linear
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
 from layerwise.search.find import candidate, search

@@ -13,7 +13,7 @@ from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.partition.layout import Cells, Layout
 from layerwise.partition.sharding import sharded, states_of
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents

@@ -17,7 +17,7 @@ from layerwise.cost.selections import Selections, selections
 from layerwise.geometry import AxisMap, boundaries, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Dim
+from layerwise.ops.facts import Dim
 from layerwise.partition.edge import Edge
 
 FEW = 8  # patterns are few where there are so many times more pairs of configurations

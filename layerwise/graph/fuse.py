@@ -17,9 +17,9 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.mixed import types_of
 from layerwise.graph.types import stacked
 from layerwise.ops.base import Op, Role
-from layerwise.ops.combine import Concat
 from layerwise.ops.fused import EpilogueOp, Fused
-from layerwise.ops.view import Expand, Permute, Reshape
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.view import Expand, Permute, Reshape
 
 
 def fuse(graph: LayerGraph) -> LayerGraph:

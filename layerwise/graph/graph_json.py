@@ -13,14 +13,14 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Op
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv, ConvTranspose
 from layerwise.ops.ends import Input, Sink
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm, LocalResponseNorm
-from layerwise.ops.pointwise import Binary, Dropout, Unary
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.view import Reshape, Slice
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm, LocalResponseNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
+from layerwise.ops.tensor.view import Reshape, Slice
 from layerwise.tensor import TensorSpec
 
 OPERATORS = {

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
-from layerwise.ops.base import Op, Parameter, Role, Space, Stage, space
+from layerwise.ops.base import Op, Role, Stage, space
+from layerwise.ops.facts import Parameter, Space
 from layerwise.ops.specs import same
 from layerwise.ops.torch_op import TorchOp
 from layerwise.tensor import ITEM_BYTES, TensorSpec

@@ -16,7 +16,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import Types, autocast_within
-from layerwise.ops.base import Local, Op, Role, space
+from layerwise.ops.base import Op, Role, space
+from layerwise.ops.facts import Local
 from layerwise.ops.stages import needed_box
 from layerwise.tensor import TensorSpec
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from layerwise.ops.base import Op, Space, Stage, space
+from layerwise.ops.base import Op, Stage, space
+from layerwise.ops.facts import Space
 from layerwise.tensor import TensorSpec
 
 TRACED = ""  # the device type that the model was traced on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerwise.importers.registry import Build, Built, Call, Result, Tensor
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.tensor.pointwise import Unary
 
 
 def unary(fn: str, *numbers: str) -> Build:

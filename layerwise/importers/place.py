@@ -8,7 +8,7 @@ from dataclasses import replace
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.ops.ends import Constant
-from layerwise.ops.view import Permute, Reshape
+from layerwise.ops.tensor.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
 

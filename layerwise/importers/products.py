@@ -8,8 +8,8 @@ from typing import TypeGuard
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Result, Tensor
 from layerwise.importers.tensors import permuted, reshaped, turned
-from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.reduce import Reduce
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.tensor.reduce import Reduce
 
 
 def linear_layer(x: Tensor, weight: Operand, *bias: Operand) -> Built:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 
 from layerwise.importers.registry import Built, Operand, Tensor
-from layerwise.ops.loss import Loss, LossSum
-from layerwise.ops.reduce import Mode, PartialReduce, Reduce
+from layerwise.ops.nn.loss import Loss, LossSum
+from layerwise.ops.tensor.reduce import Mode, PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
 
 LARGE = 1 << 14  # positions of a sample that become one number: with fewer, what devices have is sent instead

@@ -139,7 +139,7 @@ def register_op(target: str, build: Build) -> None:
     ONNX operator with its domain, "com.acme::Swoosh" ("ai.onnx::Gelu" for a standard one). It replaces what was
     registered before, and goes before layerwise's own.
 
-        >>> from layerwise.ops.pointwise import Unary
+        >>> from layerwise.ops.tensor.pointwise import Unary
         >>> def swoosh(call: Call) -> Built:
         ...     return Built(Unary("swoosh"), (call.operand("x"),))
         >>> register_op("mylib::swoosh", swoosh)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Built, Call, Operand, Tensor
-from layerwise.ops.along import Gather, Take
-from layerwise.ops.combine import Concat
-from layerwise.ops.embed import Embedding
-from layerwise.ops.learned import Learned
-from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.learned import Learned
+from layerwise.ops.tensor.along import Gather, Take
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 
 MOST_PIECES = 64  # that are joined, where slices or copies of a tensor are

@@ -14,7 +14,7 @@ from math import inf, prod
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.linear import Linear
+from layerwise.ops.nn.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

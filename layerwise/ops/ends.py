@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from layerwise.geometry import scaled, whole
-from layerwise.ops.base import Maps, Op, Role
+from layerwise.ops.base import Op, Role
+from layerwise.ops.facts import Maps
 from layerwise.tensor import TensorSpec
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from layerwise.ops.base import Dim, Maps, Op, Parameter, Stage, space
+from layerwise.ops.base import Op, Stage, space
+from layerwise.ops.facts import Dim, Maps, Parameter
 from layerwise.tensor import TensorSpec
 
 

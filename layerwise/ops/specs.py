@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
-from layerwise.ops.base import Maps
+from layerwise.ops.facts import Maps
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerwise.geometry import Box, needed
-from layerwise.ops.base import Local, Maps, Op, Stage, space
+from layerwise.ops.base import Op, Stage, space
+from layerwise.ops.facts import Local, Maps
 from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
-from layerwise.ops.base import Counts, Extents, Kept, Local, Maps, Op, Parameter
+from layerwise.ops.base import Op
 from layerwise.ops.dry_run import Made, dry_run
+from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Parameter
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:

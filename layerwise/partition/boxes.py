@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.geometry import Box, boundaries, interval_overlap, needed
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.ops.base import Dim, Maps
+from layerwise.ops.facts import Dim, Maps
 
 Each = tuple[Box | None, ...]  # by device; None: it has none
 

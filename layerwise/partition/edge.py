@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from layerwise.geometry import whole
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.ops.base import Dim, Maps
+from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.layout import Cells
 from layerwise.partition.volumes import all_boxes, largest_box
 from layerwise.tensor import TensorSpec

@@ -10,7 +10,7 @@ import numpy as np
 from layerwise.geometry import Box, boundaries
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Space
+from layerwise.ops.facts import Space
 from layerwise.partition.layout import Layout
 
 

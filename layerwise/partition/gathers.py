@@ -14,7 +14,7 @@ import numpy as np
 
 from layerwise.geometry import AxisMap, boundaries, identity
 from layerwise.geometry.arrays import Ints, Mask
-from layerwise.ops.base import Dim, Maps
+from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Cells
 

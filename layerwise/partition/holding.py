@@ -11,7 +11,7 @@ from layerwise.config import Config, SearchSpace, reduce_axis
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, boundaries, chunks
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim, Parameter
+from layerwise.ops.facts import Dim, Parameter
 
 
 def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from layerwise.config import Config, reduce_axis
 from layerwise.geometry.arrays import Ints, Mask
-from layerwise.ops.base import Dim, Space
+from layerwise.ops.facts import Dim, Space
 
 SCATTERED = -1
 

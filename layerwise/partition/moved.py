@@ -8,7 +8,7 @@ import numpy as np
 
 from layerwise.geometry import interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.ops.base import Maps
+from layerwise.ops.facts import Maps
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.place import Place, of_all_classes
 from layerwise.tensor import TensorSpec

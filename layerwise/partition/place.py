@@ -10,7 +10,8 @@ import numpy as np
 from layerwise.config import Config
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Dim, Maps, Parameter, Role, Space
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Dim, Maps, Parameter, Space
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells, layout
 from layerwise.tensor import TensorSpec

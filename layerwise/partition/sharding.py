@@ -18,7 +18,8 @@ from layerwise.config import Config, States, reduce_axis
 from layerwise.geometry import prime_factors
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim, Parameter, Role, Space
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Dim, Parameter, Space
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.place import place_in
 

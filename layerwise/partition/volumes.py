@@ -9,7 +9,7 @@ import numpy as np
 
 from layerwise.geometry import AxisMap, boundaries
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.ops.base import Dim, Maps
+from layerwise.ops.facts import Dim, Maps
 
 
 def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:

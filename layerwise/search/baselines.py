@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.layer import Layer
-from layerwise.ops.linear import Linear
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.softmax import Softmax
 from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Input
-from layerwise.ops.loss import Loss
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.loss import Loss
 from layerwise.tensor import TensorSpec
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.loss import IGNORED, Loss
-from layerwise.ops.scatter import OneHot
-from layerwise.ops.view import Permute, Reshape
+from layerwise.ops.nn.loss import IGNORED, Loss
+from layerwise.ops.tensor.scatter import OneHot
+from layerwise.ops.tensor.view import Permute, Reshape
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from layerwise.config import Config
 from layerwise.geometry import Box, Grid, Piece, pieces
 from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph, Level, load
-from layerwise.ops.base import Dim, Maps, Space
+from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.partition.holding import why_not_held
 from layerwise.tensor import TensorSpec
 

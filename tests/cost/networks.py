@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.attention import Attention
-from layerwise.ops.base import Maps, Op, space
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.embed import Embedding
-from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.loss import Loss
-from layerwise.ops.norm import BatchNorm, GroupNorm, LocalResponseNorm
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.resample import Interpolate, Pad
-from layerwise.ops.softmax import Softmax
-from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Maps
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.loss import Loss
+from layerwise.ops.nn.norm import BatchNorm, GroupNorm, LocalResponseNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
+from layerwise.ops.tensor.reduce import Reduce
+from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.tensor import TensorSpec
 
 SPATIAL = {1: ("l",), 2: ("h", "w")}

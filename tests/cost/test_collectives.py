@@ -24,8 +24,8 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
 from layerwise.partition.groups import replicas
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec

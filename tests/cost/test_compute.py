@@ -17,11 +17,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import Processor, Tile
 from layerwise.ops.base import Op
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.norm import GroupNorm
-from layerwise.ops.pointwise import Binary, Prelu, Unary
-from layerwise.ops.pool import Pool
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.norm import GroupNorm
+from layerwise.ops.nn.pool import Pool
+from layerwise.ops.tensor.pointwise import Binary, Prelu, Unary
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

@@ -21,10 +21,10 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load as load_profile
 from layerwise.ops.base import Role
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.moved import moved
 from layerwise.partition.place import place
 from layerwise.tensor import TensorSpec

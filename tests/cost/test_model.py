@@ -19,12 +19,12 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import Region, Regions
 from layerwise.machine import load as load_profile
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Cast, Unary
-from layerwise.ops.view import Reshape
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
+from layerwise.ops.tensor.view import Reshape
 from layerwise.search.limit.variants import OFFERS, Forms
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

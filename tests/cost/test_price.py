@@ -17,12 +17,12 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.ops.base import Role
-from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Cast, Unary
-from layerwise.ops.view import Reshape
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
+from layerwise.ops.tensor.view import Reshape
 from layerwise.search.baselines import baseline
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

@@ -16,9 +16,9 @@ from layerwise.cost.price import complete, price
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.blocks import recomputable
 from layerwise.tensor import TensorSpec
 from tests.cost import brute

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layerwise.cost.selections import selections
 from layerwise.machine import DeviceGraph
-from layerwise.ops.base import Dim, Space
+from layerwise.ops.facts import Dim, Space
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute

@@ -20,10 +20,10 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.combine import Concat
 from layerwise.partition.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks

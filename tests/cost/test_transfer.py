@@ -18,8 +18,8 @@ from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
-from layerwise.ops.base import Dim, Maps, Space
-from layerwise.ops.view import Expand, Reshape
+from layerwise.ops.facts import Dim, Maps, Space
+from layerwise.ops.tensor.view import Expand, Reshape
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec

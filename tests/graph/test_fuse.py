@@ -18,11 +18,11 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.ops.base import Role
-from layerwise.ops.combine import Concat
 from layerwise.ops.fused import Fused
-from layerwise.ops.linear import Linear
-from layerwise.ops.pointwise import Binary, Dropout, Unary
-from layerwise.ops.view import Expand, Permute, Reshape
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
+from layerwise.ops.tensor.view import Expand, Permute, Reshape
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.tensor import TensorSpec
 from tests.examples import examples

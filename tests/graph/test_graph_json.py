@@ -11,7 +11,7 @@ from layerwise.graph import graph_json
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.importers.built_in import written_graph
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.tensor.softmax import Softmax
 from layerwise.tensor import TensorSpec
 from tests.importers.networks import inception
 

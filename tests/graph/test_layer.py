@@ -17,12 +17,12 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Dropout, Unary
-from layerwise.ops.view import Expand, Reshape
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
+from layerwise.ops.tensor.view import Expand, Reshape
 from layerwise.tensor import TensorSpec
 from tests.importers.networks import Net, chain, inception, networks
 

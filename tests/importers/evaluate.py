@@ -18,25 +18,25 @@ from layerwise.importers.registry import Operand
 from layerwise.importers.torch.build import _Importer
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import read_program
-from layerwise.ops.along import Cumsum, Gather, Take
-from layerwise.ops.attention import Attention
 from layerwise.ops.base import Op, Role
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.embed import Embedding
 from layerwise.ops.fused import Fused
-from layerwise.ops.learned import Learned
-from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.loss import Loss
-from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.resample import Interpolate, Pad
-from layerwise.ops.scatter import OneHot, Scatter
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.learned import Learned
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.loss import Loss
+from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.tensor.along import Cumsum, Gather, Take
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
+from layerwise.ops.tensor.reduce import Reduce
+from layerwise.ops.tensor.scatter import OneHot, Scatter
+from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.view import Expand, Permute, Reshape, Select, Slice
 from layerwise.ops.torch_op import TorchOp
-from layerwise.ops.view import Expand, Permute, Reshape, Select, Slice
 
 
 def evaluate(graph: LayerGraph, inputs: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[Tensor]:

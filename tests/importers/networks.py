@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Op, space
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.view import Permute, Reshape, Slice
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
+from layerwise.ops.tensor.view import Permute, Reshape, Slice
 from layerwise.tensor import TensorSpec
 
 IMAGE = ("n", "c", "h", "w")

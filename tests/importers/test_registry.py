@@ -20,8 +20,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers import registry
 from layerwise.importers.registry import Built, Call, Operand, canonical, lookup
 from layerwise.machine import load
-from layerwise.ops.base import Dim, Maps, Op, Parameter
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Dim, Maps, Parameter
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.search.recall import Recall
 from layerwise.tensor import TensorSpec
 

@@ -20,7 +20,7 @@ from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.cells import wanted_cells
 from layerwise.measure.layers.measure import bench_of
 from layerwise.measure.layers.step import LossBench, UpdateBench
-from layerwise.ops.conv import Conv
+from layerwise.ops.nn.conv import Conv
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples
@@ -89,7 +89,7 @@ def test_cells_of_mixed_precision() -> None:
 def test_the_partial_sums_of_k_are_cut_and_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 devices with a quarter of k each: 3 others' parts are added to the quarter that is owned."""
     from layerwise.graph.builder import GraphBuilder
-    from layerwise.ops.linear import Linear
+    from layerwise.ops.nn.linear import Linear
     from layerwise.tensor import TensorSpec
 
     b = GraphBuilder("one")

@@ -17,7 +17,7 @@ from layerwise.measure.layers import cold
 from layerwise.measure.layers import measure as layers
 from layerwise.measure.layers.cells import wanted_cells
 from layerwise.measure.stopwatch import Stopwatch
-from layerwise.ops.linear import Linear
+from layerwise.ops.nn.linear import Linear
 from layerwise.tensor import TensorSpec
 from tests.cost import brute
 

@@ -14,8 +14,8 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.mlp_grid.cost import full_layers
 from layerwise.mlp_grid.grid import ProcessGrid, grid_plan, grid_strategy, grids, parse_grid, price_grid, study
-from layerwise.ops.linear import Linear
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.tensor import TensorSpec
 from tests.examples import examples
 from tests.importers.networks import Net, chain

@@ -15,7 +15,8 @@ import torch
 from hypothesis import strategies as st
 
 from layerwise.geometry import Box, boundaries
-from layerwise.ops.base import Maps, Op, Space, space
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Maps, Space
 from layerwise.tensor import TensorSpec
 
 Reference = Callable[..., torch.Tensor]  # (*inputs, **parameters by name) -> output

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from layerwise.config import REDUCE_ORDER
 from layerwise.geometry import Box, boundaries, nests
-from layerwise.ops.base import Local, Op, Space, space
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Local, Space
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, needed, values
 from tests.ops.harness import parameters as random_parameters

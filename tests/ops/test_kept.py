@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.ops.attention import Attention
-from layerwise.ops.base import Local, Op, space
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.linear import Linear, MatMul
-from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.resample import Interpolate, Pad
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Local
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.linear import Linear, MatMul
+from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.nn.resample import Interpolate, Pad
 from layerwise.ops.stages import needed_box
-from layerwise.ops.view import Permute, Reshape
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary
+from layerwise.ops.tensor.reduce import Reduce
+from layerwise.ops.tensor.softmax import Softmax
+from layerwise.ops.tensor.view import Permute, Reshape
 from layerwise.tensor import TensorSpec
 
 IMAGE = TensorSpec((4, 6, 16, 16), ("n", "c", "h", "w"))

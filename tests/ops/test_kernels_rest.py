@@ -13,14 +13,14 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import space
-from layerwise.ops.loss import Loss, LossSum
-from layerwise.ops.reduce import PartialReduce, Reduce
+from layerwise.ops.nn.loss import Loss, LossSum
+from layerwise.ops.tensor.reduce import PartialReduce, Reduce
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import images, values
 from tests.ops.kernels import check_kernel, degrees
-from tests.ops.test_loss import REAL as LOSSES
-from tests.ops.test_reduce import REAL as REDUCTIONS
-from tests.ops.test_reduce import run as reduced
+from tests.ops.nn.test_loss import REAL as LOSSES
+from tests.ops.tensor.test_reduce import REAL as REDUCTIONS
+from tests.ops.tensor.test_reduce import run as reduced
 from tests.ops.whole import check_identical, whole
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import space
-from layerwise.ops.recurrent import Recurrent
+from layerwise.ops.nn.recurrent import Recurrent
 from layerwise.ops.torch_op import ElementType, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, check_needs

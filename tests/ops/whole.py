@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.ops.base import Local, Op, space
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Local
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, needed
 

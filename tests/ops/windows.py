@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise.geometry import Box
-from layerwise.ops.base import Local, Op, space
+from layerwise.ops.base import Op, space
+from layerwise.ops.facts import Local
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import each, needed
 

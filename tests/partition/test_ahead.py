@@ -9,9 +9,9 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
-from layerwise.ops.combine import Concat
-from layerwise.ops.conv import Conv
-from layerwise.ops.linear import Linear
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.combine import Concat
 from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add

@@ -15,9 +15,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.ops.base import Role
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import LayerNorm
-from layerwise.ops.pointwise import Binary, Unary
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import LayerNorm
+from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.partition.blocks import LIMITS, _starts, blocks, recomputable
 from layerwise.tensor import TensorSpec
 from tests.cost.networks import add

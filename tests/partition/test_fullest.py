@@ -12,9 +12,9 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.linear import Linear
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Unary
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Binary, Unary
 from layerwise.partition.fullest import fullest, shared_statistics
 from layerwise.partition.groups import statistics
 from layerwise.partition.layout import layout

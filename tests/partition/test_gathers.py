@@ -18,7 +18,7 @@ from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import Curve, DeviceGraph, Links, load
-from layerwise.ops.conv import Conv
+from layerwise.ops.nn.conv import Conv
 from layerwise.partition.gathers import are_gathers
 from layerwise.partition.transfer import transfer
 from layerwise.tensor import TensorSpec

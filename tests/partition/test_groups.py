@@ -11,7 +11,7 @@ from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.ops.conv import ConvTranspose
+from layerwise.ops.nn.conv import ConvTranspose
 from layerwise.partition.groups import replicas, sharing
 from layerwise.partition.layout import layout
 from layerwise.partition.place import place

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.geometry import Box, boundaries
-from layerwise.ops.base import Dim, Space
+from layerwise.ops.facts import Dim, Space
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute

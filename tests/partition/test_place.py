@@ -10,7 +10,7 @@ from layerwise.config import Config
 from layerwise.geometry import Box
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.place import data_parallel, of_all_classes, place
 from layerwise.tensor import TensorSpec

@@ -8,7 +8,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.partition.groups import sharing
 from layerwise.partition.holding import held_configurations
 from layerwise.partition.place import place

@@ -14,7 +14,7 @@ import layerwise
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
-from layerwise.ops.linear import Linear
+from layerwise.ops.nn.linear import Linear
 from layerwise.run.execute.segments import segments
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerwise.geometry import Box, whole
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.run.state.initial import drawn
 
 SHAPE = (40, 50)

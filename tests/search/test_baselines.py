@@ -12,8 +12,8 @@ from layerwise.cost.model import CostModel, CostTables
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
-from layerwise.ops.linear import Linear
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.softmax import Softmax
 from layerwise.search.baselines import baseline, depth_first
 from layerwise.search.solve.exhaustive import exhaustive
 from layerwise.tensor import TensorSpec

@@ -17,7 +17,8 @@ import numpy as np
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.machine import Processor
-from layerwise.ops.base import Gemm, Role
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Gemm
 from layerwise.partition.layout import Layout
 from layerwise.partition.volumes import largest_box, largest_extents
 

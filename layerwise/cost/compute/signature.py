@@ -14,7 +14,7 @@ import numpy as np
 from layerwise.geometry import needed
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.ops.base import Maps
+from layerwise.ops.facts import Maps
 from layerwise.partition.fullest import Fullest, shared_statistics
 from layerwise.partition.layout import Layout
 

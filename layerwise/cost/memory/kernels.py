@@ -11,8 +11,9 @@ from layerwise.cost.memory.allocations import AllocationTracker
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Kept, Stage
-from layerwise.ops.pointwise import Cast
+from layerwise.ops.base import Stage
+from layerwise.ops.facts import Kept
+from layerwise.ops.tensor.pointwise import Cast
 from layerwise.partition.place import Place
 from layerwise.tensor import ITEM_BYTES
 

@@ -19,7 +19,8 @@ from layerwise.cost.memory.kernels import update
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Parameter, Role
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Parameter
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.buckets import ALONE, fill
 from layerwise.partition.place import Place

@@ -26,8 +26,8 @@ from layerwise.importers.onnx.place import Held, OnnxPlacer, Sharing, sharing_of
 from layerwise.importers.onnx.rows import merged_rows, split_again, takes_rows
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows
-from layerwise.ops.loss import Loss, LossSum
-from layerwise.ops.view import Reshape
+from layerwise.ops.nn.loss import Loss, LossSum
+from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 LONGEST_NAME = 200

@@ -13,8 +13,9 @@ from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.onnx.constants import Array, Constant, thin
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand, Result
-from layerwise.ops.base import Parameter, space
-from layerwise.ops.view import Select
+from layerwise.ops.base import space
+from layerwise.ops.facts import Parameter
+from layerwise.ops.tensor.view import Select
 from layerwise.tensor import TensorSpec
 
 # What becomes of an initializer that several layers use: a node that they share (`tied`; `source` where they see it in

@@ -10,7 +10,7 @@ from onnx import NodeProto
 from layerwise.importers.onnx.constants import Constant
 from layerwise.importers.registry import Built, Operand, Result
 from layerwise.importers.rows import Rows
-from layerwise.ops.view import Reshape
+from layerwise.ops.tensor.view import Reshape
 
 # One element from one, or one row from one where the other operands are stored.
 ELEMENTWISE = frozenset({

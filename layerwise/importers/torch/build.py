@@ -33,7 +33,7 @@ from layerwise.importers.torch.spectral import spectral_norms
 from layerwise.importers.torch.types import typed
 from layerwise.importers.torch.whole import torch_call, why_not
 from layerwise.importers.torch.writes import check_written, separate_writes
-from layerwise.ops.view import Reshape
+from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 
 Stored = Mapping[str, Callable[[], torch.Tensor | None]]  # how to read parameters and constants, by name

@@ -11,7 +11,7 @@ from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
 from layerwise.importers.torch.parameters import without_ones
 from layerwise.ops.base import Op, space
-from layerwise.ops.pointwise import Binary
+from layerwise.ops.tensor.pointwise import Binary
 from layerwise.tensor import TensorSpec
 
 

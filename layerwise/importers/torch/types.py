@@ -13,7 +13,7 @@ from layerwise.importers.registry import Argument, Build, Built, Call, Operand, 
 from layerwise.importers.torch.memory import overwritten
 from layerwise.importers.torch.ops.table import PROMOTING, base_name
 from layerwise.importers.torch.program import Node
-from layerwise.ops.pointwise import Cast, promoted
+from layerwise.ops.tensor.pointwise import Cast, promoted
 from layerwise.tensor import TensorSpec
 
 

@@ -17,8 +17,8 @@ from layerwise.measure.bench import Bench, CellSpec, LossSpec, Mode, UpdateSpec
 from layerwise.measure.layers.cold import leave_only, own_cache_bytes
 from layerwise.measure.layers.step import LossBench, UpdateBench, optimizer_of
 from layerwise.measure.stopwatch import Reading, Stopwatch
-from layerwise.ops.linear import Linear
-from layerwise.ops.pointwise import Unary
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.fullest import fullest
 from layerwise.partition.layout import layout
 from layerwise.plan import Plan

@@ -16,9 +16,9 @@ from layerwise.geometry import AxisMap
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.machine import AUTOCAST, Profile
 from layerwise.machine.profile import Link
-from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.linear import Linear
-from layerwise.ops.pool import Pool
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.pool import Pool
 from layerwise.oracle.strategies import SPATIAL
 
 

@@ -30,7 +30,7 @@ PREDICTED: Mapping[Kind, str] = {
     "gathers": "gather_bytes",
     "statistics": "statistics_bytes",
 }
-SUMS_BYTES = 4  # an element, at least: sums of 16-bit values travel in float32 (layerwise.ops.statistics)
+SUMS_BYTES = 4  # an element, at least: sums of 16-bit values travel in float32 (layerwise.ops.nn.statistics)
 
 Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's types, and really
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
+from layerwise.ops.nn.statistics import normalised, update
 from layerwise.ops.random import Seed, drop
-from layerwise.ops.statistics import normalised, update
 from layerwise.run.own.calls import Call, Calls
 from layerwise.run.own.replacements import Draws
 
@@ -118,7 +118,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return self.module.training or self.module.running_mean is None
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
-        """As `layerwise.ops.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
+        """As `layerwise.ops.nn.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))

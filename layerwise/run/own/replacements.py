@@ -18,9 +18,9 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role, Stage
-from layerwise.ops.norm import BatchNorm
+from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.random import combine
-from layerwise.ops.view import Permute
+from layerwise.ops.tensor.view import Permute
 from layerwise.partition.groups import statistics
 from layerwise.partition.place import Place
 from layerwise.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.state.initial import drawn_as, initial
 from layerwise.tensorfile import dtype_name

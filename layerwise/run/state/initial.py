@@ -17,7 +17,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.ops.random import combine, normal, uniform
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.norm import BatchNorm
+from layerwise.ops.nn.norm import BatchNorm
 from layerwise.run.guards.code import written
 from layerwise.run.guards.refusing import REFUSED
 

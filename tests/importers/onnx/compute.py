@@ -19,13 +19,13 @@ from torch import Tensor
 
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Op, Role
-from layerwise.ops.conv import ConvTranspose
-from layerwise.ops.norm import BatchNorm, LocalResponseNorm
-from layerwise.ops.pointwise import Binary, Dropout
-from layerwise.ops.pool import Pool
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.resample import Pad
-from layerwise.ops.view import Slice
+from layerwise.ops.nn.conv import ConvTranspose
+from layerwise.ops.nn.norm import BatchNorm, LocalResponseNorm
+from layerwise.ops.nn.pool import Pool
+from layerwise.ops.nn.resample import Pad
+from layerwise.ops.tensor.pointwise import Binary, Dropout
+from layerwise.ops.tensor.reduce import Reduce
+from layerwise.ops.tensor.view import Slice
 from tests.importers.evaluate import run
 
 Array = NDArray[np.generic]

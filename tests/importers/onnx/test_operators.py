@@ -16,7 +16,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from layerwise.importers.onnx.ops.table import TABLE
-from layerwise.ops.resample import Interpolate
+from layerwise.ops.nn.resample import Interpolate
 from tests.importers.onnx.compute import compute, info, node, random, tensor, write
 
 Array = np.ndarray

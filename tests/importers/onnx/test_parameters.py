@@ -15,9 +15,9 @@ from layerwise.importers import registry
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from layerwise.importers.registry import Built, Call
 from layerwise.ops.ends import Constant, Tied
-from layerwise.ops.linear import Linear
-from layerwise.ops.pointwise import Unary
-from layerwise.ops.view import Reshape
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.view import Reshape
 from tests.importers.onnx.compute import compute, info, node, random, tensor, write
 
 

@@ -19,11 +19,11 @@ from layerwise.importers.built_in import SAMPLES, written_graph
 from layerwise.importers.load import load_network
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.ops.base import Role
-from layerwise.ops.embed import Embedding
 from layerwise.ops.ends import Constant, Tied
-from layerwise.ops.learned import Learned
-from layerwise.ops.norm import BatchNorm
-from layerwise.ops.pointwise import Binary, Dropout, Unary
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.learned import Learned
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from tests.comm.thread import run_threads
 from tests.importers import zoo
 from tests.importers.evaluate import imported

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.ops.conv import Conv
-from layerwise.ops.norm import BatchNorm, InstanceNorm, LocalResponseNorm
-from layerwise.ops.pointwise import Binary, Unary
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.norm import BatchNorm, InstanceNorm, LocalResponseNorm
+from layerwise.ops.tensor.pointwise import Binary, Unary
 from tests.importers.evaluate import imported
 from tests.importers.torch.test_ops import X, image
 from tests.importers.zoo import Function

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.ops.along import Gather
-from layerwise.ops.pointwise import Dropout
+from layerwise.ops.tensor.along import Gather
+from layerwise.ops.tensor.pointwise import Dropout
 from tests.importers.evaluate import imported
 from tests.importers.zoo import Function
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import network_of
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.ops.recurrent import Recurrent
+from layerwise.ops.nn.recurrent import Recurrent
 from layerwise.ops.torch_op import TorchOp
 from tests.importers.zoo import Function
 

@@ -12,7 +12,7 @@ from layerwise.cost.memory.bounds.stacked import Stacked
 from layerwise.cost.model import CostModel
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Parameter
+from layerwise.ops.facts import Parameter
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.sharding import sharding, states_of
 

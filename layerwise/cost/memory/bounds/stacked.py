@@ -17,7 +17,8 @@ from layerwise.cost.model import CostModel
 from layerwise.geometry import boundaries
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Dim, Role
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Dim
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.layout import Cells
 from layerwise.partition.place import Place

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from layerwise.cost.memory.bounds.stacked import Stacked, intervals
 from layerwise.geometry import boundaries, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints, Mask
-from layerwise.ops.base import Dim, Maps
+from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.boxes import Boxes
 
 # What is sent comes back as gradients; of what goes back some must be made contiguous; these are added up.

@@ -10,12 +10,12 @@ from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import axis, integers, known, number, text
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import picked, reshaped, sliced
-from layerwise.ops.along import Cumsum
-from layerwise.ops.pointwise import Cast, Unary, Where
-from layerwise.ops.resample import Pad
-from layerwise.ops.scatter import OneHot, Scatter
+from layerwise.ops.nn.resample import Pad
+from layerwise.ops.tensor.along import Cumsum
+from layerwise.ops.tensor.pointwise import Cast, Unary, Where
+from layerwise.ops.tensor.scatter import OneHot, Scatter
+from layerwise.ops.tensor.view import Slice
 from layerwise.ops.torch_op import Argument, Slot, TorchOp
-from layerwise.ops.view import Slice
 
 
 def cumsum(call: Call) -> Result:

@@ -21,14 +21,14 @@ from layerwise.importers.onnx.ops.pointwise import both
 from layerwise.importers.products import einsum, linear_layer
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped, turned
-from layerwise.ops.attention import Attention
-from layerwise.ops.conv import Conv, ConvTranspose, Pads
-from layerwise.ops.linear import MatMul
-from layerwise.ops.loss import Loss
-from layerwise.ops.pointwise import Unary
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Mode
-from layerwise.ops.softmax import Softmax
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.nn.conv import Conv, ConvTranspose, Pads
+from layerwise.ops.nn.linear import MatMul
+from layerwise.ops.nn.loss import Loss
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.tensor.pointwise import Unary
+from layerwise.ops.tensor.reduce import Mode
+from layerwise.ops.tensor.softmax import Softmax
 
 Ints = tuple[int, ...]
 

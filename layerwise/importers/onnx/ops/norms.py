@@ -5,9 +5,9 @@ from __future__ import annotations
 from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import axis, optional, recast, weights
 from layerwise.importers.registry import Built, Call, Operand, Result, Table
-from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
-from layerwise.ops.pointwise import Binary, Unary
-from layerwise.ops.reduce import Reduce
+from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
+from layerwise.ops.tensor.pointwise import Binary, Unary
+from layerwise.ops.tensor.reduce import Reduce
 
 
 def batch_norm(call: Call) -> Result:

@@ -13,7 +13,7 @@ from layerwise.importers.functions import gelu, scaled, unary
 from layerwise.importers.onnx.call import element_type, number, operands, recast
 from layerwise.importers.onnx.constants import thin
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
-from layerwise.ops.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
+from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.tensor import TensorSpec
 
 

@@ -24,9 +24,9 @@ from layerwise.importers.tensors import (
     reshaped,
     runs,
 )
-from layerwise.ops.along import Gather, Take
-from layerwise.ops.scatter import OneHot, Scatter
-from layerwise.ops.view import Expand, Select
+from layerwise.ops.tensor.along import Gather, Take
+from layerwise.ops.tensor.scatter import OneHot, Scatter
+from layerwise.ops.tensor.view import Expand, Select
 
 
 def index(call: Call) -> Result:

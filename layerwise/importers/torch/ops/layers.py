@@ -14,14 +14,14 @@ from layerwise.importers.tensors import reshaped
 from layerwise.importers.torch.ops.pointwise import binary
 from layerwise.importers.torch.ops.weights import standardised
 from layerwise.importers.torch.patterns import BATCH_MEAN
-from layerwise.ops.attention import Attention
-from layerwise.ops.conv import Conv, ConvTranspose
-from layerwise.ops.embed import Embedding
-from layerwise.ops.loss import Loss
-from layerwise.ops.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
-from layerwise.ops.pool import AdaptivePool, Pool
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.resample import Interpolate, Pad
+from layerwise.ops.nn.attention import Attention
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.embed import Embedding
+from layerwise.ops.nn.loss import Loss
+from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
+from layerwise.ops.nn.resample import Interpolate, Pad
+from layerwise.ops.tensor.reduce import Reduce
 
 Pads = tuple[tuple[int, int], ...]
 

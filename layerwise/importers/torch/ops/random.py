@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
-from layerwise.ops.draw import Distribution, Draw
-from layerwise.ops.pointwise import Binary, Cast
+from layerwise.ops.tensor.draw import Distribution, Draw
+from layerwise.ops.tensor.pointwise import Binary, Cast
 from layerwise.tensor import TensorSpec
 
 

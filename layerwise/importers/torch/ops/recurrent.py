@@ -7,8 +7,8 @@ from dataclasses import replace
 from layerwise.errors import LayerwiseError
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import joined, sliced
-from layerwise.ops.pointwise import Dropout
-from layerwise.ops.recurrent import GATES, Recurrent
+from layerwise.ops.nn.recurrent import GATES, Recurrent
+from layerwise.ops.tensor.pointwise import Dropout
 
 
 def recurrent(fn: str) -> Build:

@@ -10,9 +10,9 @@ from layerwise.importers.functions import scaled
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table
 from layerwise.importers.tensors import wrapped
 from layerwise.importers.torch.ops.pointwise import binary
-from layerwise.ops.along import Cumsum
-from layerwise.ops.pointwise import Binary, Cast, Unary
-from layerwise.ops.reduce import Mode, Reduce
+from layerwise.ops.tensor.along import Cumsum
+from layerwise.ops.tensor.pointwise import Binary, Cast, Unary
+from layerwise.ops.tensor.reduce import Mode, Reduce
 
 LARGE = 1e38  # a finite number, of float32 and bfloat16 too
 

@@ -18,8 +18,8 @@ from layerwise.importers.tensors import (
     space_to_depth,
     wrapped,
 )
-from layerwise.ops.pointwise import Cast, Unary
-from layerwise.ops.view import Select
+from layerwise.ops.tensor.pointwise import Cast, Unary
+from layerwise.ops.tensor.view import Select
 
 WRITTEN = "layerwise::written"  # self, but src from `start` to `stop` of dimension `dim`
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from layerwise.importers.registry import Argument, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import reshaped, wrapped
 from layerwise.importers.torch.ops.pointwise import binary
-from layerwise.ops.pointwise import Binary, Unary
-from layerwise.ops.reduce import Reduce
-from layerwise.ops.spectral import SpectralNorm
+from layerwise.ops.nn.spectral import SpectralNorm
+from layerwise.ops.tensor.pointwise import Binary, Unary
+from layerwise.ops.tensor.reduce import Reduce
 
 
 def weight_norm(call: Call) -> Result:

@@ -1,0 +1,168 @@
+"""Attention. https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap, Box, identity, scaled, whole
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Extents, Gemm, Kept, Local, Maps
+from layerwise.ops.random import drop
+from layerwise.ops.specs import broadcast, merge_labels, only
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Op):
+    """softmax(q @ k.T * scale + mask) @ v over the last two dimensions of (n, heads, s, e), heads optional.
+
+    Inputs q, k, v[, mask]. k and v may have fewer heads (grouped queries): every head then serves a group of query
+    heads, and heads are cut between groups. Queries are cut anywhere, k and v are needed whole; a causal mask goes by
+    the position in the whole sequence. `dropout` is the probability of a zero among the softmax's results. FLOPs: 2 a
+    multiply-add of both products; what a causal mask saves is not counted, as the last part of the queries saves
+    little and the others wait for it.
+    """
+
+    kind: ClassVar[str] = "attention"
+    draws: ClassVar[bool] = True
+    causal: bool = False
+    mask: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def random(self) -> bool:
+        return self.dropout > 0
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        q, k, v = inputs[:3]
+        assert len(inputs) == 3 + self.mask, f"{self} of {len(inputs)} inputs"
+        rank = len(q.shape)
+        fits = len(k.shape) == len(v.shape) == rank >= 3
+        fits = fits and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+        fits = fits and k.shape[:-2] == v.shape[:-2]
+        fits = fits and all(a in (b, 1) for a, b in zip(k.shape[: rank - 3], q.shape, strict=False))
+        fits = fits and (q.shape[-3] % k.shape[-3] == 0 if rank > 3 else k.shape[0] in (q.shape[0], 1))
+        if not fits:
+            raise LayerwiseError(f"attention of {q.describe()} over {k.describe()} and {v.describe()} does not fit")
+        lead = range(rank - 2)
+        stack = merge_labels(q.shape[:-2], [only(x, lead) for x in inputs[:3]], q.dtype)
+        units = list(stack.units)
+        if 1 < k.shape[-3] < q.shape[-3]:  # cells of whole groups, of which k's and v's heads are whole units
+            units[-1] = lcm(q.units[-3], q.shape[-3] // k.shape[-3] * lcm(k.units[-3], v.units[-3]))
+        dims = [*stack.dims, q.dims[-2]]
+        if q.dims[-2] in stack.dims:
+            dims[-1] = None
+        dims.append(None if v.dims[-1] in dims else v.dims[-1])
+        out = TensorSpec((*q.shape[:-1], v.shape[-1]), tuple(dims), q.dtype, (*units, q.units[-2], v.units[-1]))
+        if self.mask:
+            _check_mask(inputs[3], (*q.shape[:-1], k.shape[-2]))
+        return out
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        q, k, v = inputs[:3]
+        rank = len(out.shape)
+        queries = (*(identity(extent, i) for i, extent in enumerate(q.shape[:-1])), whole(q.shape[-1]))
+        heads = tuple(_head(k.shape[i], q.shape[i], i) for i in range(rank - 2))
+        keys = (*heads, whole(k.shape[-2]), whole(k.shape[-1]))
+        values = (*heads, whole(v.shape[-2]), identity(v.shape[-1], rank - 1))
+        if not self.mask:
+            return queries, keys, values
+        mask = inputs[3]
+        rows = broadcast((*mask.shape[:-1], 1), out)[:-1]
+        return queries, keys, values, (*rows, whole(mask.shape[-1]))
+
+    def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
+        k = inputs[1]
+        e = extents.astype(np.float64)
+        heads, rows, width = e[..., :-2].prod(-1), e[..., -2], e[..., -1]
+        keys, depth = np.full_like(rows, k.shape[-2]), np.full_like(rows, k.shape[-1])
+        return (Gemm(rows, keys, depth, heads), Gemm(rows, width, keys, heads))
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """A flash kernel keeps its output; written out for dropout, weights before and after, and a byte a draw."""
+        q, k = inputs[:2]
+        scores = (hi - lo)[..., : len(q.shape) - 1].astype(np.float64).prod(-1) * k.shape[-2]
+        if self.dropout == 0:
+            return Kept()
+        return Kept(extra=scores * (2 * q.item_bytes + 1), forward=16 * scores, between=3 * scores * q.item_bytes)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Native, unless the softmax's results are dropped by position."""
+        import torch.nn.functional as F
+
+        q, k, v = inputs[:3]
+        mask = inputs[3] if self.mask else None
+        if mask is not None and mask.dim() == 1:  # PyTorch's own wants two
+            mask = mask.unsqueeze(0)
+        first, last = local.cell.lo[-2], local.cell.hi[-2]
+        if self.causal and last < k.shape[-2]:  # nobody here sees the keys after its last query
+            k, v = k[..., :last, :], v[..., :last, :]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :last]
+        if self.causal and (first > 0 or mask is not None):
+            mask = _causal(mask, q, k, first)
+        k, v = (t.expand(*_stacked(q, t), *t.shape[-2:]) for t in (k, v))
+        if local.training and self.dropout > 0:
+            return self._dropped(local, q, k, v, _causal(None, q, k, 0) if self.causal and mask is None else mask)
+        grouped = q.dim() > 3 and k.shape[-3] != q.shape[-3]
+        causal = self.causal and mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)
+
+    def _dropped(self, local: Local, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The same, written out: which weights are zeroed goes by (..., query, key) in the whole tensor of scores."""
+        import torch
+
+        if q.dim() > 3 and k.shape[-3] != q.shape[-3]:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = _softmax(scores) if mask is not None else scores.softmax(-1)
+        whole = (*local.space.out.shape[:-1], local.specs[1].shape[-2])
+        box = Box((*local.cell.lo[: q.dim() - 1], 0), (*local.cell.hi[: q.dim() - 1], k.shape[-2]))
+        return drop(weights, self.dropout, local.seed, box, whole) @ v
+
+
+def _head(extent: int, queries: int, dim: int) -> AxisMap:
+    """Heads (or samples) of k and v for those of q: the same, one for all, or one for each group."""
+    if extent == 1:
+        return whole(1)
+    return scaled(queries, extent, dim, over=queries // extent)
+
+
+def _stacked(q: Tensor, k: Tensor) -> list[int]:
+    """The extents of all but the last two dimensions to which k expands: q's where it has one for all."""
+    return [a if b == 1 else b for a, b in zip(q.shape[:-2], k.shape[:-2], strict=True)]
+
+
+def _causal(mask: Tensor | None, q: Tensor, k: Tensor, first: int) -> Tensor:
+    """The mask of queries that begin at `first` and see no later keys, beside another one that there may be."""
+    import torch
+
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(first)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension; a query that sees no key gets zeros, as PyTorch's attention has it."""
+    blind = (scores == -float("inf")).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def _check_mask(mask: TensorSpec, scores: tuple[int, ...]) -> None:
+    spare = len(scores) - len(mask.shape)
+    if spare < 0 or not mask.shape or any(m not in (s, 1) for m, s in zip(mask.shape, scores[spare:], strict=True)):
+        raise LayerwiseError(f"a mask {mask.describe()} does not broadcast to the scores {scores}")

@@ -1,0 +1,200 @@
+"""Losses. https://pytorch.org/docs/stable/nn.html#loss-functions"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap, identity, scaled, whole
+from layerwise.ops.base import Op, volumes
+from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps, Statistics
+from layerwise.ops.nn.counted import counted_mean
+from layerwise.ops.specs import merge_labels, only
+from layerwise.ops.tensor.reduce import divided, in_parts
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Primitive operations an element of the prediction: softmax 5 + product and sum; log-sigmoid 4; and so on.
+WORK = {"cross_entropy": 7, "nll": 1, "mse": 3, "l1": 3, "smooth_l1": 5, "bce": 6, "bce_logits": 7, "kl": 5}
+# The names in torch.nn.functional.
+FUNCTIONS = {
+    "cross_entropy": "cross_entropy", "nll": "nll_loss", "mse": "mse_loss", "l1": "l1_loss", "kl": "kl_div",
+    "smooth_l1": "smooth_l1_loss", "bce": "binary_cross_entropy", "bce_logits": "binary_cross_entropy_with_logits",
+}  # fmt: skip
+TYPES: dict[str, type] = {"ignore_index": int, "log_target": bool}  # of the arguments that are not real numbers
+IGNORED = -100  # PyTorch's default of ignore_index
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Op):
+    """Of a prediction and a target: one number a sample; the mean over the batch is taken once, at the sink.
+
+    With a reduction the output is (n,), reduced over all other dimensions; with "none" it is what PyTorch's is.
+    `arguments` are the function's own, by name: ("label_smoothing", 0.1), ("beta", 1.0). `weighted` names the inputs
+    behind the target: "weight" (of the classes, (c,), where there are some, else of every element), "pos_weight".
+    `parts`: every dimension of positions in so many equal ones, a number for each, (n, *parts); a LossSum adds them up.
+    So it can be split along the positions.
+    """
+
+    kind: ClassVar[str] = "loss"
+    fn: Literal["cross_entropy", "nll", "mse", "l1", "smooth_l1", "bce", "bce_logits", "kl"]
+    reduction: Literal["mean", "sum", "none", "batchmean"] = "mean"
+    arguments: tuple[tuple[str, float], ...] = ()
+    weighted: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
+
+    @property
+    def classes(self) -> bool:
+        """Whether dimension 1 of the prediction is the classes, which the loss needs all."""
+        return self.fn in ("cross_entropy", "nll")
+
+    @property
+    def loss(self) -> Literal["mean", "sum"] | None:
+        if self.reduction == "none" or self.parts:
+            return None
+        return "sum" if self.reduction == "sum" else "mean"
+
+    def each(self, x: TensorSpec, target: TensorSpec) -> TensorSpec:
+        """One number a position: what it is without a reduction."""
+        self._check(x, target)
+        if not self.classes:
+            return merge_labels(x.shape, (x, target), x.dtype)
+        each = _each_class(x, len(x.shape))
+        return merge_labels(each.shape, (each, _each_class(target, len(x.shape))), x.dtype)
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, target = inputs[:2]
+        each = self.each(x, target)
+        if self.reduction == "none":
+            return each
+        if self.parts:
+            return in_parts(each, dict(enumerate(self.parts, start=1)))
+        return merge_labels(x.shape[:1], (only(x, [0]), only(target, [0])), x.dtype)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        x, target, *weights = inputs
+        each = self.each(x, target)
+        samples, *positions = (self._position(i, extent) for i, extent in enumerate(each.shape))
+        full = (samples, *map(whole, x.shape[1:2]), *positions) if self.classes else (samples, *positions)
+        of_target = (samples, *positions) if len(target.shape) < len(x.shape) else full
+        return (full, of_target, *(self._of_weight(w, x, full) for w in weights))
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        each = inputs[0].volume / self.output(*inputs).volume  # elements of the prediction for one of the output
+        return Op.flops(self, inputs, extents) * (each * WORK[self.fn])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """A cross entropy keeps the logarithms of all probabilities, and has their gradients before its own."""
+        each = volumes(self.needs(inputs, self.output(*inputs))[0], lo, hi) * inputs[0].item_bytes
+        kept = each if self.fn == "cross_entropy" else 0.0
+        return Kept(output=False, extra=kept, forward=each, between=each + kept)
+
+    def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
+        """How many targets count, where some may be ignored, or how much."""
+        return Statistics(tuple(range(len(out.shape))), (), 1) if self._counts(inputs[1]) else None
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""
+        import torch
+        import torch.nn.functional as F
+
+        x, target, *given = inputs
+        arguments = {name: TYPES.get(name, float)(value) for name, value in self.arguments}
+        detached = (w.detach() for w in given)  # torch has no gradient of them
+        weights = dict(zip(self.weighted, detached, strict=True))
+        each: Tensor = getattr(F, FUNCTIONS[self.fn])(x, target, reduction="none", **arguments, **weights)
+        if self.reduction == "none":
+            return each
+        spec = self.each(*local.specs[:2])
+        inner = tuple(range(1, each.dim()))
+        if self.parts:
+            each, inner = divided(each, spec.shape, dict(enumerate(self.parts, start=1)))
+        if self._counts(local.specs[1]):
+            ignored = int(arguments.get("ignore_index", IGNORED))
+            counted = _counted(target, ignored, weights.get("weight"))
+            wide = torch.promote_types(each.dtype, torch.float32)
+            summed = each.sum(inner, dtype=wide) if inner else each.to(wide)
+            return counted_mean(summed, counted, spec.shape[0], local.all_reduce).to(each.dtype)
+        if not inner:
+            return each
+        if self.reduction != "mean":
+            return each.sum(inner)
+        return each.sum(inner) / prod(spec.shape[1:]) if self.parts else each.mean(inner)
+
+    def rows(self) -> dict[str, object]:
+        """As they were before losses had weights and parts, where there are none: digests of older plans hold."""
+        return {name: value for name, value in Op.rows(self).items() if value or name not in ("weighted", "parts")}
+
+    def _counts(self, target: TensorSpec) -> bool:
+        """Whether it is a mean over what a target does not leave out, or by what it weighs."""
+        return self.classes and self.reduction == "mean" and not target.differentiable
+
+    def _position(self, i: int, extent: int) -> AxisMap:
+        """The map of dimension i of what it is without a reduction."""
+        if i == 0 or self.reduction == "none":
+            return identity(extent, i)
+        if self.parts:
+            return scaled(self.parts[i - 1], extent, i, scale=extent // self.parts[i - 1])
+        return whole(extent)
+
+    def _of_weight(self, weight: TensorSpec, x: TensorSpec, full: Maps) -> Maps:
+        if self.classes:
+            return tuple(map(whole, weight.shape))
+        skip = len(x.shape) - len(weight.shape)
+        pairs = enumerate(weight.shape, start=skip)
+        return tuple(full[i] if extent == x.shape[i] else whole(extent) for i, extent in pairs)
+
+    def _check(self, x: TensorSpec, target: TensorSpec) -> None:
+        indices = (x.shape[0], *x.shape[2:]) if self.classes and len(x.shape) > 1 else x.shape
+        allowed = {indices} if self.fn == "nll" else {indices, x.shape}
+        if not x.shape or target.shape not in allowed or (self.classes and len(x.shape) < 2):
+            raise LayerwiseError(f"{self.fn} of a prediction {x.describe()} does not fit a target {target.describe()}")
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum(Op):
+    """The loss of each sample, (n,), of those of its parts, (n, ...)."""
+
+    kind: ClassVar[str] = "loss_sum"
+    reduction: Literal["mean", "sum"] = "mean"
+
+    @property
+    def loss(self) -> Literal["mean", "sum"]:
+        return self.reduction
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        return only(inputs[0], [0])
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        samples, *rest = inputs[0].shape
+        return ((identity(samples, 0), *map(whole, rest)),)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return Op.flops(self, inputs, extents) * prod(inputs[0].shape[1:])
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].flatten(1).sum(1)
+
+
+def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
+    """How many targets count, or the sum of their classes' weights."""
+    import torch
+
+    counted = target != ignored
+    if weight is None:
+        return counted.sum()
+    return (weight[target.where(counted, 0)] * counted).sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def _each_class(spec: TensorSpec, rank: int) -> TensorSpec:
+    """Without dimension 1, the classes; a target of indices, of lower rank, has none."""
+    return only(spec, [i for i in range(rank) if i != 1]) if len(spec.shape) == rank else spec

@@ -1,0 +1,296 @@
+"""Pooling, 1-D to 3-D, and adaptive pooling. https://pytorch.org/docs/stable/nn.html#pooling-layers"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, inf, prod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, window
+from layerwise.ops.base import Op, volumes
+from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
+from layerwise.ops.nn.windows import Interval, along, constant, given, interval, margins, padded
+from layerwise.ops.specs import resized
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Divide = Literal["padded", "inside", "kernel"] | None  # by the positions in a window: with padding, without, or all
+
+
+@dataclass(frozen=True, slots=True)
+class Pool(Op):
+    """Maximum, average or p-norm of a window. FLOPs: one an element of the window.
+
+    Padding counts as -inf for the maximum, as 0 otherwise; `divisor` replaces the average's number of elements.
+    """
+
+    kind: ClassVar[str] = "pool"
+    mode: Literal["max", "average", "lp"]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # (low, high) a spatial dimension
+    dilation: tuple[int, ...]
+    ceil_mode: bool = False
+    count_include_pad: bool = True
+    power: float = 2.0  # of mode "lp"
+    divisor: int | None = None
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        _check(x, len(self.kernel))
+        spatial = tuple(
+            _windows(*dim, self.ceil_mode)
+            for dim in zip(
+                x.shape[-len(self.kernel) :], self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        if min(spatial) < 1:
+            raise LayerwiseError(f"a window of {self.kernel} does not fit into an input of {x.describe()}")
+        return resized(x, spatial)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        (x,) = inputs
+        lead = len(x.shape) - len(self.kernel)
+        spatial = tuple(
+            window(out.shape[i], x.shape[i], i, stride=s, first=-low, last=(k - 1) * d - low)
+            for i, (k, s, d, (low, _)) in enumerate(
+                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=lead
+            )
+        )
+        return (_leading(x, lead) + spatial,)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        return Op.flops(self, inputs, extents) * prod(self.kernel)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """Where maxima lie, of 64 bits; cells at a border that torch's padding does not serve keep a padded input."""
+        (x,), lead = inputs, len(inputs[0].shape) - len(self.kernel)
+        made = (hi - lo).astype(np.float64).prod(-1)
+        read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes
+        # A whole dimension is as torch pads it.
+        whole = ((lo == 0) & (hi == self.output(x).shape))[..., lead:].all(-1)
+        padded_bytes = np.where(whole | (made == 0), 0.0, read)
+        several = 2 * read if self.mode == "lp" else 0.0
+        extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
+        between = padded_bytes + several
+        return Kept(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        (x,) = inputs
+        if self.mode == "max":
+            return self._windows(local, x, None)
+        if self.mode == "average":
+            if self.divisor is None:
+                return self._windows(local, x, "padded" if self.count_include_pad else "inside")
+            if len(self.kernel) > 1:
+                return self._windows(local, x, None)
+            return self._windows(local, x, "kernel") * (prod(self.kernel) / self.divisor)  # torch has none in 1-D
+        total = self._windows(local, x * x if self.power == 2 else x.abs() ** self.power, "kernel") * prod(self.kernel)
+        some = total > 0  # the root has no slope at 0: the norm of zeros passes no gradient
+        return total.where(some, 1.0) ** (1 / self.power) * some
+
+    def _windows(self, local: Local, x: Tensor, divide: Divide) -> Tensor:
+        """Maxima or means, by torch's own padding and rounding where these make the cell's windows."""
+        lead = x.dim() - len(self.kernel)
+        if lead not in (1, 2):  # torch pools (c, *spatial) and (n, c, *spatial)
+            x = x.reshape(1, -1, *x.shape[lead:])
+        first, extents = x.dim() - len(self.kernel), local.specs[0].shape[lead:]
+        dims = zip(extents, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        small = self.mode == "max" or len(self.kernel) < 3  # avg_pool3d refuses an input smaller than its windows
+        fits = local.once(
+            "fits",
+            lambda: [
+                _fit(interval(local, i), given(local, i), divide, small, *dim) for i, dim in enumerate(dims, start=lead)
+            ],
+        )
+        for ceil in (False, True):
+            if all(f.alike[ceil] for f in fits):
+                return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
+        pads = {i: (0, 0) if f.floor else (f.before, f.after) for i, f in enumerate(fits, start=first)}
+        x = padded(x, pads, -inf if self.mode == "max" else 0.0)
+        out = self._native(x, [f.before if f.floor else 0 for f in fits], False, True)
+        for i, f in enumerate(fits, start=first):
+            if f.factor is not None:
+                out = out * along(constant(f.factor, out.dtype, out.device), i, out.dim())
+        return out.reshape(local.out.shape)
+
+    def _native(self, x: Tensor, padding: list[int], ceil: bool, include: bool) -> Tensor:
+        from torch.nn import functional as f
+
+        rank = len(self.kernel)
+        if self.mode == "max":
+            pool = (f.max_pool1d, f.max_pool2d, f.max_pool3d)[rank - 1]
+            return pool(x, self.kernel, self.stride, padding, self.dilation, ceil)
+        average = (f.avg_pool1d, f.avg_pool2d, f.avg_pool3d)[rank - 1]
+        divisor = (self.divisor,) if rank > 1 and self.mode == "average" else ()
+        return average(x, self.kernel, self.stride, padding, ceil, include, *divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptivePool(Op):
+    """Pooling to `size`: position i of m takes [i*extent//m, ceil((i+1)*extent/m)). Global pooling is a size of ones.
+
+    FLOPs: one an element of the window, whose mean extent is (extent + m - gcd(extent, m))/m.
+    """
+
+    kind: ClassVar[str] = "adaptive_pool"
+    mode: Literal["max", "average"]
+    size: tuple[int, ...]
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        _check(x, len(self.size))
+        return resized(x, self.size)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        (x,) = inputs
+        lead = len(x.shape) - len(self.size)
+        spatial = tuple(
+            window(m, x.shape[i], i, stride=x.shape[i], last=x.shape[i] - 1, over=m)
+            for i, m in enumerate(self.size, start=lead)
+        )
+        return (_leading(x, lead) + spatial,)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        sizes = zip(inputs[0].shape[-len(self.size) :], self.size, strict=True)
+        return Op.flops(self, inputs, extents) * prod((extent + m - gcd(extent, m)) / m for extent, m in sizes)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        made = (hi - lo).astype(np.float64).prod(-1)
+        return Kept(output=False, extra=8 * made if self.mode == "max" else 0.0)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """By torch where the cell's windows are those of its part, else (windows are products) by dimension."""
+        from torch.nn import functional as f
+
+        (x,) = inputs
+        lead = x.dim() - len(self.size)
+        windows = local.once(
+            "windows",
+            lambda: [
+                _adaptive(interval(local, i), given(local, i), m, local.specs[0].shape[i])
+                for i, m in enumerate(self.size, lead)
+            ],
+        )
+        if all(w.alike for w in windows):
+            x = x if lead in (1, 2) else x.reshape(1, -1, *x.shape[lead:])
+            pools: dict[str, tuple[Callable[..., Tensor], ...]] = {
+                "max": (f.adaptive_max_pool1d, f.adaptive_max_pool2d, f.adaptive_max_pool3d),
+                "average": (f.adaptive_avg_pool1d, f.adaptive_avg_pool2d, f.adaptive_avg_pool3d),
+            }
+            out = pools[self.mode][len(self.size) - 1](x, local.out.shape[lead:])
+            return out.reshape(local.out.shape)
+        for i in reversed(range(lead, x.dim())):  # so that of equal maxima the first one is taken, as torch does
+            x = windows[i - lead].pool(x, i, self.mode)
+        return x
+
+
+def _check(x: TensorSpec, rank: int) -> None:
+    if len(x.shape) <= rank:
+        raise LayerwiseError(f"{rank}-D pooling needs an input (n, c, {rank} spatial), not {x.describe()}")
+
+
+def _windows(extent: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, ceil: bool) -> int:
+    """Number of windows; torch/aten/src/ATen/native/Pool.h, pooling_output_shape_pad_lr."""
+    low, high = padding
+    room = extent + low + high - dilation * (kernel - 1) - 1
+    count = (room + (stride - 1 if ceil else 0)) // stride + 1
+    # With ceil_mode the last window must start inside the input or the low padding, else it is left out.
+    return count - 1 if ceil and (count - 1) * stride >= extent + low else count
+
+
+@dataclass(frozen=True, slots=True)
+class _Adaptive:
+    """The windows of a cell's dimension, short ones filled up with their last position."""
+
+    alike: bool  # whether they are those of adaptive pooling of the given positions
+    length: int  # positions of each
+    index: tuple[int, ...]  # those of all windows
+    weights: tuple[float, ...]  # of the mean
+
+    def pool(self, x: Tensor, dim: int, mode: str) -> Tensor:
+        import torch
+
+        if self.index == tuple(range(x.shape[dim])) and self.length == 1:  # every position for itself
+            return x
+        parts = x.index_select(dim, constant(self.index, torch.int64, x.device))
+        parts = parts.view(*x.shape[:dim], -1, self.length, *x.shape[dim + 1 :])
+        if mode == "max":
+            return torch.max(parts, dim + 1).values
+        weights = constant(self.weights, x.dtype, x.device).view(-1, self.length, *(1,) * (x.dim() - dim - 1))
+        return torch.sum(parts * weights, dim + 1)
+
+
+@lru_cache(maxsize=4096)
+def _adaptive(cell: Interval, need: Interval, size: int, extent: int) -> _Adaptive:
+    def ends(x: NDArray[np.int64], size: int, extent: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return x * extent // size, -(-(x + 1) * extent // size)
+
+    start, stop = ends(np.arange(*cell), size, extent)
+    start, stop = start - need[0], stop - need[0]
+    count, length = len(start), int((stop - start).max())
+    alike = np.array_equal((start, stop), ends(np.arange(count), count, need[1] - need[0]))
+    index = start[:, None] + np.arange(length)
+    weights = (index < stop[:, None]) / (stop - start)[:, None]
+    index = np.minimum(index, stop[:, None] - 1)
+    return _Adaptive(alike, length, tuple(index.ravel().tolist()), tuple(weights.ravel().tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How the windows of a cell's dimension are made."""
+
+    before: int  # positions of padding that the cell lacks
+    after: int
+    floor: bool  # whether torch makes the windows of `before` positions of padding on both sides
+    alike: tuple[bool, bool]  # whether it also divides them as it should, without and with ceil_mode
+    factor: tuple[float, ...] | None  # what a mean over the whole kernel is multiplied by, None for ones
+
+
+@lru_cache(maxsize=4096)
+def _fit(
+    cell: Interval,
+    need: Interval,
+    divide: Divide,
+    small: bool,
+    extent: int,
+    kernel: int,
+    stride: int,
+    padding: tuple[int, int],
+    dilation: int,
+) -> _Fit:
+    count, held, reach = cell[1] - cell[0], need[1] - need[0], (kernel - 1) * dilation
+    before, after = margins(cell, need, stride, -padding[0], reach - padding[0])
+    legal = held > (0 if small else reach) and 0 <= before <= kernel // 2
+    both = (before, before)
+    made = [legal and _windows(held, kernel, stride, both, dilation, c) == count for c in (False, True)]
+    wanted = _counts(np.arange(*cell) * stride - padding[0], kernel, extent, padding[1], divide)
+    how: Divide = "inside" if divide == "inside" else "padded"  # as torch is asked to
+    local = _counts(np.arange(count) * stride - before, kernel, held, before, how)
+    same = divide is None or bool((wanted == local).all())
+    factor = None
+    if divide is not None and (wanted != kernel).any():
+        factor = tuple((kernel / np.where(wanted > 0, wanted, np.inf)).tolist())  # a window of padding alone: 0
+    return _Fit(before, after, made[0], (made[0] and same, made[1] and same), factor)
+
+
+def _counts(starts: NDArray[np.int64], kernel: int, extent: int, high: int, divide: Divide) -> NDArray[np.int64]:
+    """By what torch divides the sums of the windows that begin at `starts`: aten/src/ATen/native/AvgPoolKernel.cpp."""
+    if divide == "padded":
+        return np.minimum(starts + kernel, extent + high) - starts
+    if divide == "inside":
+        return np.minimum(starts + kernel, extent) - np.maximum(starts, 0)
+    return np.full_like(starts, kernel)
+
+
+def _leading(x: TensorSpec, lead: int) -> Maps:
+    """Sample and channel: each for itself."""
+    return tuple(identity(extent, i) for i, extent in enumerate(x.shape[:lead]))

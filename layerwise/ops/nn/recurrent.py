@@ -1,0 +1,158 @@
+"""Recurrent layers: LSTM, GRU and plain RNN, of several layers, in one or both directions.
+
+https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html. Samples go along, steps of the sequence do not: each
+needs the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import identity, whole
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Counts, Extents, Gemm, Kept, Local, Maps, Parameter
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent(Op):
+    """(n, s, c) -> (n, s, directions * width), or (s, n, c) where not `batch_first`; without dropout.
+
+    Inputs: the sequence; where `given` its initial state (layers * directions, n, width), and an LSTM's cell state.
+    result: 0 the sequence, 1 the last state, (layers * directions, n, width), 2 an LSTM's last cell state.
+    projected: the width of an LSTM's states after its projection, 0: it has none.
+    """
+
+    kind: ClassVar[str] = "recurrent"
+    weights: ClassVar[bool] = True
+    fn: Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
+    hidden: int
+    layers: int = 1
+    bias: bool = True
+    both: bool = False  # directions
+    batch_first: bool = True
+    given: bool = False
+    result: int = 0
+    projected: int = 0
+
+    @property
+    def width(self) -> int:
+        """Of a state, in one direction."""
+        return self.projected or self.hidden
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return 2 if self.both else 1
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        x, *states = inputs
+        if len(x.shape) != 3:
+            raise LayerwiseError(f"a recurrent layer takes (samples, steps, channels), not {x.describe()}")
+        n = 0 if self.batch_first else 1
+        depth = self.layers * self.directions
+        wide = [(depth, x.shape[n], self.width), (depth, x.shape[n], self.hidden)]
+        for state, shape in zip(states, wide, strict=False):
+            if state.shape != shape:
+                raise LayerwiseError(f"an initial state of shape {state.shape} does not fit, it should be {shape}")
+        if self.result:
+            shape = wide[self.result - 1]
+            return TensorSpec(shape, (None, x.dims[n], "c"), x.dtype, (1, x.units[n], 1))
+        dims, units = [x.dims[0], x.dims[1], "c"], [x.units[0], x.units[1], 1]
+        return TensorSpec((*x.shape[:2], self.directions * self.width), tuple(dims), x.dtype, tuple(units))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        x, *states = inputs
+        n, to = 0 if self.batch_first else 1, self._samples
+        maps = tuple(identity(extent, to) if i == n else whole(extent) for i, extent in enumerate(x.shape))
+        rest = ((whole(s.shape[0]), identity(s.shape[1], to), whole(s.shape[2])) for s in states)
+        return (maps, *rest)
+
+    @property
+    def _samples(self) -> int:
+        """The output's dimension of samples."""
+        return 0 if self.batch_first and not self.result else 1
+
+    def unsplit(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> frozenset[int]:
+        return frozenset(range(3)) - {self._samples}
+
+    def shapes(self, channels: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters, in PyTorch's order."""
+        gates, rows = GATES[self.fn] * self.hidden, list[tuple[str, tuple[int, ...]]]()
+        for layer in range(self.layers):
+            for suffix in ("", "_reverse")[: self.directions]:
+                end, read = f"l{layer}{suffix}", channels if layer == 0 else self.directions * self.width
+                rows += [(f"weight_ih_{end}", (gates, read)), (f"weight_hh_{end}", (gates, self.width))]
+                rows += [(f"bias_{name}_{end}", (gates,)) for name in ("ih", "hh") if self.bias]
+                rows += [(f"weight_hr_{end}", (self.projected, self.hidden))] if self.projected else []
+        return rows
+
+    def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
+        scale = self.hidden**-0.5
+        return tuple(
+            Parameter(name, shape, tuple(map(whole, shape)), initial="uniform", scale=scale)
+            for name, shape in self.shapes(inputs[0].shape[2])
+        )
+
+    def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
+        """A product an input and one a step with the state before it."""
+        x = inputs[0]
+        steps = x.shape[1 if self.batch_first else 0]
+        n = extents[..., self._samples].astype(np.float64)
+        one = np.ones_like(n)
+        made: list[Gemm] = []
+        for name, shape in self.shapes(x.shape[2]):
+            if len(shape) < 2:
+                continue
+            rows, count = (n * steps, one) if "_ih_" in name else (n, one * steps)
+            made.append(Gemm(rows, one * shape[0], one * shape[1], count))
+        return tuple(made)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        total: Counts = np.sum([gemm.flops for gemm in self.gemms(inputs, extents)], axis=0)
+        return total
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """An upper bound: gates of every step before and after their functions, states, what layers hand on.
+
+        Of an LSTM, oneDNN's workspace was seen to be up to 21 numbers a hidden unit, these counted in sixteens.
+        """
+        x = inputs[0]
+        n = (hi - lo)[..., self._samples].astype(np.float64)
+        steps = x.shape[1 if self.batch_first else 0]
+        depth = self.layers * self.directions
+        numbers = 24 * -(-self.hidden // 16) * 16 if self.fn == "lstm" else (2 * GATES[self.fn] + 4) * self.hidden
+        each = (numbers + 2 * self.width) * depth
+        step = n * steps * each * x.item_bytes
+        weights = sum(prod(shape) for _, shape in self.shapes(x.shape[2])) * x.item_bytes
+        return Kept(extra=step, forward=step + weights, between=step + 2 * weights)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+        from torch import _VF
+
+        x, *states = inputs
+        if not states:
+            depth, n = self.layers * self.directions, x.shape[0 if self.batch_first else 1]
+            widths = (self.width, self.hidden)[: 2 if self.fn == "lstm" else 1]
+            states = [x.new_zeros(depth, n, width) for width in widths]
+        held = [parameters[name] for name, _ in self.shapes(local.specs[0].shape[2])]
+        rest = (held, self.bias, self.layers, 0.0, local.training, self.both, self.batch_first)
+        if self.fn == "lstm":
+            made = _VF.lstm(x, states, *rest)
+        else:
+            made = getattr(_VF, self.fn)(x, states[0], *rest)
+        result: Tensor = made[self.result]
+        assert isinstance(result, torch.Tensor)
+        return result

@@ -1,0 +1,260 @@
+"""Padding and interpolation: the same values, more or fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.geometry import AxisMap, identity, whole, window
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
+from layerwise.ops.nn.windows import Interval, Taps, given, interval, margins, padded, taps_of, weighted
+from layerwise.ops.specs import resized
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Border = Literal["reflect", "replicate", "circular"]
+Resampling = Literal["nearest", "nearest_exact", "linear", "cubic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pad(Op):
+    """More positions before and after (fewer, where negative); `pads` has one pair a dimension of the input.
+
+    https://pytorch.org/docs/stable/generated/torch.nn.functional.pad.html. FLOPs: none.
+    """
+
+    kind: ClassVar[str] = "pad"
+    arithmetic: ClassVar[bool] = False
+    pads: tuple[tuple[int, int], ...]
+    mode: Literal["constant", "reflect", "replicate", "circular"] = "constant"
+    value: float = 0.0
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        if len(self.pads) != len(x.shape):
+            raise LayerwiseError(f"{len(self.pads)} pairs of pads for an input of {x.describe()}")
+        shape, dims, units = list(x.shape), list(x.dims), list(x.units)
+        for i, (low, high) in enumerate(self.pads):
+            if low or high:
+                # Padded samples are no samples; and a merged dimension would be cut off its unit.
+                dims[i] = None if dims[i] == "n" or units[i] > 1 else dims[i]
+                shape[i], units[i] = shape[i] + low + high, 1
+                self._check(x.shape[i], low, high)
+        return TensorSpec(tuple(shape), tuple(dims), x.dtype, tuple(units))
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return (tuple(self._map(i, extent, out.shape[i]) for i, extent in enumerate(inputs[0].shape)),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        from torch.nn import functional
+
+        (x,) = inputs
+        dims = [i for i, pair in enumerate(self.pads) if any(pair)]
+        if self.mode == "constant":
+            pads = {
+                i: margins(interval(local, i), given(local, i), 1, -self.pads[i][0], -self.pads[i][0]) for i in dims
+            }
+            return padded(x, pads, self.value)
+        count = x.dim() - min(dims, default=x.dim())  # the last dimensions, as torch pads them
+        grows = min((p for pair in self.pads for p in pair), default=0) >= 0
+        if local.spans(*dims) and grows and 1 <= count <= 3 and x.dim() - count in (1, 2):
+            return functional.pad(x, [p for pair in reversed(self.pads[-count:]) for p in pair], self.mode)
+        for i in dims:
+            low, extent = self.pads[i][0], local.specs[0].shape[i]
+            where = interval(local, i), given(local, i), low, extent
+            x = weighted(x, i, local.once(f"border {i}", partial(_border, self.mode, *where)))
+        return x
+
+    def _map(self, dim: int, extent: int, padded: int) -> AxisMap:
+        """Output x is input x - low, where there is such a one.
+
+        Else it is its mirror image, at most twice the padding away, or the border, at most the padding away: a window
+        that has them all is more than is read, but far less than the whole dimension.
+        """
+        low, high = self.pads[dim]
+        if not low and not high:
+            return identity(extent, dim)
+        if self.mode == "circular":
+            return whole(extent)
+        reach = {"constant": 0, "replicate": 1, "reflect": 2}[self.mode]
+        return window(padded, extent, dim, first=-low - reach * max(high, 0), last=-low + reach * max(low, 0))
+
+    def _check(self, extent: int, low: int, high: int) -> None:
+        if extent + low + high < 1:
+            raise LayerwiseError(f"pads {low}, {high} leave nothing of an extent of {extent}")
+        room = {"reflect": extent - 1, "circular": extent}.get(self.mode)
+        if room is not None and max(low, high) > room:
+            raise LayerwiseError(f"{self.mode} pads of an extent of {extent} are at most {room}, not {low}, {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolate(Op):
+    """The last dimensions resampled to `size`, position x at x·extent/size (nearest), (x + ½)·extent/size - ½ (others).
+
+    https://pytorch.org/docs/stable/generated/torch.nn.functional.interpolate.html. `scales`: the factors, where the
+    network gives them and they are not size/extent (then x/scale replaces x·extent/size). FLOPs: two a tap.
+    """
+
+    kind: ClassVar[str] = "interpolate"
+    size: tuple[int, ...]
+    mode: Resampling = "nearest"
+    align_corners: bool = False
+    scales: tuple[float, ...] = ()
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        if len(x.shape) <= len(self.size):
+            raise LayerwiseError(f"cannot resample {len(self.size)} dimensions of {x.describe()}")
+        return resized(x, self.size)
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        (x,) = inputs
+        lead = len(x.shape) - len(self.size)
+        return (tuple(identity(e, i) if i < lead else self._map(i, e, i - lead) for i, e in enumerate(x.shape)),)
+
+    def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
+        taps = {"linear": 2, "cubic": 4}.get(self.mode)
+        return Op.flops(self, inputs, extents) * (2 * taps ** len(self.size) if taps else 0)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """By torch where it finds in the given positions what it would in all, else one dimension after the other."""
+        (x,) = inputs
+        lead, dtype = x.dim() - len(self.size), x.dtype
+        dims = list(zip(range(lead, x.dim()), local.specs[0].shape[lead:], self.size, strict=True))
+        torch_can = lead == 2 and (len(self.size) == 2 or self.mode != "cubic")
+        if torch_can and all(local.spans(i) or self._shifts(extent, size) for i, extent, size in dims):
+            # Positions that nobody needs count for the scale of a dimension that is not cut.
+            unread = {i: (given(local, i)[0], extent - given(local, i)[1]) for i, extent, _ in dims if local.spans(i)}
+            ratios = {i: size // extent for i, extent, size in dims if i not in unread}
+            sizes = [ratios[i] * x.shape[i] if i in ratios else size for i, _, size in dims]
+            x = self._native(padded(x, unread), sizes)
+            for i, ratio in ratios.items():
+                (lo, hi), start = interval(local, i), given(local, i)[0] * ratio
+                x = x.narrow(i, lo - start, hi - lo)
+            return x
+        extents = tuple(extent for _, extent, _ in dims)
+        for axis, (i, extent, size) in enumerate(dims):
+            if extent != size or self.scales:
+                where = extents, axis, interval(local, i), given(local, i), dtype, x.device
+                x = weighted(x, i, local.once(f"taps {i} {dtype}", partial(_taps, self, *where)))
+        return x.to(dtype)
+
+    def _native(self, x: Tensor, size: Sequence[int]) -> Tensor:
+        """torch.nn.functional.interpolate, but for one thing: `size` and `scales` may both be said."""
+        import torch
+
+        names = {"nearest": "upsample_nearest", "nearest_exact": "_upsample_nearest_exact", "cubic": "upsample_bicubic"}
+        name = names.get(self.mode) or "upsample_" + ("linear", "bilinear", "trilinear")[len(size) - 1]
+        corners = () if self.mode in ("nearest", "nearest_exact") else (self.align_corners,)
+        out: Tensor = getattr(torch.ops.aten, f"{name}{len(size)}d")(x, list(size), *corners, *self.scales)
+        return out
+
+    def _shifts(self, extent: int, size: int) -> bool:
+        """Whether `size // extent` positions further on, the same is found one position further on."""
+        if self.scales or self.align_corners or size % extent:
+            return False
+        ratio = size // extent
+        return self.mode in ("linear", "cubic") or ratio & (ratio - 1) == 0  # else float32 rounds otherwise there
+
+    def _map(self, dim: int, extent: int, axis: int) -> AxisMap:
+        """In integers: the position of x is (x*stride + first)/over."""
+        size = self.size[axis]
+        if size == extent and not self.scales:
+            return identity(extent, dim)
+        # Position x of the output lies at x*step/over.
+        ratio = 1 / Fraction(self.scales[axis]).limit_denominator(1 << 16) if self.scales else Fraction(extent, size)
+        step, over = ratio.numerator, ratio.denominator
+        if self.mode in ("nearest", "nearest_exact"):
+            half = self.mode == "nearest_exact"
+            below, above = _rounding(size, step, over, half)
+            if size == extent and not half:
+                above += 1  # some kernels copy then, whatever the scale: x is less than 1 above x/scale
+            first = step if half else 0
+            step, over = 2 * step, 2 * over
+            return window(
+                size, extent, dim, stride=step, first=first + below * over, last=first + above * over, over=over
+            )
+        first = step - over
+        step, over = 2 * step, 2 * over
+        if self.align_corners:
+            step, over, first = (extent - 1, size - 1, 0) if size > 1 else (0, 1, 0)
+        if self.mode == "linear":  # the positions on both sides, or the one that is hit
+            return window(size, extent, dim, stride=step, first=first, last=first + over - 1, over=over)
+        return window(size, extent, dim, stride=step, first=first - over, last=first + 2 * over, over=over)
+
+
+def _rounding(size: int, step: int, over: int, half: bool) -> tuple[int, int]:
+    """How far below and above floor((x + half/2)*step/over) the float32 arithmetic of PyTorch comes out.
+
+    It multiplies by float32(step/over): one less at x = 41 of 2 -> 82. aten/src/ATen/native/UpSample.h
+    """
+    x = np.arange(size)
+    rounded = np.floor((x + 0.5 * half).astype(np.float32) * np.float32(step / over)).astype(np.int64)
+    error = rounded - (2 * x + half) * step // (2 * over)
+    return min(0, int(error.min())), max(0, int(error.max()))
+
+
+@lru_cache(maxsize=4096)
+def _border(mode: Border, cell: Interval, need: Interval, low: int, extent: int) -> Taps:
+    """Which of the given positions each position of a cell repeats."""
+    x = np.arange(*cell) - low
+    if mode == "replicate":
+        x = np.clip(x, 0, extent - 1)
+    elif mode == "circular":
+        x %= extent
+    else:
+        x = np.abs(x)
+        x = np.where(x < extent, x, 2 * (extent - 1) - x)
+    return ((tuple((x - need[0]).tolist()), None),)
+
+
+@lru_cache(maxsize=256)
+def _taps(
+    op: Interpolate,
+    extents: tuple[int, ...],
+    axis: int,
+    cell: Interval,
+    need: Interval,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Taps:
+    """What PyTorch itself takes along one dimension, and of which given positions.
+
+    It resamples numbered positions (nearest), as many as there are, for kernels round differently and their choice
+    depends on sizes; else unit vectors. Their gradient is that of what is taken here: some of PyTorch's own backward
+    kernels round differently from the forward ones.
+    """
+    import torch
+
+    real = dtype if dtype == torch.float64 else torch.float32
+    with torch.inference_mode(False), torch.no_grad():
+        if op.mode in ("nearest", "nearest_exact"):
+            shape = [-1 if i == axis else 1 for i in range(len(extents))]
+            ramp = torch.arange(extents[axis], dtype=real, device=device).view(1, 1, *shape)
+            taken = op._native(ramp.expand(1, 1, *extents).contiguous(), op.size)[0, 0]
+            index = taken.movedim(axis, 0).reshape(op.size[axis], -1)[cell[0] : cell[1], 0].long() - need[0]
+            return ((tuple(index.tolist()), None),)
+        # The other dimension has one position, or that doubled: some kernels copy where no size changes.
+        equal = all(extent == size for i, (extent, size) in enumerate(zip(extents, op.size, strict=True)) if i != axis)
+        scales = (op.scales[axis], 1.0) if op.scales else ()
+        probe = Interpolate((op.size[axis], 1 if equal else 2), op.mode, op.align_corners, scales)
+        units = torch.zeros(need[1] - need[0], extents[axis], dtype=real, device=device)
+        units[:, need[0] : need[1]].fill_diagonal_(1)
+        taken = probe._native(units[None, :, :, None], probe.size)[0, :, cell[0] : cell[1], 0]
+    return taps_of(taken.double().cpu().numpy())

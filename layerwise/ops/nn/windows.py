@@ -1,0 +1,112 @@
+"""What the kernels of windows share: how much padding a cell lacks, and weighted sums over gathered positions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layerwise.ops.facts import Local
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Interval = tuple[int, int]  # half-open
+
+
+def interval(local: Local, dim: int) -> Interval:
+    """The cell in one dimension of the output."""
+    return local.cell.lo[dim], local.cell.hi[dim]
+
+
+def given(local: Local, dim: int, slot: int = 0) -> Interval:
+    """What the kernel is given of one dimension of an input."""
+    return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
+
+
+def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:
+    """How many positions `need` lacks, low and high, of those from lo*stride + first to (hi - 1)*stride + last.
+
+    They are padding: what exists of them is given. Where nothing is given, all count as low.
+    """
+    start, length = cell[0] * stride + first, (cell[1] - 1 - cell[0]) * stride + last - first + 1
+    extent = need[1] - need[0]
+    before = need[0] - start if extent else length
+    return before, length - before - extent
+
+
+def padded(x: Tensor, pads: dict[int, tuple[int, int]], value: float = 0.0) -> Tensor:
+    """`x` with (low, high) more positions in these dimensions, a view with fewer where negative."""
+    from torch.nn import functional
+
+    for dim, (low, high) in pads.items():
+        if low < 0 or high < 0:
+            x = x.narrow(dim, max(-low, 0), x.shape[dim] + min(low, 0) + min(high, 0))
+    more = {dim: (max(low, 0), max(high, 0)) for dim, (low, high) in pads.items() if low > 0 or high > 0}
+    if not more:
+        return x
+    return functional.pad(
+        x, [p for dim in reversed(range(min(more), x.dim())) for p in more.get(dim, (0, 0))], value=value
+    )
+
+
+def along(t: Tensor, dim: int, rank: int) -> Tensor:
+    """A vector as a tensor of `rank` dimensions, that it may be multiplied along one of them."""
+    return t.view(-1, *(1,) * (rank - dim - 1))
+
+
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _constant(values, dtype, device)
+
+
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same small vectors serve every step, and should not cross to a device each time."""
+    import torch
+
+    with torch.inference_mode(False):  # or it could not be used in training afterwards
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+Taps = tuple[tuple[tuple[int, ...], tuple[float, ...] | None], ...]  # (index, weight or None: all one) of each tap
+
+
+def weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
+    """Position y becomes the sum over taps of weight[y] times position index[y] of `x`."""
+    import torch
+
+    (first, weight), start = taps[0], taps[0][0][0]
+    if len(taps) == 1 and weight is None and first == tuple(range(start, start + len(first))):
+        return x.narrow(dim, start, len(first))
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype  # as PyTorch's own kernels add
+    total: Tensor | None = None
+    for index, weight in taps:
+        term = x.index_select(dim, constant(index, torch.int64, x.device))
+        if weight is not None:
+            term = term * along(constant(weight, wide, x.device), dim, x.dim())
+        total = term if total is None else total + term
+    assert total is not None, "a position without taps"
+    return total
+
+
+def taps_of(matrix: np.ndarray) -> Taps:
+    """The non-zero weights of `matrix` (inputs, outputs), as few taps as the widest column needs."""
+    inputs, outputs = matrix.shape
+    used = matrix != 0
+    begin = used.argmax(0)
+    width = int((inputs - used[::-1].argmax(0) - begin).max())
+    if width == 1 and (matrix[begin, np.arange(outputs)] == 1).all():
+        return ((tuple(begin.tolist()), None),)
+    taps = []
+    for tap in range(width):
+        index = begin + tap
+        weight = np.where(index < inputs, matrix[np.minimum(index, inputs - 1), np.arange(outputs)], 0.0)
+        taps.append((tuple(np.minimum(index, inputs - 1).tolist()), tuple(weight.tolist())))
+    return tuple(taps)

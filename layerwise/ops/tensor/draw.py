@@ -1,0 +1,81 @@
+"""Draw: random numbers that a network makes in its forward pass (torch.rand, randn_like, bernoulli, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from layerwise.errors import LayerwiseError
+from layerwise.ops.base import Op
+from layerwise.ops.facts import Extents, Kept, Local, Maps
+from layerwise.ops.random import chance, normal, uniform
+from layerwise.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Distribution = Literal["uniform", "normal", "bernoulli", "integers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw(Op):
+    """A tensor of random numbers, which nothing goes into; dimension n of `spec` follows the number of samples.
+
+    A number depends on its place in the whole tensor and on the step, so every partition draws the same. `arguments`:
+    the ends [low, high) of "uniform" and "integers", mean and deviation of "normal", the chance of a 1 of "bernoulli".
+    In evaluation it draws as well, the same numbers until the next step of training.
+    """
+
+    kind: ClassVar[str] = "draw"
+    arithmetic: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
+    draws_always: ClassVar[bool] = True
+    distribution: Distribution
+    arguments: tuple[float, ...]
+    spec: TensorSpec
+
+    @property
+    def random(self) -> bool:
+        return True
+
+    @property
+    def detaches(self) -> bool:
+        return True
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        return self.spec
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return ()
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """While it draws: two numbers of 64 bits a position; of a normal distribution two uniform ones besides."""
+        drawn = (hi - lo).prod(-1).astype(np.float64)
+        return Kept(inputs=False, output=False, forward=drawn * (40 if self.distribution == "normal" else 24))
+
+    def at_batch(self, old: int, new: int) -> Op:
+        rows = zip(self.spec.dims, self.spec.shape, strict=True)
+        shape = tuple(extent // old * new if label == "n" else extent for label, extent in rows)
+        return replace(self, spec=replace(self.spec, shape=shape))
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        box, shape, device, seed = local.out, local.space.out.shape, local.device, local.seed
+        if not isinstance(seed, int):
+            raise LayerwiseError("random numbers that the network makes by itself are not compiled: leave compile= out")
+        if self.distribution == "bernoulli":
+            return chance(self.arguments[0], seed, box, shape, device).to(dtype)
+        if self.distribution == "normal":
+            mean, deviation = self.arguments
+            return normal(seed, box, shape, dtype=dtype, device=device).mul_(deviation).add_(mean)
+        low, high = self.arguments
+        if self.distribution == "uniform":
+            return uniform(seed, box, shape, dtype=dtype, device=device).mul_(high - low).add_(low)
+        return (
+            uniform(seed, box, shape, dtype=torch.float64, device=device).mul_(high - low).floor_().add_(low).to(dtype)
+        )
