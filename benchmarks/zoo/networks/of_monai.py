@@ -8,7 +8,9 @@ from typing import Any
 from benchmarks.zoo.example import Build, Example, images, volumes
 
 
-def _built(name: str, called: Callable[..., Example], size: int, colours: int = 1, **options: Any) -> Build:
+def _built(
+    name: str, called: Callable[..., Example], size: int | tuple[int, ...], colours: int = 1, **options: Any
+) -> Build:
     def build() -> Example:
         from monai.networks import nets
 
@@ -54,7 +56,9 @@ NETWORKS: dict[str, Build] = {
         mlp_dim=32,
         num_heads=4,
     ),
-    "SwinUNETR": _built("SwinUNETR", volumes, 32, in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 1, 1)),
+    "SwinUNETR": _built(
+        "SwinUNETR", images, (64, 32, 32), in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 1, 1)
+    ),
     "DenseNet": _built("DenseNet", volumes, 32, **THREE, init_features=8, growth_rate=4, block_config=(2, 2)),
     "SENet": _built("SEResNet50", images, 32, 3, spatial_dims=2, in_channels=3, layers=(1, 1, 1, 1), num_classes=3),
     "EfficientNetBN": _built(
