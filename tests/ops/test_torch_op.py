@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import space
-from layerwise.ops.nn.recurrent import Recurrent
+from layerwise.ops.nn.recurrent import Recurrent, RecurrentInOne
 from layerwise.ops.torch_op import ElementType, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, check_needs
@@ -112,3 +113,31 @@ def test_recurrent(fn: str, options: dict[str, int]) -> None:
     assert {p.name: p.shape for p in where.parameters} == {k: p.shape for k, p in module.named_parameters()}
     cuts = [2 if d.label else 1 for d in where.dims]
     check_kernel(op, specs, cuts, reference)
+
+
+@pytest.mark.parametrize("fn", ["lstm", "gru"])
+def test_recurrent_as_onnx_has_it(fn: str) -> None:
+    """W, R and B of both directions; the same work as with weights apart."""
+    op, x = RecurrentInOne(fn, 5, both=True), TensorSpec((4, 3, 6), ("n", "s", "c"))  # type: ignore[arg-type]
+    module = getattr(torch.nn, fn.upper())(6, 5, batch_first=True, bidirectional=True, dtype=torch.float64)
+
+    def ordered(t: Tensor) -> Tensor:  # ONNX: input, output, forget, cell; update, reset, hidden
+        first, second, *rest = t.chunk(4 if fn == "lstm" else 3)
+        return torch.cat([first, *rest, second] if fn == "lstm" else [second, first, *rest])
+
+    def reference(x: Tensor, weight_ih_l0: Tensor, weight_hh_l0: Tensor, bias_l0: Tensor) -> Tensor:
+        named = {}
+        for i, end in enumerate(("", "_reverse")):
+            parts = (weight_ih_l0[i], weight_hh_l0[i], *bias_l0[i].chunk(2))
+            for name, part in zip(("weight_ih", "weight_hh", "bias_ih", "bias_hh"), parts, strict=True):
+                named[f"{name}_l0{end}"] = ordered(part)
+        made: Tensor = torch.func.functional_call(module, named, (x,))[0]
+        return made
+
+    check_kernel(op, (x,), [2, 1, 1], reference)
+    apart = Recurrent(fn, 5, both=True)  # type: ignore[arg-type]
+    extents = np.array([[4, 3, 10]])
+    assert op.flops((x,), extents) == apart.flops((x,), extents)
+    assert sum(prod(p.shape) for p in space(op, (x,)).parameters) == sum(
+        prod(p.shape) for p in space(apart, (x,)).parameters
+    )

@@ -98,6 +98,10 @@ class Recurrent(Op):
                 rows += [(f"weight_hr_{end}", (self.projected, self.hidden))] if self.projected else []
         return rows
 
+    def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
+        """The parameters as PyTorch's kernels take them."""
+        return [parameters[name] for name, _ in self.shapes(channels)]
+
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         scale = self.hidden**-0.5
         return tuple(
@@ -147,7 +151,7 @@ class Recurrent(Op):
             depth, n = self.layers * self.directions, x.shape[0 if self.batch_first else 1]
             widths = (self.width, self.hidden)[: 2 if self.fn == "lstm" else 1]
             states = [x.new_zeros(depth, n, width) for width in widths]
-        held = [parameters[name] for name, _ in self.shapes(local.specs[0].shape[2])]
+        held = self.held(parameters, local.specs[0].shape[2])
         rest = (held, self.bias, self.layers, 0.0, local.training, self.both, self.batch_first)
         if self.fn == "lstm":
             made = _VF.lstm(x, states, *rest)
@@ -156,3 +160,41 @@ class Recurrent(Op):
         result: Tensor = made[self.result]
         assert isinstance(result, torch.Tensor)
         return result
+
+
+# The gates of ONNX in PyTorch's order: https://onnx.ai/onnx/operators/onnx__LSTM.html has i, o, f, c, a GRU z, r, h.
+IN_PYTORCH = {"lstm": (0, 2, 3, 1), "gru": (1, 0, 2), "rnn_tanh": (0,), "rnn_relu": (0,)}
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentInOne(Recurrent):
+    """One layer with its weights as ONNX keeps them: both directions in one tensor, gates in its order."""
+
+    kind: ClassVar[str] = "recurrent_in_one"
+
+    def shapes(self, channels: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of W, R and B."""
+        count, gates = self.directions, GATES[self.fn] * self.hidden
+        rows: list[tuple[str, tuple[int, ...]]] = [("weight_ih_l0", (count, gates, channels))]
+        rows += [("weight_hh_l0", (count, gates, self.hidden))]
+        return [*rows, ("bias_l0", (count, 2 * gates))] if self.bias else rows
+
+    def gemms(self, inputs: Sequence[TensorSpec], extents: Extents) -> tuple[Gemm, ...]:
+        """Those of a layer with its weights apart."""
+        return self._apart.gemms(inputs, extents)
+
+    def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
+        """The parameters as PyTorch's kernels take them."""
+        made: list[Tensor] = []
+        order = list(IN_PYTORCH[self.fn])
+        for direction in range(self.directions):
+            tensors = [parameters["weight_ih_l0"][direction], parameters["weight_hh_l0"][direction]]
+            tensors += parameters["bias_l0"][direction].chunk(2) if self.bias else ()
+            made += [t.view(len(order), self.hidden, *t.shape[1:])[order].flatten(0, 1) for t in tensors]
+        return made
+
+    @property
+    def _apart(self) -> Recurrent:
+        return Recurrent(
+            self.fn, self.hidden, self.layers, self.bias, self.both, self.batch_first, self.given, self.result
+        )

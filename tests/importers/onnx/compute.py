@@ -22,11 +22,14 @@ from layerwise.ops.base import Op, Role
 from layerwise.ops.nn.conv import ConvTranspose
 from layerwise.ops.nn.norm import BatchNorm, LocalResponseNorm
 from layerwise.ops.nn.pool import Pool
+from layerwise.ops.nn.recurrent import Recurrent
 from layerwise.ops.nn.resample import Pad
 from layerwise.ops.tensor.pointwise import Binary, Dropout
 from layerwise.ops.tensor.reduce import Reduce
 from layerwise.ops.tensor.view import Slice
+from layerwise.tensor import TensorSpec
 from tests.importers.evaluate import run
+from tests.ops.whole import whole
 
 Array = NDArray[np.generic]
 
@@ -91,6 +94,9 @@ def _run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
         case Slice() if op.step < 0:
             at = (slice(None),) * op.dim + (slice(op.start, op.stop, op.step),)
             return torch.tensor(x.numpy()[at].copy())
+        case Recurrent():  # the kernel itself: ONNX says what it gives
+            specs = [TensorSpec(tuple(t.shape), (None,) * t.dim(), str(t.dtype).removeprefix("torch.")) for t in inputs]
+            return op.run(whole(op, specs, training=False), inputs, p)
         case Dropout():
             return x
         case Binary(fn="prelu"):
@@ -126,8 +132,6 @@ def _pool(op: Pool, x: Tensor) -> Tensor:
 
 
 def _sizes(op: Pool, x: Tensor) -> tuple[int, ...]:
-    from layerwise.tensor import TensorSpec
-
     labels = ("n", "c", *(None,) * len(op.kernel))
     return op.output(TensorSpec(tuple(x.shape), labels)).shape[2:]
 

@@ -210,6 +210,20 @@ class Windows(nn.Module):
         return self.head((x + torch.roll(y, (2, 2), (1, 2))).mean((1, 2)))
 
 
+class Speech(nn.Module):
+    """Recurrent layers in one and both directions, from their sequences and their last states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True)
+        self.gru, self.rnn = nn.GRU(10, 7, batch_first=True), nn.RNN(7, 4, nonlinearity="relu", batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.gru(self.lstm(x)[0])
+        _, last = self.rnn(x)
+        return torch.cat([last[0], x[:, -1]], 1)
+
+
 def image() -> Tensor:
     return torch.randn(1, 3, 16, 16)
 
@@ -221,6 +235,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "vision": (Vision, image),
     "language": (Language, lambda: torch.randint(0, 50, (1, 12))),
     "windows": (Windows, lambda: torch.randn(1, 3, 32, 32)),
+    "speech": (Speech, lambda: torch.randn(1, 5, 6)),
 }
 
 

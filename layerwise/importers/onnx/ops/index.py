@@ -5,16 +5,18 @@ https://onnx.ai/onnx/operators/
 
 from __future__ import annotations
 
+from math import prod
+
 from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import axis, integers, known, number, text
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import picked, reshaped, sliced
 from layerwise.ops.nn.resample import Pad
-from layerwise.ops.tensor.along import Cumsum
-from layerwise.ops.tensor.pointwise import Cast, Unary, Where
+from layerwise.ops.tensor.along import Cumsum, Gather, Take
+from layerwise.ops.tensor.pointwise import Binary, Cast, Unary, Where
 from layerwise.ops.tensor.scatter import OneHot, Scatter
-from layerwise.ops.tensor.view import Slice
+from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.ops.torch_op import Argument, Slot, TorchOp
 
 
@@ -53,6 +55,56 @@ def scatter_elements(call: Call) -> Result:
     return Built(Scatter(dim, "add" if reduction == "add" else "write"), (x, _counted(index, x.shape[dim]), updates))
 
 
+def gather_nd(call: Call) -> Result:
+    """data[b, i, j, ...] of positions (b, ..., k) in k dimensions: those are one dimension to us."""
+    x, index, batched = call.operand("data"), call.operand("indices"), int(number(call, "batch_dims", 0))
+    count = index.shape[-1]
+    lead, rest = x.shape[:batched], x.shape[batched + count :]
+    if batched > 1 or not 0 < count <= len(x.shape) - batched or index.shape[:batched] != lead:
+        raise LayerwiseError(f"GatherND of {x.spec.describe()} at {index.spec.describe()} with batch_dims {batched}")
+    places = _flat(index, x.shape[batched : batched + count])
+    shape = index.shape[:-1]
+    if not batched:
+        data = x if count == 1 else reshaped(x, (prod(x.shape[:count]), *rest))
+        return reshaped(Built(Take(0), (data, reshaped(places, (prod(shape),)))), (*shape, *rest))
+    wide = (*lead, prod(shape[1:]), prod(rest))
+    where = Built(Expand(wide), (reshaped(places, (*wide[:2], 1)),))
+    data = reshaped(x, (*lead, prod(x.shape[1 : 1 + count]), wide[2]))
+    return reshaped(Built(Gather(1), (data, where)), (*shape, *rest))
+
+
+def scatter_nd(call: Call) -> Result:
+    """data with rows of updates written, or added, at positions (..., k) in its first k dimensions."""
+    x, index, updates = (call.operand(name) for name in ("data", "indices", "updates"))
+    count, reduction = index.shape[-1], text(call, "reduction", "none")
+    if reduction not in ("none", "add"):
+        raise LayerwiseError(f"ScatterND with reduction {reduction!r} is not supported: only none and add")
+    if not 0 < count <= len(x.shape) or updates.shape != (*index.shape[:-1], *x.shape[count:]):
+        raise LayerwiseError(
+            f"ScatterND of {updates.spec.describe()} at {index.spec.describe()} into {x.spec.describe()}"
+        )
+    rows, width = prod(index.shape[:-1]), prod(x.shape[count:])
+    places = reshaped(_flat(index, x.shape[:count]), (rows, 1))
+    data = reshaped(x, (prod(x.shape[:count]), width))
+    written = reshaped(updates, (rows, width))
+    where = places if width == 1 else Built(Expand((rows, width)), (places,))
+    made = Built(Scatter(0, "add" if reduction == "add" else "write"), (data, where, written))
+    return reshaped(made, x.shape)
+
+
+def _flat(index: Operand, extents: tuple[int, ...]) -> Tensor:
+    """Positions (..., k) in dimensions of these extents as positions in the one that these make, row by row."""
+    total: Tensor | None = None
+    for i, extent in enumerate(extents):
+        one = reshaped(sliced(index, index.shape, len(index.shape) - 1, i, i + 1), index.shape[:-1])
+        counted = _counted(one, extent)
+        stride = prod(extents[i + 1 :])
+        part = scaled(counted, stride)
+        total = part if total is None else Built(Binary("add"), (total, part))
+    assert total is not None
+    return total
+
+
 def one_hot(call: Call) -> Result:
     index = call.operand("indices")
     depth, values = integers(call, "depth"), known(call, "values")
@@ -72,7 +124,7 @@ def _apart(x: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     return reshaped(x, (*shape[:dim], 1, *shape[dim:]))
 
 
-def _counted(index: Tensor, extent: int) -> Tensor:
+def _counted(index: Tensor, extent: int) -> Built:
     """Positions counted from the front: those below 0 count from the end."""
     below = Built(Unary("lt_scalar", (0,)), (index,))
     return Built(Where(), (below, Built(Unary("add_scalar", (extent,)), (index,)), index))
@@ -138,7 +190,9 @@ def grid_sample(call: Call) -> Result:
 INDEXING: Table = {
     "CumSum": cumsum,
     "GatherElements": gather_elements,
+    "GatherND": gather_nd,
     "ScatterElements": scatter_elements,
+    "ScatterND": scatter_nd,
     "Scatter": scatter_elements,
     "OneHot": one_hot,
     "TopK": top_k,

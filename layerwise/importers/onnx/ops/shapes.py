@@ -29,7 +29,6 @@ from layerwise.importers.tensors import space_to_depth as to_depth
 from layerwise.ops.nn.embed import Embedding
 from layerwise.ops.nn.learned import Learned
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.along import Take
 from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.tensor import TensorSpec
 
@@ -185,19 +184,6 @@ def gather(call: Call) -> Result:
     return taken if places.ndim == 1 else reshaped(taken, (*data.shape[:dim], *places.shape, *data.shape[dim + 1 :]))
 
 
-def gather_nd(call: Call) -> Result:
-    """With one position an element, which PyTorch's exporter writes for x[positions]."""
-    ids = call.operand("indices")
-    if call.get("batch_dims", 0) or ids.shape[-1] != 1:
-        raise LayerwiseError("GatherND at positions in several dimensions, or with batch_dims, is not supported")
-    shape = ids.shape[:-1]
-    if ids.activation:
-        return Built(Take(0), (call.operand("data"), reshaped(ids, shape)))
-    value = None if ids.value is None else ids.value.reshape(shape)
-    flat = replace(ids, spec=TensorSpec(shape, (None,) * len(shape), ids.spec.dtype), value=value)
-    return gather(replace(call, arguments={"data": call["data"], "indices": flat, "axis": 0}))
-
-
 def depth_to_space(call: Call) -> Result:
     x, b = call.operand("input"), call.integer("blocksize")
     c, *_ = _image(x)
@@ -321,7 +307,6 @@ SHAPES: Table = {
     "Split": split,
     "Slice": slice_,
     "Gather": gather,
-    "GatherND": gather_nd,
     "DepthToSpace": depth_to_space,
     "SpaceToDepth": space_to_depth,
     "Pad": pad,

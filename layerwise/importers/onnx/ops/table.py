@@ -1,7 +1,7 @@
 """The ONNX importer's table: one row an operator, "Name-since" for an older form of it that means something else.
 
-https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms, shapes, positions, element-wise
-operators.
+https://onnx.ai/onnx/operators/. The rows are with their families: layers, norms, recurrent ones, shapes, positions,
+element-wise operators.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from layerwise.importers.onnx.ops.index import INDEXING
 from layerwise.importers.onnx.ops.layers import LAYERS
 from layerwise.importers.onnx.ops.norms import NORMS
 from layerwise.importers.onnx.ops.pointwise import POINTWISE
+from layerwise.importers.onnx.ops.recurrent import RECURRENT
 from layerwise.importers.onnx.ops.shapes import SHAPES
 from layerwise.importers.registry import Build, Table, lookup
 
-TABLE: Table = {**LAYERS, **NORMS, **SHAPES, **INDEXING, **POINTWISE}
+TABLE: Table = {**LAYERS, **NORMS, **SHAPES, **INDEXING, **RECURRENT, **POINTWISE}
 
 
 def row(domain: str, op_type: str, since: int = 0) -> Build | None:
