@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Literal, get_args
@@ -36,6 +36,16 @@ class Config:
     placement: Placement = "contiguous"
     recompute: bool = False
     states: States = "replicated"
+    _hash: int = field(init=False, repr=False, compare=False)  # many are looked up by it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.degrees, self.placement, self.recompute, self.states)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Config, (self.degrees, self.placement, self.recompute, self.states)  # hashes of strings differ elsewhere
 
     @staticmethod
     def of(degrees: Mapping[str, int], placement: Placement = "contiguous") -> Config:
@@ -86,7 +96,9 @@ class SearchSpace:
 
     def configurations(self, dims: tuple[Dim, ...]) -> tuple[Config, ...]:
         """All legal configurations of a layer with these dimensions; the serial one first."""
-        return _configurations(self, tuple(Dim(d.label, d.max_degree) for d in dims))
+        scatters = "k" in self.dims  # over which dimension depends on their extents
+        most = (d.max_degree if scatters else min(d.max_degree, self.devices) for d in dims)
+        return _configurations(self, tuple(Dim(d.label, extent) for d, extent in zip(dims, most, strict=True)))
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -14,6 +18,11 @@ from layerwise.ops.facts import Dim, Space
 from tests.cost import brute
 
 LABELS = ("n", "c", "h", "w", "k")
+READ = """
+import pickle, sys
+from layerwise.config import Config
+print({Config.of({"n": 2}): "found"}[pickle.load(sys.stdin.buffer)])
+"""
 
 
 @given(
@@ -92,3 +101,11 @@ def test_what_cannot_be_is_said_in_one_line(written: object, said: str) -> None:
     with pytest.raises(LayerwiseError, match=f"layer 'conv1': .*{said}") as error:
         parse(written, DIMS, 8, "conv1")
     assert "\n" not in str(error.value)
+
+
+def test_it_is_found_in_another_process() -> None:
+    """Whose strings have other hashes."""
+    written = pickle.dumps(Config.of({"n": 2}))
+    for seed in "12":
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", READ], input=written, env=environment, check=True)

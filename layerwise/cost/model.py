@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ class CostModel(Setting):
         self._nodes: dict[object, NodeCost] = {}
         self.prices: dict[object, Any] = {}  # of layers of strategies (`cost.price`)
         self._edges: dict[object, dict[str, Floats]] = {}
+        self._pairs: dict[EdgeName, dict[tuple[Config, Config], float]] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
@@ -204,6 +206,15 @@ class CostModel(Setting):
     ) -> Floats:
         """The sum of `edge_costs`. Not to be written to."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
+
+    def pair_costs(self, name: EdgeName, pairs: Sequence[tuple[Config, Config]]) -> list[float]:
+        """Of an edge under some pairs of configurations; those that are not known yet are priced together."""
+        known = self._pairs.setdefault(name, {})
+        if new := [pair for pair in pairs if pair not in known]:
+            sources, targets = (tuple(dict.fromkeys(side)) for side in zip(*new, strict=True))
+            costs = self.edge_cost(name, sources, targets).ravel().tolist()
+            known |= zip(product(sources, targets), costs, strict=True)
+        return [known[pair] for pair in pairs]
 
     def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""

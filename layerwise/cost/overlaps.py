@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from layerwise.cost.selections import Selections, selections
+from layerwise.cost.selections import selections
 from layerwise.geometry import AxisMap, boundaries, interval_overlap
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
@@ -67,7 +67,7 @@ class Overlaps:
         self.owned, self.needing = selections(edge.owners, graph, watched), selections(edge.needers, graph, watched)
         dimensions = range(self.needing.degrees.shape[1])
         self.spare = [i for i in dimensions if i not in sources]  # along these the need is replicated
-        self.sums = [_sums(edge, j, self.owned, self.needing) for j in range(len(edge.shape))]
+        self.sums = [_sums(edge, j) for j in range(len(edge.shape))]
         self._products: dict[tuple[int, int], list[list[_Factor]]] = {}
 
     def between(self, s: int, t: int, rows: slice) -> Floats:
@@ -136,11 +136,11 @@ def _merged(factors: Sequence[_Factor]) -> list[_Factor]:
     return made
 
 
-def _sums(edge: Edge, j: int, owned: Selections, needing: Selections) -> tuple[Floats, Ints]:
+def _sums(edge: Edge, j: int) -> tuple[Floats, Ints]:
     """`_overlap_sums` of one dimension of the tensor."""
     axis = edge.maps[j]
-    a_values = tuple(np.unique(owned.degrees[:, j]).tolist())
-    b_values = (1,) if axis.source is None else tuple(np.unique(needing.degrees[:, axis.source]).tolist())
+    a_values = edge.owners.distinct[j][0]
+    b_values = (1,) if axis.source is None else edge.needers.distinct[axis.source][0]
     dim = Dim(None, 1) if axis.source is None else edge.dims[axis.source]
     return _overlap_sums(edge.shape[j], edge.units[j], a_values, axis, dim, b_values)
 

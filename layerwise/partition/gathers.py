@@ -59,15 +59,31 @@ def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
 
 def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
     """Pairs that may be gathers: the same devices take part, and the first one, which always does, has its share."""
-    owners, needing, first = edge.owners, edge.needers, np.zeros(1, np.int64)
-    members = _members(edge, first)[:, 0]
-    several = np.flatnonzero(members > 1)
-    rows, which = np.nonzero(_devices(owners)[:, None] == _devices(needing)[several])
-    columns = several[which]
-    own, need = _owned(edge, first), _boxes(edge.maps, edge.dims, needing, first)
-    part, wanted = _overlap(own, need, rows, columns)[:, 0], (need[1] - need[0]).prod(-1)[columns, 0]
-    shares = (part > 0) & (part * members[columns] == wanted)
+    members = _members(edge, np.zeros(1, np.int64))[:, 0]
+    tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
+    for j, axis in enumerate(edge.maps):
+        degrees, which = edge.owners.distinct[j]
+        end = np.array([boundaries(edge.shape[j], degree, edge.units[j])[1] for degree in degrees], np.int64)
+        lo, hi, column = _first_cells(edge, axis)
+        tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
+        wanted *= (hi - lo)[column]
+    columns = np.flatnonzero((members > 1) & (wanted > 0) & (wanted % members == 0))
+    rows, which = np.nonzero(_devices(edge.owners)[:, None] == _devices(edge.needers)[columns])
+    columns = columns[which]
+    part = np.ones(len(rows), np.int64)
+    for table, row, column in tables:
+        part *= table[row[rows], column[columns]]
+    shares = part * members[columns] == wanted[columns]
     return rows[shares], columns[shares]
+
+
+def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
+    """lo, hi of what the first device needs of a dimension, by degree, and which degree each configuration has."""
+    if axis.source is None:
+        return *axis(np.zeros(1, np.int64), np.ones(1, np.int64)), np.zeros(edge.pairs[1], np.int64)
+    dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
+    end = np.array([boundaries(dim.extent, degree, dim.unit)[1] for degree in degrees], np.int64)
+    return *axis(np.zeros_like(end), end), column
 
 
 def _devices(cells: Cells) -> Ints:
@@ -108,10 +124,10 @@ def coincide(edge: Edge) -> Mask:
     found = edge.needers.copies.copy()
     for axis in edge.maps:
         if axis.source is not None:
-            column, dim = edge.needers.degrees[:, axis.source], edge.dims[axis.source]
-            for degree in np.unique(column).tolist():
+            dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
+            for which, degree in enumerate(degrees):
                 if not _distinct(axis, dim, degree):
-                    found |= column == degree
+                    found |= column == which
     return found
 
 
@@ -129,7 +145,7 @@ def needers(edge: Edge) -> Ints:
     for axis in edge.maps:
         if axis.source is not None:
             dim = edge.dims[axis.source]
-            for degree in np.unique(degrees[:, axis.source]).tolist():
+            for degree in edge.needers.distinct[axis.source][0]:
                 cuts = boundaries(dim.extent, degree, dim.unit)
                 rows, ends = degrees[:, axis.source] == degree, np.stack(axis(cuts[:-1], cuts[1:]))
                 same = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
@@ -154,7 +170,7 @@ def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells, devices: Ints | None =
             lo[..., j], hi[..., j] = int(ends[0][0]), int(ends[1][0])
             continue
         dim = dims[axis.source]
-        for degree in np.unique(degrees[:, axis.source]).tolist():
+        for degree in cells.distinct[axis.source][0]:
             cuts = boundaries(dim.extent, degree, dim.unit)
             rows, (start, stop) = degrees[:, axis.source] == degree, axis(cuts[:-1], cuts[1:])
             lo[rows, :, j], hi[rows, :, j] = (ends[index[rows, :, axis.source]] for ends in (start, stop))

@@ -59,7 +59,20 @@ def _degrees(layer: Layer, config: Config, epilogue: bool) -> list[int]:
 def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
     """Those of a search space that a layer can have."""
     configs, held = space.configurations(layer.space.dims), layer.own_parameters()
-    return tuple(config for config in configs if _reason(layer, held, config, space.devices) is None)
+    cutting = {layer.space.dims[m.source].label for _, p in held for m in p.maps if m.source is not None}
+    known: dict[object, bool] = {}
+
+    def is_held(config: Config) -> bool:
+        """Looked at once for all that cut the parameters alike: unless a reduction scatters over other dimensions."""
+        degrees = config.degrees
+        if not any(label == "k" for label, _ in degrees):
+            degrees = tuple(one for one in degrees if one[0] in cutting)
+        key = degrees, space.devices % config.total
+        if key not in known:
+            known[key] = _reason(layer, held, config, space.devices) is None
+        return known[key]
+
+    return tuple(filter(is_held, configs))
 
 
 def check(layer: Layer, config: Config, devices: int) -> None:

@@ -37,6 +37,12 @@ class Cells:
         total: Ints = self.digits.prod(1)
         return total
 
+    @cached_property
+    def distinct(self) -> tuple[tuple[tuple[int, ...], Ints], ...]:
+        """Of each dimension the degrees that there are, ascending, and which of these each configuration has, (C,)."""
+        found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
+        return tuple((tuple(values.tolist()), which) for values, which in found)
+
     def numbers(self, devices: Ints) -> Ints:
         """(C, W) the cell that each of these devices has, -1: none."""
         total, here = self.total[:, None], devices[None, :]

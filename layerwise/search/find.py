@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import Literal
 
 from layerwise.cache import Answers
@@ -179,5 +180,5 @@ def configurations(
         else:
             known = held_configurations(layer, space)
             extra = dict.fromkeys(s[layer.name] for s in named.values())
-            result[layer.name] = known + tuple(c for c in extra if c not in known)
+            result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
     return result

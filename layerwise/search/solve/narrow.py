@@ -9,7 +9,7 @@ optimum if its own transfers are exact: where they are not, they are made so, un
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,11 @@ from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.search.solve.bound import Messages
-from layerwise.search.solve.eliminate import Optimum, eliminate, total
+from layerwise.search.solve.eliminate import Optimum, eliminate
 from layerwise.search.solve.prune import SLACK, Keep, by_edge_cost, restrict
 
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
+FEW = 16  # configurations of a layer, for which better bounds take longer than they save
 ROUNDS = 8  # of looking for the devices that the best strategy waits for
 Configs = Mapping[str, tuple[Config, ...]]
 
@@ -46,20 +47,23 @@ def narrow(
     progress: Progress | None = None,
 ) -> Narrowed:
     """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
-    known = _Known(model, weights)
-    for strategy in named.values():
-        known.add({name: strategy[name] for name in configs})
     bounding_s = 0.0
     nodes = weighted(model, configs, weights)
+    known = _Known(model, weights)
+    known.add([{name: strategy[name] for name in configs} for strategy in named.values()])
     for watched in ((0,), None):  # the first device has a cell of every configuration
+        if watched is None and max(map(len, configs.values())) <= FEW:
+            break  # `exact_optimum` makes exact what it needs
         tables = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
         messages, lower = Messages(tables.transfer, list(configs)), list[dict[str, Floats]]()
+        decoded = list[dict[str, Config]]()
         for node in nodes:
             started = time.perf_counter()
             bounds = messages.bounds(node, SWEEPS)
             bounding_s += time.perf_counter() - started
             lower.append(bounds.lower_s)
-            known.add(strategy_of(configs, bounds.choice))
+            decoded.append(strategy_of(configs, bounds.choice))
+        known.add(decoded)
         keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
         for bound, upper in zip(lower, known.least, strict=True):
             for name, lower_s in bound.items():
@@ -76,11 +80,10 @@ class _Known:
         self.model, self.weights = model, weights
         self._costs: dict[tuple[Config, ...], tuple[float, float]] = {}
 
-    def add(self, strategy: Mapping[str, Config]) -> None:
-        """One more."""
-        key = tuple(strategy.values())
-        if key not in self._costs:
-            self._costs[key] = exact_cost(self.model, strategy)
+    def add(self, strategies: Iterable[Mapping[str, Config]]) -> None:
+        """Some more."""
+        new = {key: s for s in strategies if (key := tuple(s.values())) not in self._costs}
+        self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
 
     @property
     def least(self) -> list[float]:
@@ -132,11 +135,11 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
     strategy = strategy_of(tables.configs, choice)
     found = list[EdgeName]()
     for edge, cost in tables.transfer.items():
-        ends = (strategy[edge[0]],), (strategy[edge[1]],)
-        pair, exact = (choice[edge[0]], choice[edge[1]]), model.edge_cost(edge, *ends)[0, 0]
+        ends, pair = (strategy[edge[0]], strategy[edge[1]]), (choice[edge[0]], choice[edge[1]])
+        (exact,) = model.pair_costs(edge, [ends])
         if exact > cost[pair] * SLACK:
             found.append(edge)
-            watched = with_ports((model.busiest_device(edge, *ends[0], *ends[1]),), model.devices)
+            watched = with_ports((model.busiest_device(edge, *ends),), model.devices)
             more = model.edge_cost(edge, tables.configs[edge[0]], tables.configs[edge[1]], watched)
             tables.transfer[edge] = np.maximum(cost, more)
             tables.transfer[edge][pair] = exact  # a rack's uplink is shared by more devices than are watched
@@ -145,10 +148,21 @@ def raised(model: CostModel, tables: CostTables, choice: Mapping[str, int]) -> b
 
 def exact_cost(model: CostModel, strategy: Mapping[str, Config]) -> tuple[float, float]:
     """Equation 1 of a strategy without t_S, and t_S."""
-    tables = model.tables({name: (config,) for name, config in strategy.items()})
-    choice = dict.fromkeys(strategy, 0)
-    sync = sum(float(model.node_cost(model.graph[name], (config,)).overlapped[0]) for name, config in strategy.items())
-    return total(tables.node, tables.transfer, choice) - sync, sync
+    return exact_costs(model, [strategy])[0]
+
+
+def exact_costs(model: CostModel, strategies: Sequence[Mapping[str, Config]]) -> list[tuple[float, float]]:
+    """Of each of these, equation 1 without t_S, and t_S. They share tables, as most of their layers are alike."""
+    if not strategies:
+        return []
+    found = np.zeros((2, len(strategies)))
+    for name in strategies[0]:
+        own = tuple(dict.fromkeys(s[name] for s in strategies))
+        cost, rows = model.node_cost(model.graph[name], own), [own.index(s[name]) for s in strategies]
+        found += np.stack([cost.total - cost.overlapped, cost.overlapped])[:, rows]
+    for edge in model.graph.edges():
+        found[0] += model.pair_costs(edge, [(s[edge[0]], s[edge[1]]) for s in strategies])
+    return [(float(rest), float(sync)) for rest, sync in found.T]
 
 
 def strategy_of(configs: Mapping[str, tuple[Config, ...]], choice: Mapping[str, int]) -> dict[str, Config]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
 from layerwise.partition.holding import held_configurations
+from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
 from tests.cost import brute, networks
@@ -51,7 +53,9 @@ def same_optima(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) ->
     model = CostModel(network, graph, CostOptions(io=data.draw(st.sampled_from(["sample", "free"]))))
     configs = drawn(model, data, 8)
     full = model.tables(configs)
-    narrowed = narrow(model, configs, {}, WEIGHTS)
+    few = data.draw(st.sampled_from([0, module.FEW]))  # with better bounds, and without
+    with mock.patch.object(module, "FEW", few):
+        narrowed = narrow(model, configs, {}, WEIGHTS)
     for at, (weight, node) in enumerate(zip(WEIGHTS, weighted(model, configs, WEIGHTS), strict=True)):
         best = eliminate(full, node=node).cost_s
         small, found = exact_optimum(model, narrowed.tables, narrowed.nodes[at], narrowed.uppers[at], 2.0**31)
