@@ -7,11 +7,8 @@ of Convolutional Neural Networks, HPDC 2021): on a cube of 512 they have the sha
 import torch
 from torch import Tensor, nn
 
+from .cosmoflow_layers import HIDDEN, SLOPE, convolutions
 from .width import scaling
-
-# (channels, kernel, stride) of each convolution.
-CONVOLUTIONS = ((16, 3, 1), (32, 3, 1), (64, 3, 2), (128, 3, 1), (256, 2, 1), (256, 2, 1), (128, 2, 1))
-SLOPE = 0.2  # of the leaky ReLU: the default of Chainer, in which ParaDL ran
 
 
 class CosmoFlow(nn.Module):
@@ -22,23 +19,23 @@ class CosmoFlow(nn.Module):
         c = scaling(width)
         layers: list[nn.Module] = []
         in_channels = 4
-        for number, (channels, kernel, stride) in enumerate(CONVOLUTIONS, start=1):
-            # Small cubes shrink to one voxel before the last convolutions: those are padded, to have a 2-cube to read.
-            padding = 1 if kernel == 2 and side == 1 else 0
-            layers += [nn.Conv3d(in_channels, c(channels), kernel, stride, padding), nn.LeakyReLU(SLOPE)]
-            in_channels = c(channels)
-            side = (side + 2 * padding - kernel) // stride + 1
-            if number < len(CONVOLUTIONS) and side > 1:
+        for one in convolutions(side):
+            layers += [
+                nn.Conv3d(in_channels, c(one.channels), one.kernel, one.stride, one.padding),
+                nn.LeakyReLU(SLOPE),
+            ]
+            in_channels = c(one.channels)
+            if one.pooled:
                 layers.append(nn.AvgPool3d(2))
-                side //= 2
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool3d(1)
+        hidden = [c(each) for each in HIDDEN]
         self.classifier = nn.Sequential(
-            nn.Linear(in_channels, c(2048)),
+            nn.Linear(in_channels, hidden[0]),
             nn.LeakyReLU(SLOPE),
-            nn.Linear(c(2048), c(256)),
+            nn.Linear(hidden[0], hidden[1]),
             nn.LeakyReLU(SLOPE),
-            nn.Linear(c(256), num_classes),
+            nn.Linear(hidden[1], num_classes),
         )
 
     def forward(self, x: Tensor) -> Tensor:
