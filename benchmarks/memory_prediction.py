@@ -1,13 +1,15 @@
 """python -m benchmarks.memory_prediction: the memory of a training step, predicted and measured.
 
-Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model` and the searched one,
-and with all layers recomputed; each rank's peak is measured (`common.live`) and the fullest counts. Bytes are counted,
-so the table is the same on every run. On a GPU (--device cuda, one rank): the peak of CUDA's allocator.
+Networks at reduced size, on one rank and on two (processes, gloo) under the plans `data`, `model`, the searched one and
+`space` (that splits volumes only), and with all layers recomputed; each rank's peak is measured (`common.live`) and the
+fullest counts. Bytes are counted, so the table is the same on every run. On a GPU (--device cuda, one rank): the peak
+of CUDA's allocator.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -60,7 +62,7 @@ CASES = {
 # And the states, and whether all layers that gain by it are recomputed.
 SERIAL = ("serial", "serial, recompute")
 PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")
-PLANS += ("data, recompute", "model, recompute", "data, gathered, recompute")
+PLANS += ("space", "data, recompute", "model, recompute", "data, gathered, recompute")
 
 
 @cache
@@ -91,13 +93,23 @@ def planned(name: str, kind: str, optimizer: str, ranks: int, dtype: str = "floa
     if ranks == 1:
         strategy = {layer.name: Config() for layer in graph.inner}
     else:
-        configs = search(model, SearchSpace(ranks)).additive.strategy if kind == "searched" else baseline(model, kind)
-        strategy = {layer.name: configs[layer.name] for layer in graph.inner}
+        made = configs(model, kind, ranks)
+        strategy = {layer.name: made[layer.name] for layer in graph.inner}
     again = recomputable(graph) if "recompute" in choices else frozenset()
     states = next((states for states in ("sharded", "gathered") if states in choices), "replicated")
     strategy = {name: replace(config, recompute=name in again, states=states) for name, config in strategy.items()}
     plan = Plan(name, graph.digest, graph.batch, ranks, ranks, options.io, fused=True, strategy=strategy)
     return plan, price(model, strategy).memory_bytes
+
+
+def configs(model: CostModel, kind: str, ranks: int) -> Mapping[str, Config]:
+    """By layer. `space`: each is cut along the first spatial dimension that has room."""
+    if kind == "searched":
+        return search(model, SearchSpace(ranks)).additive.strategy
+    if kind != "space":
+        return baseline(model, kind)
+    rooms = {layer.name: [d for d in "dhw" if layer.space.max_degree(d) >= ranks] for layer in model.graph.inner}
+    return {name: Config.of(dict.fromkeys(room[:1], ranks)) for name, room in rooms.items()}
 
 
 def on_rank(comm: Comm, name: str, plan: str, optimizer: str, dtype: str) -> float:

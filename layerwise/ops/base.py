@@ -132,6 +132,10 @@ class Op(ABC):
         """What the kernel keeps and takes for boxes [lo, hi) of the iteration space; default: it reads all again."""
         return Kept()
 
+    def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
+        """Zeros (low, high) by dimension that the kernel copies around its first input, unless that comes with them."""
+        return {}
+
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
         """The same operator at another batch; only those that name sizes (reshape, expand) change."""
         return self

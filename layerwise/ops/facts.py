@@ -91,6 +91,7 @@ class Kept:
     output: bool = True  # whether it reads the output again
     through: bool = False  # whether the gradients of the inputs are views of the output's
     extra: Counts | float = 0.0  # bytes that are kept besides, such as a mask
+    padded: Counts | float = 0.0  # of these, of a padded copy of its input, which is none where that arrives padded
     forward: Counts | float = 0.0  # bytes that the forward pass takes while it runs
     between: Counts | float = 0.0  # of a backward pass in two parts, what the second reads: a padded copy's gradient
 
@@ -134,6 +135,7 @@ class Local:
     seed: Seed = 0  # of the random numbers of this step, equal on all devices
     device: torch.device | None = None  # that computes, where the kernel is given no tensor; None: the CPU
     convolve: Callable[..., Tensor] | None = field(default=None, compare=False)  # instead of torch's convolution
+    padded: bool = False  # whether its first input has come with the operator's `margins`
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: str, make: Callable[[], T]) -> T:

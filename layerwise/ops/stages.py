@@ -33,6 +33,11 @@ class LocalStage:
     views: tuple[Chain, ...]  # of each input that comes from outside
     parameters: Mapping[str, int]  # by the operator's names, their places among the layer's
 
+    def padded(self) -> LocalStage:
+        """Whose first input comes with the operator's margins."""
+        training, evaluation = (replace(local, padded=True) for local in (self.training, self.evaluation))
+        return replace(self, training=training, evaluation=evaluation)
+
 
 def local_stages(
     stages: Sequence[Stage],

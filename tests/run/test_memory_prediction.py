@@ -26,6 +26,7 @@ CASES = [
     pytest.param("vgg16", "data, sharded", "sgd", 2, marks=pytest.mark.slow),
     pytest.param("resnet18", "data, gathered", "momentum", 2, marks=pytest.mark.slow),
     ("unet3d, one sample", "searched", "sgd", 2),
+    ("unet3d, one sample", "space", "sgd", 2),  # halos: one copy of what a convolution and the ReLU before it keep
     ("resnet18", "serial, recompute", "sgd", 1),
     ("unet3d", "serial, recompute", "sgd", 1),
     pytest.param("inception-like", "serial, recompute", "sgd", 1, marks=pytest.mark.slow),

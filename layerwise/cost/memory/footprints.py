@@ -16,6 +16,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
+from layerwise.partition.within import kept_within
 
 Layered = tuple[str, Config]
 
@@ -34,6 +35,11 @@ class Footprints:
     def begun(self) -> dict[str, tuple[EdgeEnd, ...]]:
         """The edges that run ahead, by the layer before whose computation they begin."""
         return begun_before(self.model.graph, self.model.options.io)
+
+    @cached_property
+    def within(self) -> dict[str, EdgeEnd]:
+        """By layer, the reader that may keep its output for it."""
+        return kept_within(self.model.graph)
 
     def place(self, layer: Layer, config: Config) -> Place:
         """A layer's boxes."""

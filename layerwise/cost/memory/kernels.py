@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,12 @@ class StageMemory:
     view: bool
     copies: dict[int, Floats]  # what autocast reads a copy of: by slot, BEFORE for the result of the stage before
     weights: Floats  # the copies that it makes of weights
+    padded: Floats  # of `extra` and `between`, of a padded copy of its first input; see `given_padded`
+
+    def given_padded(self) -> StageMemory:
+        """Where that input travels: it arrives in a tensor of `padded` bytes, which is kept instead of a copy."""
+        kept = replace(self.kept, inputs=self.kept.inputs | (self.padded > 0))
+        return replace(self, kept=kept, extra=self.extra - self.padded, between=self.between - self.padded)
 
 
 def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) -> list[StageMemory]:
@@ -46,8 +52,9 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         dims, rank = len(space.dims), len(space.out.shape)
         kept = stage.op.kept(stage.specs, boxes.lo[:, :dims], boxes.hi[:, :dims])
         made = place.owned.volume * space.out.item_bytes
-        extra, forward, between = (
-            np.where(boxes.active, size, 0.0) for size in (kept.extra, kept.forward, kept.between)
+        around = 0.0 if stage.epilogue or (stage.views and stage.views[0]) else kept.padded
+        extra, forward, between, padded = (
+            np.where(boxes.active, size, 0.0) for size in (kept.extra, kept.forward, kept.between, around)
         )
         if split and not stage.epilogue:  # partial sums; what leaves of them and what comes; then backward those of all
             extents = (boxes.hi - boxes.lo)[:, :rank].astype(np.float64)
@@ -56,7 +63,7 @@ def stages_of(layer: Layer, place: Place, flows: Sequence[bool], split: bool) ->
         slots = tuple(range(stage.inputs.stop)[stage.inputs])
         flags = gradients.result, running, stage.view
         copies, weights = _copies(layer, stage, place, slots)
-        rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights))
+        rows.append(StageMemory(kept, made, extra, forward, between, slots, *flags, copies, weights, padded))
         running = gradients.result
     return rows
 

@@ -19,14 +19,14 @@ from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.kernels import BEFORE, remembered
 from layerwise.cost.memory.outputs import leave
 from layerwise.cost.memory.parameters import Parameters
+from layerwise.cost.memory.sizes import Sizes
 from layerwise.cost.model import CostModel, Strategy
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, weights_late
 from layerwise.partition.blocks import made_again
 from layerwise.partition.moved import Moved
-from layerwise.partition.place import Place, read
 
 
 def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | None = None) -> Floats:
@@ -65,9 +65,6 @@ class _Step:
     strategy: Strategy
     tracker: AllocationTracker
     footprints: Footprints
-    places: dict[str, Place] = field(default_factory=dict)  # its boxes
-    read: dict[str, Place] = field(default_factory=dict)  # of inputs of which devices read boxes
-    edges: dict[tuple[str, int], Moved] = field(default_factory=dict)  # what travels from these
     values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
     saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
     gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
@@ -84,22 +81,9 @@ class _Step:
         self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
         self.parameters = Parameters(self.model, self.tracker)
         for layer in graph.layers:
-            config = self.strategy[layer.name]
-            self.places[layer.name] = self.footprints.place(layer, config)
-            self.parameters.hold(layer, self.footprints.held(layer, config))
-        if self.model.options.io == "boxes":  # what is read follows from several layers
-            self.read = read(graph, self.places)
-            self.places |= self.read
-        self.stages = {layer.name: self.footprints.stages(layer, self.strategy[layer.name]) for layer in graph.inner}
-
-    def _edge(self, layer: Layer, slot: int) -> Moved:
-        source = layer.inputs[slot]
-        if source in self.read:
-            key = layer.name, slot
-            if key not in self.edges:
-                self.edges[key] = self.footprints.moved_between(layer, slot, self.read[source], self.places[layer.name])
-            return self.edges[key]
-        return self.footprints.moved(layer, slot, self.strategy[source], self.strategy[layer.name])
+            self.parameters.hold(layer, self.footprints.held(layer, self.strategy[layer.name]))
+        self.sizes = Sizes(self.model, self.strategy, self.footprints)
+        self.places, self.stages = self.sizes.places, self.sizes.stages
 
     # ---- forward ----
 
@@ -120,7 +104,7 @@ class _Step:
             for user, slot in self.begun.get(layer.name, ()):
                 self._send_ahead(self.model.graph[user], slot)
             if layer.role is Role.SINK:
-                sizes = [self._edge(layer, slot).need * spec.item_bytes for slot, spec in enumerate(layer.specs)]
+                sizes = [self.sizes.edge(layer, slot).need * spec.item_bytes for slot, spec in enumerate(layer.specs)]
                 for slot, gradient in leave(tracker, self.model, layer, sizes, received):
                     self._return(layer, slot, gradient)
             elif layer.name in self.block_of:
@@ -135,18 +119,18 @@ class _Step:
         return sorted(range(len(layer.inputs)), key=lambda slot: not self._runs_ahead(layer, slot))
 
     def _runs_ahead(self, layer: Layer, slot: int) -> bool:
-        return (layer.name, slot) in self.ahead and not self._edge(layer, slot).local
+        return (layer.name, slot) in self.ahead and not self.sizes.edge(layer, slot).local
 
     def _send_ahead(self, layer: Layer, slot: int) -> None:
         """What arrives has its memory from now on, and what is sent from a copy keeps that."""
         if self._runs_ahead(layer, slot):
-            edge, item_bytes = self._edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
+            edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
             arrived = self.tracker.new(edge.received * item_bytes, "gathered")
             self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes, "workspace"))
 
     def _received(self, layer: Layer, slot: int, *, again: bool = False) -> Ref:
         source = layer.inputs[slot]
-        edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
+        edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[source].out.item_bytes
         if edge.local:
             return self.tracker.hold(self.values[source], edge.need > 0)
         if self._runs_ahead(layer, slot) and not again:
@@ -156,7 +140,7 @@ class _Step:
         else:
             arrived = self.tracker.new(edge.received * item_bytes, "gathered")
             self.tracker.spike(edge.forth * item_bytes)
-        leaf = self.tracker.new(edge.need * item_bytes, "gathered")
+        leaf = self.tracker.new(self.sizes.given(layer, slot), "gathered")
         self.tracker.drop(arrived)
         return leaf
 
@@ -185,12 +169,23 @@ class _Step:
                 mine += tracker.hold(out) if stage.kept.output else NOBODY
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
+            if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
+                self._keep_within(layer, given[0], within & where)
         self.values[layer.name] = out
         if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
         else:
             self._drop(saved)
         self._drop(given)
+
+    def _keep_within(self, layer: Layer, given: Ref, where: Mask) -> None:
+        """What an input's maker has kept of it is kept in what this layer was given, on the devices `where`."""
+        source = layer.inputs[0]
+        out, rest = self.values[source], self.saved[source]
+        made = {id(storage) for storage, _ in out}
+        rest[-1] = tuple((s, mask & ~where if id(s) in made else mask) for s, mask in rest[-1])
+        rest[-1] += self.tracker.hold(given, where)
+        self.tracker.drop(part(out, where))
 
     def _slots(self, layer: Layer, number: int) -> tuple[int, ...]:
         """The layer's inputs that a stage reads; the first one also the parameters that other layers use, too."""
@@ -287,7 +282,7 @@ class _Step:
     def _weights_late(self, layer: Layer) -> bool:
         """Whether the gradient of its input travels while that of its weights is made."""
         flows = any(self.model.graph.flows_back(layer)[:1])
-        return weights_late(layer, flows, self.model.devices.device_type) and not self._edge(layer, 0).local
+        return weights_late(layer, flows, self.model.devices.device_type) and not self.sizes.edge(layer, 0).local
 
     def _make_weights(self, layer: Layer) -> None:
         copies = self.tracker.new(self.stages[layer.name][0].weights)
@@ -299,15 +294,14 @@ class _Step:
         """That of an input: a view of the output's, or made."""
         if through is not None:
             return self.tracker.hold(through)
-        size = self._edge(layer, slot).need * self.model.graph[layer.inputs[slot]].out.item_bytes
-        return self.tracker.new(size, "gradients")
+        return self.tracker.new(self.sizes.given(layer, slot), "gradients")
 
     def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
         """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
         tracker, source = self.tracker, layer.inputs[slot]
         if not self.flows[source]:
             return
-        edge, item_bytes = self._edge(layer, slot), self.model.graph[source].out.item_bytes
+        edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[source].out.item_bytes
         arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
         if self._runs_ahead(layer, slot) or (slot == 0 and self.late):
             self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes, "workspace"), gradient)
@@ -320,7 +314,7 @@ class _Step:
         flight = self.flights.pop((layer.name, slot), None)
         if flight is not None:
             self.tracker.drop(flight.copies)
-            self._add(layer.inputs[slot], self._edge(layer, slot), flight.gradient, flight.arrived)
+            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), flight.gradient, flight.arrived)
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
         """A gradient that came back is added to those that came before."""
@@ -331,19 +325,16 @@ class _Step:
         if before is not None:  # autograd adds in place where nobody else has what it adds to
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
-            total = tracker.new(np.where(mine | other, 0.0, self._own_bytes(source)), "gradients")
+            total = tracker.new(np.where(mine | other, 0.0, self.sizes.own(source)), "gradients")
             self._drop([part(before, ~mine), part(back, ~other)])
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
 
     def _adjoint(self, edge: Moved, source: str, gradient: Ref) -> Ref:
         """A view of the gradient where that is all there is to it, else a new tensor."""
-        item_bytes, own = self.model.graph[source].out.item_bytes, self._own_bytes(source)
+        item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
         alike = (edge.kept * item_bytes == own) & (edge.local | (edge.sent == 0))
         return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
-
-    def _own_bytes(self, name: str) -> Floats:
-        return self.places[name].owned.volume * self.model.graph[name].out.item_bytes
 
     def _drop(self, refs: Sequence[Ref]) -> None:
         for ref in refs:

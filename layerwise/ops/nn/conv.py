@@ -79,7 +79,7 @@ class Conv(Op):
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         """Cells at a border that padding alike on both sides does not serve keep a padded copy of their input."""
-        (x,), more = inputs, np.ones(lo.shape[:-1])
+        (x,), more, around = inputs, np.ones(lo.shape[:-1]), np.ones(lo.shape[:-1], np.bool_)
         maps = self.needs(inputs, self.output(x))[0]
         for i, (k, s, d, (low, _)) in enumerate(
             zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), start=2
@@ -89,8 +89,13 @@ class Conv(Op):
             after = (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
             alike = (after <= before) & (before < after + s)
             more = more * np.where(alike, 1.0, (last - first + before + after) / np.maximum(last - first, 1))
-        padded_bytes = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
-        return Kept(inputs=padded_bytes == 0, output=False, extra=padded_bytes, between=padded_bytes)
+            around &= alike | ((before >= 0) & (after >= 0))
+        size = np.where(more > 1, volumes(maps, lo, hi) * more * x.item_bytes, 0.0)
+        return Kept(inputs=size == 0, output=False, extra=size, between=size, padded=np.where(around, size, 0.0))
+
+    def margins(self, local: Local) -> Mapping[int, tuple[int, int]]:
+        _, explicit = local.once("padding", lambda: self._padding(local))
+        return explicit if all(pad >= 0 for pair in explicit.values() for pad in pair) else {}
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -98,7 +103,7 @@ class Conv(Op):
 
         (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
         native, explicit = local.once("padding", lambda: self._padding(local))
-        x = padded(x, explicit) if explicit else x
+        x = padded(x, explicit) if explicit and not local.padded else x
         conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
         runs = (
             ((1, weight.shape[0]),)

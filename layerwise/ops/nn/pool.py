@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, window
+from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Op, volumes
 from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
 from layerwise.ops.nn.windows import Interval, along, constant, given, interval, margins, padded
@@ -72,16 +73,29 @@ class Pool(Op):
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
         """Where maxima lie, of 64 bits; cells at a border that torch's padding does not serve keep a padded input."""
-        (x,), lead = inputs, len(inputs[0].shape) - len(self.kernel)
+        (x,) = inputs
         made = (hi - lo).astype(np.float64).prod(-1)
         read = volumes(self.needs(inputs, self.output(x))[0], lo, hi) * x.item_bytes
-        # A whole dimension is as torch pads it.
-        whole = ((lo == 0) & (hi == self.output(x).shape))[..., lead:].all(-1)
-        padded_bytes = np.where(whole | (made == 0), 0.0, read)
+        padded_bytes = np.where(self._native_at(x, lo, hi) | (made == 0), 0.0, read)
         several = 2 * read if self.mode == "lp" else 0.0
         extra = padded_bytes + several + (8 * made if self.mode == "max" else 0.0)
         between = padded_bytes + several
         return Kept(inputs=padded_bytes == 0, output=self.mode == "lp", extra=extra, between=between)
+
+    def _native_at(self, x: TensorSpec, lo: Extents, hi: Extents) -> Mask:
+        """Of which cells torch's own padding makes the windows: whole dimensions, and those that `_fit` says."""
+        out, native = self.output(x), np.ones(lo.shape[:-1], np.bool_)
+        maps, lead = self.needs((x,), out)[0], len(x.shape) - len(self.kernel)
+        dims = zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        for i, (k, s, (low, _), d) in enumerate(dims, start=lead):
+            first, last = maps[i](lo[..., i], hi[..., i])
+            before, after = first - (lo[..., i] * s - low), (hi[..., i] - 1) * s + (k - 1) * d - low + 1 - last
+            padless = (before == 0) & (after == 0)
+            # Padding by `before` on both sides makes no window more than there are, and a mean divides by it alike.
+            fits = padless if self.mode == "average" else (after >= 0) & (after <= before) & (before < after + s)
+            fits &= (last > first) & (before <= k // 2)
+            native &= fits | ((lo[..., i] == 0) & (hi[..., i] == out.shape[i]))
+        return native
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         (x,) = inputs

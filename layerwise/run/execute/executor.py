@@ -20,10 +20,12 @@ from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, ordered, sent_ahead
 from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
 from layerwise.run.execute.gathered import Gathered
+from layerwise.run.execute.mirrors import remember
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.recompute import Block, blocks_of
 from layerwise.run.execute.spans import NOTHING, Move, Spans
 from layerwise.run.execute.weights import LateWeights, weights_late
+from layerwise.run.execute.within import KeptOutput
 from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.trace import Trace
@@ -109,7 +111,7 @@ class Executor:
             if run.differentiate and unread is not None:
                 run.token = held_only(run.token, [unread])
             if scheduled.mirrors and run.training:
-                self._remember(run, scheduled)
+                remember(run, scheduled, self.comm, self.spans)
             received = []
             self._done(run, values, types, i, blocks)
         return outputs
@@ -171,7 +173,11 @@ class Executor:
                 ahead[id(edges[0])] = self._sent_ahead(run, edges[0], values, types)
             self._weights_late(run, scheduled, scheduled.late_weight)
         came = [self._awaited(run, *ahead.pop(id(edge))) if id(edge) in ahead else edge for edge in edges]
-        return [self._redistribute(run, x, values, types) if isinstance(x, ScheduledEdge) else x for x in came]
+        given = [self._redistribute(run, x, values, types) if isinstance(x, ScheduledEdge) else x for x in came]
+        for edge, x in zip(edges, given, strict=True):
+            if edge.within and edge.source in run.within:
+                run.within.pop(edge.source).move(edge, x)
+        return given
 
     def _weights_late(self, run: Pass, scheduled: ScheduledLayer, name: str) -> None:
         """The gradient of a layer's weights is made when the backward pass comes back to here."""
@@ -237,20 +243,6 @@ class Executor:
         there = Move(edge.what, lambda x: way.begin(x, like), self.spans)
         return there, Move(name, own if alike else back, self.spans)
 
-    def _remember(self, run: Pass, scheduled: ScheduledLayer) -> None:
-        """Ranks that have copies of running statistics get those of the one that computes them."""
-        buffers = [run.parameters[name] for name in scheduled.remembered]
-        with torch.no_grad(), self.spans.span(scheduled.layer.name, "statistics"):
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            if scheduled.work is None:
-                flat.zero_()
-            self.comm.all_reduce(flat, scheduled.mirrors, "statistics", scheduled.layer.name).wait()
-            if scheduled.work is None:
-                for buffer, part in zip(
-                    buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True
-                ):
-                    buffer.copy_(part.view_as(buffer))
-
     def _layer(
         self, run: Pass, scheduled: ScheduledLayer, received: Sequence[Tensor | None], values: Made
     ) -> Tensor | None:
@@ -279,6 +271,9 @@ class Executor:
         elif communicates:
             run.wait_for_one(inputs, given)
         compute = partial(self._compute, run, scheduled, convolve=convolve)
+        if layer.name in self.schedule.within:
+            kept = run.within[layer.name] = KeptOutput()
+            compute = partial(kept.compute, compute)
         with self.spans.span(layer.name, "compute"):
             out = compute(inputs, given) if block is None else block.compute(run, scheduled, compute, inputs, given)
         if self.spans.trace is not None:

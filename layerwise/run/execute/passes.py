@@ -15,6 +15,7 @@ from layerwise.run.execute.weights import LateWeights
 
 if TYPE_CHECKING:
     from layerwise.run.execute.recompute import Block
+    from layerwise.run.execute.within import KeptOutput
     from layerwise.run.schedule.layers import ScheduledLayer
 
 
@@ -31,6 +32,7 @@ class Pass:
     gathers: Mapping[str, LayerGathers] = field(default_factory=dict)
     late: dict[str, tuple[LateWeights, Tensor]] = field(default_factory=dict)  # with their weights, by the layer's name
     blocks: dict[str, Block] = field(default_factory=dict)  # by the names of their recomputed layers, until these come
+    within: dict[str, KeptOutput] = field(default_factory=dict)  # by layers, until their output is kept elsewhere
 
     @property
     def differentiate(self) -> bool:

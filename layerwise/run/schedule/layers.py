@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,8 @@ from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import mirrors, statistics
 from layerwise.partition.place import input_maps, of_all_classes
-from layerwise.partition.transfer import groups_of, transfer
+from layerwise.partition.transfer import Transfer, groups_of, transfer
+from layerwise.partition.within import kept_within
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import places
@@ -33,6 +34,7 @@ class ScheduledEdge:
     ahead: bool  # whether it is begun sooner than its user comes (`Schedule.begun_before`)
     stays: bool  # whether nothing travels, and all that this rank has is used
     weights_late: bool  # whether its gradient leaves before its user makes that of its weights
+    within: bool  # whether what its source keeps of its own output is kept in what arrives
 
     @property
     def what(self) -> str:
@@ -43,6 +45,12 @@ class ScheduledEdge:
     def travels(self) -> bool:
         """Whether some rank sends some of it."""
         return self.redistribution.transfer.pattern != "local"
+
+    @property
+    def needs(self) -> bool:
+        """Whether this rank is given some of it."""
+        need = self.redistribution.transfer.need
+        return need is not None and need.volume > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Schedule:
     begun_before: the edges that run ahead, with their users, by the number of the layer before which they begin.
     blocks: the layers of the blocks in which some are recomputed, by the number of the last one.
     groups: of ranks whose transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that
-    the ranks get of each output.
+    the ranks get of each output. within: layers of whose output this rank keeps what a reader is given.
     """
 
     def __init__(
@@ -91,8 +99,10 @@ class Schedule:
         self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
         self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
+        self._within = kept_within(self.graph)
         self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
         self.unread = self._unread()
+        self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
         users = {layer.layer.name: layer for layer in self.layers}
         self.begun_before = {
             number: tuple((users[user], users[user].edges[slot]) for user, slot in begun)
@@ -133,9 +143,14 @@ class Schedule:
                 if layer.remembered:
                     self.statistics.update({mirrors(place, rank)} - {()})
             mine = work(layer, number, place, self.comm, local_batch_norm=local)
+        edges = [self._edge(layer, slot) for slot in range(len(layer.inputs))]
+        if mine is not None and edges and edges[0].travels and (around := mine.margins) and edges[0].needs:
+            margins = tuple(around.get(dim, (0, 0)) for dim in range(len(layer.specs[0].shape)))
+            edges[0] = replace(edges[0], redistribution=replace(edges[0].redistribution, margins=margins))
+            mine = mine.padded()
         return ScheduledLayer(
             layer,
-            tuple(self._edge(layer, slot) for slot in range(len(layer.inputs))),
+            tuple(edges),
             mine,
             tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
             tuple(name for name, p in layer.own_parameters() if p.trainable and not place.owned.active[self.comm.rank]),
@@ -167,7 +182,9 @@ class Schedule:
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
         late = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
-        return ScheduledEdge(source, redistribution, backward, ahead, stays, late)
+        within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
+        within = within and self._recomputed.isdisjoint((source, layer.name))
+        return ScheduledEdge(source, redistribution, backward, ahead, stays, late, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""
@@ -201,3 +218,8 @@ class Schedule:
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)
+
+
+def _holds_all(part: Transfer) -> bool:
+    """Whether what this rank needs holds all of its own box."""
+    return part.own is not None and part.own.volume > 0 and part.kept == part.own

@@ -44,6 +44,16 @@ class Redistribution:
     comm: Comm
     what: str  # for error messages
     kind: Kind = "transfers"  # what its bytes are counted as
+    margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
+
+    @property
+    def room(self) -> Box | None:
+        """The box `need` with its margins: what is made where something travels, and what a gradient comes back of."""
+        need = self.transfer.need
+        if need is None or not self.margins:
+            return need
+        lo = tuple(x - low for x, (low, _) in zip(need.lo, self.margins, strict=True))
+        return Box(lo, tuple(x + high for x, (_, high) in zip(need.hi, self.margins, strict=True)))
 
     def kept(self, x: Tensor | None, like: Tensor) -> Tensor | None:
         """The box `need` where nothing travels: it is a part of the box `own`, or holds no element."""
@@ -73,16 +83,19 @@ class Redistribution:
             return landed(self.kept(x, like))
         if x is None and t.own is not None:
             x = like.new_zeros(t.own.shape)
-        received = [(peer, like.new_empty(box.shape)) for peer, box in t.receives]
+        received, room = [(peer, like.new_empty(box.shape)) for peer, box in t.receives], self.room
 
         def land() -> Tensor | None:
-            if t.need is None:
+            if room is None:
                 return None
-            out = like.new_empty(t.need.shape)
+            out = like.new_empty(room.shape)
+            for dim, (low, high) in enumerate(self.margins):
+                out.narrow(dim, 0, low).zero_()
+                out.narrow(dim, out.shape[dim] - high, high).zero_()
             if t.kept is not None:
-                out[t.kept.slices(t.need)] = _part(x, t.own, t.kept)
+                out[t.kept.slices(room)] = _part(x, t.own, t.kept)
             for (_, box), (_, part) in zip(t.receives, received, strict=True):
-                out[box.slices(t.need)] = part
+                out[box.slices(room)] = part
             return out
 
         return Flight(self._move(x, [(peer, _part(x, t.own, box)) for peer, box in t.sends], received, self.what), land)
@@ -91,9 +104,10 @@ class Redistribution:
         """Starts `adjoint`."""
         t = self.transfer
         if t.pattern == "local":
-            return landed(None if t.own is None else _own_part(t, g, like, own_only=True))
-        if g is None and t.need is not None:
-            g = like.new_zeros(t.need.shape)
+            return landed(None if t.own is None else _own_part(t, g, t.need, like, own_only=True))
+        room = self.room
+        if g is None and room is not None:
+            g = like.new_zeros(room.shape)
         if t.pattern == "gather" and self.comm.collectives:
             assert g is not None
             return self._reduce_scatter(g, like)
@@ -102,12 +116,12 @@ class Redistribution:
         def land() -> Tensor | None:
             if t.own is None:
                 return None
-            total = _own_part(t, g, like, own_only=not received)
+            total = _own_part(t, g, room, like, own_only=not received)
             for (_, box), (_, part) in zip(t.sends, received, strict=True):
                 total[box.slices(t.own)] += part
             return total
 
-        sent = [(peer, _part(g, t.need, box)) for peer, box in t.receives]
+        sent = [(peer, _part(g, room, box)) for peer, box in t.receives]
         return Flight(self._move(g, sent, received, f"{self.what}, backward"), land)
 
     def _move(self, x: Tensor | None, sent: Messages, received: Messages, what: str) -> Handle:
@@ -135,10 +149,10 @@ class Redistribution:
         assert t.own is not None
         assert t.kept is not None
         boxes = dict(t.receives) | {self.comm.rank: t.kept}
-        parts = torch.stack([_part(g, t.need, boxes[peer]).flatten() for peer in t.group])
+        parts = torch.stack([_part(g, self.room, boxes[peer]).flatten() for peer in t.group])
         out, shape, kept = like.new_empty(parts.shape[1:]), t.kept.shape, t.kept
         handle = self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
-        return Flight(handle, lambda: _own_part(t, out.view(shape), like, own_only=True, origin=kept))
+        return Flight(handle, lambda: _own_part(t, out.view(shape), kept, like, own_only=True))
 
 
 def _take_rows(rows: Tensor, group: Group, received: Messages) -> None:
@@ -146,15 +160,15 @@ def _take_rows(rows: Tensor, group: Group, received: Messages) -> None:
         part.copy_(rows[group.index(peer)].view_as(part))
 
 
-def _own_part(t: Transfer, g: Tensor | None, like: Tensor, *, own_only: bool, origin: Box | None = None) -> Tensor:
+def _own_part(t: Transfer, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:
     """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
 
-    origin: the box that `g` is of, by default `need`.
+    origin: the box that `g` is of.
     """
     assert t.own is not None
     if g is None or t.kept is None:
         return like.new_zeros(t.own.shape)
-    part = _part(g, origin or t.need, t.kept)
+    part = _part(g, origin, t.kept)
     if t.kept == t.own:
         return part if own_only else part.clone()
     total = like.new_zeros(t.own.shape)

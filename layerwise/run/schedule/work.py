@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,16 @@ class Work:
     def communicates(self) -> bool:
         """Whether its ranks talk to each other while they compute it."""
         return self.reduction is not None or any(self.statistics)
+
+    @property
+    def margins(self) -> Mapping[int, tuple[int, int]]:
+        """Zeros (low, high) by dimension that the main operator copies around its first input."""
+        main = self.stages[0]
+        return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
+
+    def padded(self) -> Work:
+        """The same where the first input comes with these."""
+        return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
     def run(
         self,

@@ -56,6 +56,9 @@ class Backward(Forward):
         ledger, name, stages = self.ledger, layer.name, self.stages[layer.name]
         running, inward = self.gradients.pop(name, None), dict[int, Gradient]()
         gathered, waiting = self._new(name, self.parameters[name].gathered), list[Claim]()
+        if name in self.moved:  # the reader needs it no more
+            edge = (name, *self.within[name])
+            self.saved[name][-1] += ledger.hold(ledger.storage(), edge, "own", *self.moved[name], local=False)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
             stage, slots, made = stages[number], stages[number].slots, list[Claim]()
@@ -66,26 +69,27 @@ class Backward(Forward):
                 made = [] if weights else self._parameters(layer, late)
                 rows = [] if weights or late else self._others(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
-            between = sum(cast, stage.between)
-            copies = self._new(name, between)
+            copies = self._new(name, sum(cast, stage.between - stage.padded)) + self._copy(layer, number)
             read = self.saved[name][number] + (running.claims if running else [])
             if copies or rows:
                 ledger.instant(f"backward {name} {number} first")
                 ledger.drop(rows)
                 if late and number == 0:
                     waiting += self._waiting(layer, read, stage.between > 0)
-                read = self._only(name, read, stage.between == 0)
+                alone = (stage.padded > 0) & (stage.between == stage.padded)
+                arrived = self._waiting(layer, read, alone) if number == 0 and not late else []
+                read = self._only(name, read, stage.between == 0) + arrived
             wanted = [slot for slot in slots if self.flows[layer.inputs[slot]]]
             through = running if stage.kept.through else None
-            alone = through is not None and self._disjoint(layer, stage, wanted, through, stages[number - 1].made)
-            if not alone:
+            apart = through is not None and self._disjoint(layer, stage, wanted, through, stages[number - 1].made)
+            if not apart:
                 inward |= {slot: self._inward(layer, slot, through, stage.kept.through) for slot in wanted}
             before = self._before(name, stages[number - 1].made, through, stage.kept.through) if stage.running else None
             ledger.instant(f"backward {name} {number}")
             if late and number == 0:
                 waiting += self._waiting(layer, read, np.ones(stage.made.shape, np.bool_))
             ledger.drop(copies + read + (running.claims if running else []))
-            if alone:
+            if apart:
                 inward |= {slot: self._inward(layer, slot, None, False) for slot in wanted}
             if weights:
                 made = self._parameters(layer, late)

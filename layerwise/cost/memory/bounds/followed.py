@@ -18,6 +18,7 @@ from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.blocks import blocks
 from layerwise.partition.place import input_maps
+from layerwise.partition.within import kept_within
 
 WEIGHTS = -2  # instead of a slot: the copies of weights
 ALWAYS = np.ones((1, 1))  # of an edge whose bytes follow from one of its ends only
@@ -89,6 +90,8 @@ class Followed:
         self.recomputed, self.blocks = self._recomputed()
         self.kept: dict[int, list[Claim]] = {}  # by block, what it is made again of
         self.again: dict[str, Made | Given | None] = {}  # values that are made again
+        self.within = kept_within(graph)
+        self.moved: dict[str, tuple[Floats, Floats]] = {}  # bytes of outputs kept in what readers are given, and where
         self._begin()
         for layer in graph.inner:
             self.stages[layer.name] = self._stages(layer)
@@ -131,6 +134,7 @@ class Followed:
                     between=np.where(split, where.table(part.between), where.table(stage.between)),
                     copies={slot: where.table(size) for slot, size in stage.copies.items()},
                     weights=where.table(stage.weights),
+                    padded=where.table(stage.padded),
                 )
             )
         return rows

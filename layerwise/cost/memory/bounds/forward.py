@@ -50,6 +50,8 @@ class Forward(Followed):
         self, layer: Layer, slot: int, there: list[tuple[Storage, Floats]], need: Floats, kind: Kind
     ) -> Given:
         edge, leaf = (layer.inputs[slot], layer.name, slot), self.ledger.storage()
+        if slot == 0 and layer.name in self.stages:
+            need = np.maximum(need, self.stages[layer.name][0].padded * (need > 0))
         working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
         return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
 
@@ -60,6 +62,7 @@ class Forward(Followed):
         pass_ = "forward" if on.all() else "again"
         gathered = self._new(name, self.parameters[name].gathered * on)
         out: Made | Given | None = None
+        last = self.stages[name][-1]
         for number, stage in enumerate(self.stages[name]):
             before, mine, done = out, list[Claim](), list[Claim]()
             copies = dict[int, Made]()
@@ -67,22 +70,25 @@ class Forward(Followed):
             if stage.view:
                 out = before if number else given[0]
             else:
-                mine = self._new(name, stage.extra * keeps)
+                mine = self._new(name, (stage.extra - stage.padded) * keeps) + self._copy(layer, number, keeps)
                 copies = {slot: self._made(name, size * on) for slot, size in stage.copies.items()}
                 copies[WEIGHTS], out = self._made(name, stage.weights * on), self._made(name, stage.made * on)
                 done += [claim for copy in copies.values() for claim in copy.working]
-                spike = self._new(name, stage.forward * on + stage.extra * (on & ~keeps))
+                spike = self._new(name, stage.forward * on + (stage.extra - stage.padded) * (on & ~keeps))
                 ledger.instant(f"{pass_} {name} {number}")
                 ledger.drop(spike)
             if stage.tracked and self.flows[name]:
-                where = (self.at[name].table(stage.kept.inputs) > 0) & keeps
+                where = ((self.at[name].table(stage.kept.inputs) > 0) | (stage.padded > 0)) & keeps
                 whole = np.broadcast_to(keeps, where.shape)
                 read: dict[int, Made | Given | None] = {BEFORE: before}
                 read |= {slot: given[slot] for slot in self._slots(layer, number)}
                 read |= copies
                 for slot, ref in read.items():
                     mine += self._keep(name, ref, whole if slot == WEIGHTS else where)
-                mine += self._keep(name, out, whole) if stage.kept.output else []
+                if stage.kept.output and isinstance(out, Made) and on.all() and stage is last:
+                    mine += self._keep_output(name, out, whole)
+                elif stage.kept.output:
+                    mine += self._keep(name, out, whole)
             saved[number] += mine
             if before is not None and before is not out and before not in given:
                 done += before.working
@@ -91,6 +97,13 @@ class Forward(Followed):
             ledger.drop([claim for mine in saved for claim in mine])
         ledger.drop(gathered + [claim for ref in given if ref is not out for claim in ref.working])
         return out
+
+    def _copy(self, layer: Layer, number: int, keeps: Mask | bool = True) -> list[Claim]:
+        """A padded copy of a layer's first input, where that does not travel."""
+        size = self.stages[layer.name][number].padded * keeps
+        if not size.any():
+            return []
+        return self._of_edge(self.ledger.storage(), (layer.inputs[0], layer.name, 0), ALWAYS, size, local=True)
 
     def _made(self, name: str, size: Floats) -> Made:
         storage = self.ledger.storage()
@@ -105,9 +118,23 @@ class Forward(Followed):
         if isinstance(ref, Made):
             return self.ledger.hold(ref.storage, name, "own", ref.size * more)
         claims = self.ledger.hold(ref.leaf, ref.edge, "own", ALWAYS, ref.need * more, local=False)
+        here = more * (ref.need > 0) if ref.edge[2] else more * ((ref.need > 0) & (self.stages[name][0].padded == 0))
         for storage, free in ref.there:
-            claims += self.ledger.hold(storage, ref.edge, ref.kind, free, (ref.need > 0) * more, local=True)
+            claims += self.ledger.hold(storage, ref.edge, ref.kind, free, here, local=True)
         return claims
+
+    def _keep_output(self, name: str, out: Made, where: Mask) -> list[Claim]:
+        """For the backward pass, where no reader keeps it in what it is given (`partition.within`)."""
+        if name not in self.within:
+            return self._keep(name, out, where)
+        reader, slot = self.within[name]
+        first, edge = self.stages[reader][0], (name, reader, slot)
+        kept = ((self.at[reader].table(first.kept.inputs) > 0) | (first.padded > 0)) & ~self.recomputed[reader]
+        size: Floats = out.size * (where & ~out.held)
+        out.held = out.held | where
+        self.moved[name] = size, kept.astype(np.float64)
+        claims = self.ledger.hold(out.storage, edge, "own", size, np.ones(kept.shape), local=True)
+        return claims + self.ledger.hold(out.storage, edge, "own", size, (~kept).astype(np.float64), local=False)
 
     # ---- what is made again ----
 
