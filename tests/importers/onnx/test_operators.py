@@ -2,104 +2,48 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
 from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
 from layerwise.importers.onnx.ops.table import TABLE
 from layerwise.ops.nn.resample import Interpolate
+from tests.importers.onnx.cases import attempt, outcomes
 from tests.importers.onnx.compute import compute, info, node, random, tensor, write
 
 Array = np.ndarray
 
-# Cases that say something else than the operator does: inference with a cache, random numbers, no tensor, 0/0; and the
-# mean of a loss over the elements that are not ignored (ours is a mean over samples). Classes that there are not are an
-# error when they come. No elements, or no tensor, is nothing to plan.
-OTHER = ("with_past", "training_dropout", "training_mode", "bf16", "bfloat16", "cast", "l2normalization_axis_0",
-         "onehot_out_of_range", "split_to_sequence", "triu_zero", "tril_zero")  # fmt: skip
-IGNORED_MEANS = ("nllloss_NCd1d2_no_weight_reduction_mean_ii", "nllloss_NCd1_ii", "sce_mean_no_weight_ii")
 # Every operator of the table that has a case must be seen to work in at least one.
 # Strings and 8-bit numbers, opset 1, samples repeated: see VARIANTS. Identity alone has nothing to plan. A GRU's cases
 # reset before the product, which no kernel of PyTorch's does: see test_exports.
 NO_CASE = {"Cast", "CastLike", "GRU", "Identity", "Not", "Tile"}
-# What is not imported of these is asked for by their cases.
-MORE_OUTPUTS = ("LayerNormalization", "Dropout", "MaxPool", "BatchNormalization", "Attention")
-
-
-def _cases() -> list[object]:
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return list(collect_testcases(None))
-
-
-def _fed(case: object, keep: int, path: Path) -> list[Array]:
-    """Writes the case's model with all inputs but the first `keep` stored in it."""
-    model = onnx.ModelProto()
-    model.CopyFrom(case.model)  # type: ignore[attr-defined]
-    values = case.data_sets[0][0]  # type: ignore[attr-defined]
-    inputs = list(model.graph.input)
-    for given, value in list(zip(inputs, values, strict=False))[keep:]:
-        if isinstance(value, (np.ndarray, np.generic)):
-            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), given.name))
-    del model.graph.input[:]
-    model.graph.input.extend(inputs[:keep])
-    if model.graph.node[0].op_type in MORE_OUTPUTS:
-        del model.graph.output[1:]
-    onnx.save(model, path)
-    return list(values[:keep])
-
-
-def _attempt(path: Path) -> tuple[LayerGraph | None, str]:
-    """The graph, or why not."""
-    try:
-        return from_onnx(path), ""
-    except LayerwiseError as error:
-        return None, str(error)
 
 
 def test_onnx_cases(tmp_path: Path) -> None:
     """ONNX's backend tests: whatever is imported computes what they say; the rest is refused with a reason."""
-    path, seen, wrong = tmp_path / "m.onnx", Counter[str](), defaultdict(list)
-    with_case = set()
-    for i, case in enumerate(_cases()):
-        name = case.name.removeprefix("test_")  # type: ignore[attr-defined]
-        sets = case.data_sets  # type: ignore[attr-defined]
-        if name.endswith("_expanded") and i % 12:  # the same, written out: one in twelve will do
-            continue
-        if not sets or any(word in name for word in OTHER) or name.startswith(IGNORED_MEANS):
-            continue
-        known = case.model.graph.node[0].op_type in TABLE  # type: ignore[attr-defined]
-        for keep in (1, 2, 3) if known else (1,):
-            fed = _fed(case, keep, path)
-            graph, said = _attempt(path)
-            assert "\n" not in said
-            assert "please report" not in said, said
-            if graph is None:
-                continue
-            nodes = case.model.graph.node  # type: ignore[attr-defined]
-            got = compute(graph, fed, load_onnx_weights(path))
-            for ours, theirs in zip(got, sets[0][1], strict=False):
-                if ours.ndim == 1 and theirs.ndim == 0:  # a loss: ours has a number a sample
-                    ours = ours.sum() if "sum" in name else ours.mean()
-                if not np.allclose(ours.astype(np.float64), theirs.astype(np.float64), 2e-3, 1e-3, equal_nan=True):
-                    wrong[name].append((ours, theirs))
-            seen.update({n.op_type for n in nodes if len(nodes) == 1})
-            break
-        with_case.update(n.op_type for n in case.model.graph.node)  # type: ignore[attr-defined]
-    assert not wrong, list(wrong)
-    assert sum(seen.values()) > 450
+    found = list(outcomes(tmp_path / "m.onnx"))
+    assert [case.name for case in found if case.wrong] == []
+    assert [case.said for case in found if "\n" in case.said or "please report" in case.said] == []
+    seen = Counter(op for case in found if not case.said and len(case.operators) == 1 for op in case.operators)
+    assert sum(seen.values()) > 480
+    with_case = {op for case in found for op in case.operators}
     assert {op for op in TABLE if "-" not in op} & with_case - NO_CASE <= set(seen)
+
+
+def test_the_page_of_operators_is_of_this_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "onnx.md").read_text()
+    layers, _, refused = page.partition("## Refused by name")
+    names = {name for name in TABLE if "-" not in name and name not in ("Scatter", "Upsample")}  # before opset 11
+    assert names - set(re.findall(r"\w+", layers)) == set()
+    assert names & set(re.findall(r"\w+", refused)) == set()
 
 
 # ---- the same operator as older opsets wrote it: ONNX's reference knows them all
@@ -313,7 +257,7 @@ def test_nearest_neighbours_that_are_torchs(tmp_path: Path) -> None:
                               nearest_mode=rounding)]  # fmt: skip
                 path = write(tmp_path / "m.onnx", nodes, [2, 3, 4, 6], [tensor("z", size)])
                 x = np.random.default_rng(0).standard_normal((2, 3, 4, 6)).astype(np.float32)
-                graph, said = _attempt(path)
+                graph, said = attempt(path)
                 if graph is None:
                     assert "is not supported; export with" in said
                     assert (where, rounding) != ("asymmetric", "floor")

@@ -96,7 +96,12 @@ def dropout(call: Call) -> Result:
 
 def cast(call: Call) -> Result:
     x, *like = call.tensors
-    dtype = like[0].spec.dtype if like else element_type(call.integer("to"))
+    if like:
+        dtype = like[0].spec.dtype
+    elif "to" not in call.arguments and call.outputs:  # like a tensor without elements
+        dtype = call.outputs[0].dtype
+    else:
+        dtype = element_type(call.integer("to"))
     return x if x.spec.dtype == dtype else Built(Cast(dtype), (x,))
 
 

@@ -1,0 +1,107 @@
+"""ONNX's own test cases, one or more of every operator: what layerwise imports of them, and whether it is right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from layerwise.errors import LayerwiseError
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.onnx.from_onnx import from_onnx, load_onnx_weights
+from layerwise.importers.onnx.ops.table import TABLE
+from tests.importers.onnx.compute import compute
+
+Array = NDArray[np.generic]
+
+# Cases that say something else than the operator does: inference with a cache, random numbers, no tensor, 0/0; and the
+# mean of a loss over the elements that are not ignored (ours is a mean over samples). Classes that there are not are an
+# error when they come. No elements, or no tensor, is nothing to plan.
+OTHER = ("with_past", "training_dropout", "training_mode", "bf16", "bfloat16", "cast", "l2normalization_axis_0",
+         "onehot_out_of_range", "split_to_sequence", "triu_zero", "tril_zero")  # fmt: skip
+IGNORED_MEANS = ("nllloss_NCd1d2_no_weight_reduction_mean_ii", "nllloss_NCd1_ii", "sce_mean_no_weight_ii")
+# What is not imported of these is asked for by their cases.
+MORE_OUTPUTS = ("LayerNormalization", "Dropout", "MaxPool", "BatchNormalization", "Attention")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case. `said`: why it is not imported; empty where it is. `wrong`: what we have, and what ONNX says."""
+
+    name: str
+    operators: tuple[str, ...]
+    said: str = ""
+    wrong: tuple[tuple[Array, Array], ...] = ()
+
+
+def outcomes(path: Path) -> Iterator[Outcome]:
+    """Of every case. path: of a file that is written again and again.
+
+    As few of its inputs as can be are fed, and the others are stored in the model.
+    """
+    for i, case in enumerate(_cases()):
+        name = case.name.removeprefix("test_")
+        if name.endswith("_expanded") and i % 4:  # the same, written out: one in four will do
+            continue
+        if not case.data_sets or any(word in name for word in OTHER) or name.startswith(IGNORED_MEANS):
+            continue
+        yield _outcome(name, case, path)
+
+
+def _outcome(name: str, case: Any, path: Path) -> Outcome:
+    operators = tuple(node.op_type for node in case.model.graph.node)
+    first = ""
+    for keep in (1, 2, 3) if operators[0] in TABLE else (1,):
+        fed = _fed(case, keep, path)
+        graph, said = attempt(path)
+        first = first or said
+        if graph is None:
+            continue
+        wrong = []
+        for ours, theirs in zip(compute(graph, fed, load_onnx_weights(path)), case.data_sets[0][1], strict=False):
+            if ours.ndim == 1 and theirs.ndim == 0:  # a loss: ours has a number a sample
+                ours = np.asarray(ours.sum() if "sum" in name else ours.mean())
+            if not np.allclose(ours.astype(np.float64), theirs.astype(np.float64), 2e-3, 1e-3, equal_nan=True):
+                wrong.append((ours, theirs))
+        return Outcome(name, operators, "", tuple(wrong))
+    return Outcome(name, operators, first)
+
+
+def attempt(path: Path) -> tuple[LayerGraph | None, str]:
+    """The graph, or why not."""
+    try:
+        return from_onnx(path), ""
+    except LayerwiseError as error:
+        return None, str(error)
+
+
+def _cases() -> list[Any]:
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(collect_testcases(None))
+
+
+def _fed(case: Any, keep: int, path: Path) -> list[Array]:
+    """Writes the case's model with all inputs but the first `keep` stored in it."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    values = case.data_sets[0][0]
+    inputs = list(model.graph.input)
+    for given, value in list(zip(inputs, values, strict=False))[keep:]:
+        if isinstance(value, (np.ndarray, np.generic)):
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), given.name))
+    del model.graph.input[:]
+    model.graph.input.extend(inputs[:keep])
+    if model.graph.node[0].op_type in MORE_OUTPUTS:
+        del model.graph.output[1:]
+    onnx.save(model, path)
+    return list(values[:keep])
