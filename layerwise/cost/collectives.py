@@ -7,14 +7,14 @@ Hockney's alpha-beta model (ring, tree, hierarchical: docs/explanation/cost_mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2, sqrt
 
 import numpy as np
 
-from layerwise.geometry.arrays import Ints, Mask
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.machine import DeviceGraph, Overlap
 from layerwise.machine.curves import Operation
 from layerwise.partition.buckets import BUCKET_BYTES
@@ -176,12 +176,28 @@ def wire_bytes(total_bytes: float, group: GroupShape) -> float:
 Runs = tuple[tuple[int, bool], ...]  # digits of a cell's number, outermost first: how many values, and whether in keys
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Those of each of C configurations; few differ."""
+
+    shapes: tuple[GroupShape, ...]
+    which: Ints  # (C,)
+
+    def __getitem__(self, row: int) -> GroupShape:
+        return self.shapes[int(self.which[row])]
+
+    def each(self, cost: Callable[[GroupShape], float]) -> Floats:
+        """(C,) of a number that follows from the shape."""
+        return np.array([cost(shape) for shape in self.shapes])[self.which]
+
+
 @lru_cache(maxsize=4096)
-def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> tuple[GroupShape, ...]:
+def group_shapes(cells: Cells, keys: tuple[int, ...], graph: DeviceGraph) -> Groups:
     """For each configuration, the groups of devices that agree in the dimensions `keys` of their cells."""
-    patterns = list(zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True))
-    known = {pattern: _group_shape_of(*pattern, graph) for pattern in dict.fromkeys(patterns)}
-    return tuple(known[pattern] for pattern in patterns)
+    numbers: dict[tuple[Runs, bool, bool], int] = {}
+    patterns = zip(_runs(cells, keys), cells.strided.tolist(), cells.copies.tolist(), strict=True)
+    which = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns], np.int64)
+    return Groups(tuple(_group_shape_of(*pattern, graph) for pattern in numbers), which)
 
 
 def _runs(cells: Cells, keys: tuple[int, ...]) -> list[Runs]:

@@ -7,7 +7,7 @@ import numpy as np
 from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, reduce_scatter_s
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import port_seconds, seconds, traffic
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
 from layerwise.partition.gathers import are_gathers, coincide, driven, needers
@@ -28,7 +28,7 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     gathers = are_gathers(edge, roughly=watched is not None)
     columns = np.flatnonzero(gathers.any(0))  # few
     if len(columns):
-        collective = gather_s(edge.to(columns), graph, directions)
+        collective = gather_s(edge, columns, graph, directions)
         if watched is not None:  # some of them may be none
             collective = np.minimum(collective, messages[:, columns])
         messages[:, columns] = np.where(gathers[:, columns], collective, messages[:, columns])
@@ -40,12 +40,16 @@ def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:
     return directions * float(traffic(edge, setting.devices).total_bytes[0, 0].sum())
 
 
-def gather_s(edge: Edge, graph: DeviceGraph, directions: int) -> Floats:
-    """(C_v,) seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions."""
-    groups = list(group_shapes(edge.needers, driven(edge), graph))
-    columns = np.flatnonzero(coincide(edge))
-    for column, row in zip(columns, needers(edge.to(columns)) if len(columns) else (), strict=True):
-        groups[column] = group_shape(row, graph)
-    pairs = list(zip(edge.largest_bytes.tolist(), groups, strict=True))
+def gather_s(edge: Edge, columns: Ints, graph: DeviceGraph, directions: int) -> Floats:
+    """Seconds of an all-gather of what the devices need, and of the reduce-scatter back in two directions.
+
+    Of each of these configurations of the consumer.
+    """
+    shapes = group_shapes(edge.needers, driven(edge), graph)
+    groups = [shapes[column] for column in columns.tolist()]
+    meet = np.flatnonzero(coincide(edge)[columns])
+    for at, row in zip(meet, needers(edge.to(columns[meet])) if len(meet) else (), strict=True):
+        groups[at] = group_shape(row, graph)
+    pairs = list(zip(edge.largest_bytes[columns].tolist(), groups, strict=True))
     back = [reduce_scatter_s(*pair, graph) if directions == 2 else 0.0 for pair in pairs]
     return np.array([all_gather_s(*pair, graph) for pair in pairs]) + back

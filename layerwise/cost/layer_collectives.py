@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from layerwise.cost.collectives import GroupShape, group_shapes
+from layerwise.cost.collectives import Groups, group_shapes
 from layerwise.cost.setting import Setting
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
@@ -26,7 +26,7 @@ class Collective:
 
     size_bytes: Floats  # (C,) of the member with the largest box
     total_bytes: Floats  # (C,) of all devices together
-    group_shapes: tuple[GroupShape, ...]  # (C,) of the devices that agree in the dimensions `keys` of their cells
+    group_shapes: Groups  # (C,) of the devices that agree in the dimensions `keys` of their cells
     cells: Cells
     keys: tuple[int, ...]
 

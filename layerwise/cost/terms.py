@@ -80,10 +80,9 @@ def sync_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """t_S: the all-reduces of the gradients, by the rate of a full bucket; reduce-scatters of what is shared out."""
     seconds = np.zeros(len(layout.computed.degrees))
     for c in gradients_of(setting, layer, layout):
-        rates = {g: sync_rate(g, setting.devices, setting.options.sync) for g in dict.fromkeys(c.group_shapes)}
-        seconds += c.size_bytes * [rates[g] for g in c.group_shapes]
+        seconds += c.size_bytes * c.group_shapes.each(lambda g: sync_rate(g, setting.devices, setting.options.sync))
     for c in shares_of(setting, layer, layout):
-        seconds += c.size_bytes * [scatter_rate(g, setting.devices) for g in c.group_shapes]
+        seconds += c.size_bytes * c.group_shapes.each(lambda g: scatter_rate(g, setting.devices))
     return seconds
 
 
@@ -98,8 +97,8 @@ def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     shares, devices, times = shares_of(setting, layer, layout), setting.devices, gathers_of(layer, layout)
     seconds = np.zeros(len(times))
     for c in shares:
-        seconds += c.size_bytes * [gather_rate(g, devices) for g in c.group_shapes]
-    for i in np.flatnonzero(times > 1) if shares else ():
+        seconds += c.size_bytes * c.group_shapes.each(lambda g: gather_rate(g, devices))
+    for i in np.flatnonzero(times > 1).tolist() if shares else ():
         groups = Counter[GroupShape]()  # what a group gathers of a layer travels together
         for c in shares:
             groups[c.group_shapes[i]] += c.size_bytes[i]
@@ -116,8 +115,10 @@ def gather_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
 def statistics_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """The all-reduces of batch norm's sums, both directions."""
     seconds = np.zeros(len(layout.computed.degrees))
-    for c in statistics_of(setting, layer, layout):
-        seconds += _each(all_reduce_s, c, setting.devices)
+    found = statistics_of(setting, layer, layout)
+    times = {id(c): _each(all_reduce_s, c, setting.devices) for c in found}  # there and back they are the same
+    for c in found:
+        seconds += times[id(c)]
     return seconds
 
 
@@ -162,8 +163,8 @@ def reduction_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
 
 
 def _each(cost: Callable[[float, GroupShape, DeviceGraph], float], c: Collective, graph: DeviceGraph) -> Floats:
-    pairs = list(zip(c.size_bytes.tolist(), c.group_shapes, strict=True))
-    known = {pair: cost(*pair, graph) for pair in dict.fromkeys(pairs)}
+    pairs = list(zip(c.size_bytes.tolist(), c.group_shapes.which.tolist(), strict=True))
+    known = {(size, which): cost(size, c.group_shapes.shapes[which], graph) for size, which in dict.fromkeys(pairs)}
     return np.array([known[pair] for pair in pairs])
 
 

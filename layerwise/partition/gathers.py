@@ -59,7 +59,7 @@ def _fit(edge: Edge, i: Ints, j: Ints, devices: Ints) -> Mask:
 
 def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
     """Pairs that may be gathers: the same devices take part, and the first one, which always does, has its share."""
-    members = _members(edge, np.zeros(1, np.int64))[:, 0]
+    members = _members_of_device_0(edge)
     tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
     for j, axis in enumerate(edge.maps):
         degrees, which = edge.owners.distinct[j]
@@ -75,6 +75,29 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
         part *= table[row[rows], column[columns]]
     shares = part * members[columns] == wanted[columns]
     return rows[shares], columns[shares]
+
+
+def _members_of_device_0(edge: Edge) -> Ints:
+    """(C_v,) as `_members`: its cell is the first, so of each dimension it takes the cells that need what that does."""
+    cells, sources = edge.needers, driven(edge)
+    spare = [i for i in range(cells.degrees.shape[1]) if i not in sources]
+    members: Ints = cells.degrees[:, spare].prod(1)
+    for axis in edge.maps:
+        if axis.source is not None:
+            degrees, which = cells.distinct[axis.source]
+            members = members * _alike(axis, edge.dims[axis.source], degrees)[which]
+    return np.where(cells.copies, cells.devices, members)
+
+
+@lru_cache(maxsize=4096)
+def _alike(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
+    """How many cells along a dimension need what the first one does, by degree."""
+    found = list[int]()
+    for degree in degrees:
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        found.append(int(((lo == lo[0]) & (hi == hi[0])).sum()))
+    return np.array(found, np.int64)
 
 
 def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
@@ -125,17 +148,18 @@ def coincide(edge: Edge) -> Mask:
     for axis in edge.maps:
         if axis.source is not None:
             dim, (degrees, column) = edge.dims[axis.source], edge.needers.distinct[axis.source]
-            for which, degree in enumerate(degrees):
-                if not _distinct(axis, dim, degree):
-                    found |= column == which
+            found |= ~_distinct(axis, dim, degrees)[column]
     return found
 
 
-@lru_cache(maxsize=65536)
-def _distinct(axis: AxisMap, dim: Dim, degree: int) -> bool:
-    """Whether no two cells along a dimension need the same."""
-    cuts = boundaries(dim.extent, degree, dim.unit)
-    return len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree
+@lru_cache(maxsize=4096)
+def _distinct(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Mask:
+    """Whether no two cells along a dimension need the same, by degree."""
+    found = list[bool]()
+    for degree in degrees:
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        found.append(len(np.unique(np.stack(axis(cuts[:-1], cuts[1:])), axis=1).T) == degree)
+    return np.array(found, np.bool_)
 
 
 def needers(edge: Edge) -> Ints:

@@ -43,6 +43,11 @@ class Cells:
         found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
         return tuple((tuple(values.tolist()), which) for values, which in found)
 
+    @cached_property
+    def copied(self) -> Cells:
+        """Where a device without a cell has a copy, always."""
+        return replace(self, copies=np.ones_like(self.copies))
+
     def numbers(self, devices: Ints) -> Ints:
         """(C, W) the cell that each of these devices has, -1: none."""
         total, here = self.total[:, None], devices[None, :]
@@ -119,7 +124,7 @@ class Layout:
     def mirrored(self) -> Ints:
         """(C, N) the device whose parameters each device holds: its own, or a copy where it has no cell."""
         cells = self.computed
-        copied = replace(cells, copies=np.ones_like(cells.copies)).numbers(np.arange(cells.devices))
+        copied = cells.copied.numbers(np.arange(cells.devices))
         spread = copied * cells.devices // cells.total[:, None]
         return np.where(cells.strided[:, None], spread, copied)
 
@@ -129,8 +134,7 @@ class Layout:
 
     def holding(self, epilogue: bool) -> Cells:
         """What the boxes of parameters follow from that the devices hold, those without a cell as copies."""
-        cells = self.at(epilogue)
-        return replace(cells, copies=np.ones_like(cells.copies))
+        return self.at(epilogue).copied
 
     def everywhere(self) -> Layout:
         """All devices compute what is not cut."""

@@ -21,20 +21,24 @@ def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
 def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, Ints]:
     """(C,) the longest interval of one dimension that any cell needs, and the sum over the cells along its source."""
     if axis.source is None:
-        length = np.full(len(degrees), _lengths(axis, 1, 1, 1)[0], np.int64)
-        return length, length
-    dim, column = dims[axis.source], degrees[:, axis.source].tolist()
-    by_degree = {degree: _lengths(axis, dim.extent, degree, dim.unit) for degree in set(column)}
-    longest, total = np.array([by_degree[degree] for degree in column], np.int64).reshape(-1, 2).T
-    return longest, total
+        lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(degrees), np.int64)
+    else:
+        dim, column = dims[axis.source], degrees[:, axis.source]
+        there = np.bincount(column) > 0
+        lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(np.flatnonzero(there).tolist()))
+        which = (there.cumsum() - 1)[column]
+    return lengths[0][which], lengths[1][which]
 
 
-@lru_cache(maxsize=1 << 15)
-def _lengths(axis: AxisMap, extent: int, degree: int, unit: int) -> tuple[int, int]:
-    """The longest interval that a cell needs, of `degree` cells along an extent, and the sum over all of them."""
-    cuts = boundaries(extent, degree, unit)
-    lo, hi = axis(cuts[:-1], cuts[1:])
-    return int((hi - lo).max()), int((hi - lo).sum())
+@lru_cache(maxsize=4096)
+def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
+    """(2, degrees): the longest interval that a cell needs, of so many along a dimension, and the sum over them all."""
+    found = np.zeros((2, len(degrees)), np.int64)
+    for at, degree in enumerate(degrees):
+        cuts = boundaries(dim.extent, degree, dim.unit)
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        found[:, at] = (hi - lo).max(), (hi - lo).sum()
+    return found
 
 
 def largest_box(maps: Maps, dims: Sequence[Dim], degrees: Ints) -> Floats:

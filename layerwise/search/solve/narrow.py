@@ -9,7 +9,7 @@ optimum if its own transfers are exact: where they are not, they are made so, un
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
 from layerwise.search.solve.bound import Messages
-from layerwise.search.solve.eliminate import Optimum, eliminate
+from layerwise.search.solve.eliminate import Optimum, eliminate, total
 from layerwise.search.solve.prune import SLACK, Keep, by_edge_cost, restrict
 
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
@@ -49,8 +49,7 @@ def narrow(
     """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
     bounding_s = 0.0
     nodes = weighted(model, configs, weights)
-    known = _Known(model, weights)
-    known.add([{name: strategy[name] for name in configs} for strategy in named.values()])
+    known, hand = _Known(model, weights), [{name: s[name] for name in configs} for s in named.values()]
     for watched in ((0,), None):  # the first device has a cell of every configuration
         if watched is None and max(map(len, configs.values())) <= FEW:
             break  # `exact_optimum` makes exact what it needs
@@ -64,6 +63,8 @@ def narrow(
             lower.append(bounds.lower_s)
             decoded.append(strategy_of(configs, bounds.choice))
         known.add(decoded)
+        known.add(_worthwhile(hand, tables, nodes, known.least))
+        hand = []
         keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
         for bound, upper in zip(lower, known.least, strict=True):
             for name, lower_s in bound.items():
@@ -71,6 +72,20 @@ def narrow(
         tables = restrict(tables, keep)
         configs, nodes = tables.configs, [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
     return Narrowed(tables, nodes, known.least, bounding_s)
+
+
+def _worthwhile(
+    strategies: Sequence[Mapping[str, Config]],
+    tables: CostTables,
+    nodes: Sequence[Mapping[str, Floats]],
+    uppers: Sequence[float],
+) -> Iterator[Mapping[str, Config]]:
+    """Those that may be better than what is known, as far as these bounds can tell."""
+    rows = {name: {config: i for i, config in enumerate(configs)} for name, configs in tables.configs.items()}
+    for strategy in strategies:
+        choice = {name: rows[name][config] for name, config in strategy.items()}
+        if any(total(node, tables.transfer, choice) < upper for node, upper in zip(nodes, uppers, strict=True)):
+            yield strategy
 
 
 class _Known:
