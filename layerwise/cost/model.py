@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
 
+T = TypeVar("T")
 COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
@@ -97,22 +98,28 @@ class CostModel(Setting):
         super().__post_init__()
         self._rows: dict[object, _Rows] = {}
         self._nodes: dict[object, NodeCost] = {}
-        self.prices: dict[object, Any] = {}  # of layers of strategies (`cost.price`)
+        self._made: dict[object, Any] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
         self._pairs: dict[EdgeName, dict[tuple[Config, Config], float]] = {}
+        self._small_edges: dict[object, dict[str, Floats]] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes, kept under `key`: what follows from kinds of layers and their configurations."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def node_cost(self, layer: Layer, configs: tuple[Config, ...]) -> NodeCost:
         """Costs of a layer by itself under each configuration."""
-        wanted = self.graph.flows_back(layer)
-        owned = tuple(i not in layer.tied for i in range(len(layer.parameters)))
-        key = (layer.space, layer.types, wanted, owned, self.uses[layer.name], self.dtype(layer))
-        if (key, configs) not in self._nodes:
-            known = self._rows.setdefault(key, _Rows())
+        key = self.kind(layer), configs
+        if key not in self._nodes:
+            known = self._rows.setdefault(key[0], _Rows())
             if new := tuple(config for config in dict.fromkeys(configs) if config not in known.row):
-                known.add(new, self._node_cost(layer, new, wanted))
-            self._nodes[key, configs] = known.of(configs)
-        return self._nodes[key, configs]
+                known.add(new, self._node_cost(layer, new, self.graph.flows_back(layer)))
+            self._nodes[key] = known.of(configs)
+        return self._nodes[key]
 
     def _node_cost(self, layer: Layer, configs: tuple[Config, ...], wanted: tuple[bool, ...]) -> NodeCost:
         layout = self.layout(layer, configs)
@@ -165,6 +172,21 @@ class CostModel(Setting):
         To targets that are recomputed once more forward. With `watched` devices only (see `port_seconds`): lower
         bounds.
         """
+        if len(sources) > MANY or len(targets) > MANY:
+            return self._edge_costs(name, sources, targets, watched)
+        kinds = self.kind(self.graph[name[0]]), self.kind(self.graph[name[1]]), name[2]
+        key = kinds, sources, targets, watched
+        if key not in self._small_edges:
+            self._small_edges[key] = self._edge_costs(name, sources, targets, watched)
+        return self._small_edges[key]
+
+    def _edge_costs(
+        self,
+        name: EdgeName,
+        sources: tuple[Config, ...],
+        targets: tuple[Config, ...],
+        watched: tuple[int, ...] | None,
+    ) -> dict[str, Floats]:
         times = self.directions(name)
         if times == 0:
             return {term.name: np.zeros((len(sources), len(targets))) for term in EDGE_TERMS}
@@ -215,6 +237,29 @@ class CostModel(Setting):
             costs = self.edge_cost(name, sources, targets).ravel().tolist()
             known |= zip(product(sources, targets), costs, strict=True)
         return [known[pair] for pair in pairs]
+
+    def learn(self, strategies: Sequence[Strategy]) -> None:
+        """Prices all that these complete strategies consist of at once, which is faster than one after the other."""
+        graph = self.graph
+        of_kind: dict[int, tuple[Layer, dict[Config, None]]] = {}
+        for layer in graph.layers if strategies else ():
+            used = dict.fromkeys(s[layer.name] for s in strategies)
+            of_kind.setdefault(self.kind(layer), (layer, {}))[1].update(used)
+        for layer, configs in of_kind.values():
+            self.node_cost(layer, tuple(configs))
+        pairs: dict[object, tuple[EdgeName, dict[tuple[Config, Config], None]]] = {}
+        for name in graph.edges() if strategies else ():
+            here = ((s[name[0]], s[name[1]]) for s in strategies)
+            key = self.kind(graph[name[0]]), self.kind(graph[name[1]]), name[2]
+            pairs.setdefault(key, (name, {}))[1].update(dict.fromkeys(here))
+        for kinds, (name, wanted) in pairs.items():
+            new = [(u, v) for u, v in wanted if (kinds, (u,), (v,), None) not in self._small_edges]
+            sources, targets = (tuple(dict.fromkeys(ends)) for ends in zip(*new, strict=True)) if new else ((), ())
+            costs = self._edge_costs(name, sources, targets, None) if new else {}
+            row, column = ({config: i for i, config in enumerate(ends)} for ends in (sources, targets))
+            for u, v in new:
+                cells = slice(row[u], row[u] + 1), slice(column[v], column[v] + 1)
+                self._small_edges[kinds, (u,), (v,), None] = {term: cost[cells] for term, cost in costs.items()}
 
     def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""

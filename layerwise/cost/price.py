@@ -78,11 +78,9 @@ def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = 
 
 def _known_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
     """Made once for a layer's configuration and those of its inputs: strategies that are compared differ in few."""
-    key = layer.name, strategy[layer.name], tuple(strategy[source] for source in layer.inputs)
-    if key not in model.prices:
-        model.prices[key] = _layer_price(model, layer, strategy)
-    found: LayerPrice = model.prices[key]
-    return found
+    ends = tuple((model.kind(model.graph[source]), strategy[source]) for source in layer.inputs)
+    key = _layer_price, model.kind(layer), strategy[layer.name], ends
+    return model.once(key, lambda: _layer_price(model, layer, strategy))
 
 
 def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPrice:
@@ -106,7 +104,7 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
         if term.traffic:
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
             sent[term.traffic] += term.again_bytes(model, layer, layout) if config.recompute else 0.0
-    memory_bytes = gathered_bytes + _held_bytes(model, layer, layout)
+    memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
     known = cost.compute.measured[0], cost.compute.fitted[0]  # the forward pass once more rests on them alike
     once = float(cost.compute.total[0])
     again = seconds[COMPUTE.name] / once if config.recompute and once else 1.0
@@ -142,7 +140,7 @@ def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
     return total
 
 
-def _held_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
+def held_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
     """Parameters, gradients, optimizer state and what every stage makes, whether or not the backward pass needs it."""
     total = _parameter_bytes(model, layer, layout)
     if layer.role is Role.TIED:

@@ -60,6 +60,9 @@ class Setting:
         self.uses = gradient_uses(self.graph)
         self._measurements: dict[str, Measurements | None] = {}
         self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
+        self._small_layouts: dict[tuple[int, tuple[Config, ...]], Layout] = {}
+        self._kinds: dict[object, int] = {}
+        self._kind_of: dict[str, int] = {}
 
     @property
     def measurements(self) -> Measurements | None:
@@ -99,20 +102,35 @@ class Setting:
             return None
         return {"autocast": around, "device": self.devices.device_type}
 
+    def kind(self, layer: Layer) -> int:
+        """A number for a layer of the graph, the same for all that cost and take memory alike: repeated blocks."""
+        found = self._kind_of.get(layer.name)
+        if found is None:
+            name, graph = layer.name, self.graph
+            gradients = self.has_gradient[name], graph.flows_back(layer), layer.trains, self.uses[name]
+            key = layer.space, layer.types, gradients, layer.tied, layer.role, self.dtype(layer), name in graph.unfed
+            found = self._kind_of[name] = self._kinds.setdefault(key, len(self._kinds))
+        return found
+
     def end_config(self, layer: Layer) -> Config:
         """The only configuration of an input or of the sink: samples over all devices that can have one."""
         return data_parallel(layer, self.devices.count)
 
     def layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         """Cells of the layer's configurations on these devices."""
+        if len(configs) <= MANY:
+            small = self.kind(layer), tuple(configs)
+            if small not in self._small_layouts:
+                self._small_layouts[small] = self._layout(layer, configs)
+            return self._small_layouts[small]
         key = layer.name, id(configs)
-        if key in self._layouts:
-            return self._layouts[key][1]
+        if key not in self._layouts:
+            self._layouts[key] = configs, self._layout(layer, configs)  # kept, so that its id stays its own
+        return self._layouts[key][1]
+
+    def _layout(self, layer: Layer, configs: Sequence[Config]) -> Layout:
         made = layout(configs, layer.space, self.devices.count)
-        made = made.everywhere() if layer.name in self.graph.unfed else made
-        if len(configs) > MANY:
-            self._layouts[key] = configs, made  # kept, so that its id stays its own
-        return made
+        return made.everywhere() if layer.name in self.graph.unfed else made
 
     def directions(self, name: EdgeName) -> int:
         """How often an edge's tensor travels: 0 where it is not counted, 1 without a gradient, else 2.

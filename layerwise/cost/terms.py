@@ -101,7 +101,8 @@ def gather_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     for i in np.flatnonzero(times > 1).tolist() if shares else ():
         groups = Counter[GroupShape]()  # what a group gathers of a layer travels together
         for c in shares:
-            groups[c.group_shapes[i]] += c.size_bytes[i]
+            if c.size_bytes[i]:  # else another configuration's: here nothing travels, which takes no latency either
+                groups[c.group_shapes[i]] += c.size_bytes[i]
         seconds[i] = times[i] * sum(all_gather_s(size, group, devices) for group, size in groups.items())
     return seconds
 

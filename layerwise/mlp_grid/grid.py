@@ -20,7 +20,7 @@ from layerwise.plan import Plan
 from layerwise.search.find import candidate, search
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
-from layerwise.search.result import Candidate, SearchResult, preference
+from layerwise.search.result import Candidate, SearchResult, preferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ class GridStudy:
     @property
     def best_grid(self) -> PricedGrid:
         """By the cost tables, with overlap."""
-        return min(self.grids, key=lambda g: preference(g.tables))
+        best = preferred(g.tables for g in self.grids)
+        return next(g for g in self.grids if g.tables is best)
 
     @property
     def best_by_paper(self) -> PricedGrid:
@@ -138,7 +139,7 @@ def study(
         progress=progress,
         answers=answers,
     )
-    best = min((result.fastest, *(p.tables for p in priced)), key=preference)  # ties: to the search's
+    best = preferred((result.fastest, *(p.tables for p in priced)))  # ties: to the search's
     return GridStudy(priced, result, best)
 
 

@@ -236,7 +236,7 @@ def _check_files(paths: Mapping[str, str | None]) -> None:
 
 def _question(args: argparse.Namespace, profile: Profile, formulas: Pricing, ran: Framework | None) -> Question:
     """What the flags ask about the model."""
-    dims, capacity = _dims(args.spatial_dims), profile.processor.memory_bytes
+    dims = _dims(args.spatial_dims)
     graph = load_model(args.model, 1, args.input_shape)
     gather_after = args.gather_after or (None if ran is None else ran.gathers_after(args.model))
     return Question(
@@ -251,7 +251,7 @@ def _question(args: argparse.Namespace, profile: Profile, formulas: Pricing, ran
             io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
         ),
         formulas=formulas,
-        memory_limit_bytes=None if args.max_memory is None else min(args.max_memory * 2**30, capacity),
+        memory_limit_bytes=None if args.max_memory is None else args.max_memory * 2**30,
         gamma=args.gamma,
         framework=ran,
         seconds_per_sample=None if ran is None else ran.single_s(args.model),

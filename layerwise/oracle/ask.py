@@ -49,6 +49,8 @@ def ask(
     reasons: dict[tuple[str, int], str] = {}
     work = [(name, count) for count in gpus for name in names]
     for done, (name, count) in enumerate(work, start=1):
+        if name == names[0]:
+            oracle.learn(names, count)
         if name == "layerwise" and count > search_up_to:
             reasons[name, count] = f"layerwise is searched for up to {search_up_to} GPUs: add --search-up-to {count}"
         else:

@@ -50,10 +50,9 @@ def findings(
         *_computation(projection, facts, staged),
         *_memory(projection, facts),
     ]
-    capacity = devices.processor.memory_bytes
-    used = projection.phases.memory_bytes / capacity
+    used = projection.phases.memory_bytes / devices.usable_bytes
     if used > 1:
-        text = f"needs {used:.2f}× the memory of a device"
+        text = f"needs {used:.2f}× what a plan may take of a device's memory"
         result.append(Finding("limit", "memory capacity", used, 0.0, text))
     most = projection.limit
     share = projection.devices / most.devices

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions, Progress
+from layerwise.cost.price import complete
 from layerwise.cost.timeline.simulate import Timeline
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -22,7 +24,7 @@ from layerwise.oracle.formulas.pipeline import PipelineStage, pipeline_phases, p
 from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
-from layerwise.oracle.strategies import Limit, Shape, Wishes, limit, shapes, strategy, weighted
+from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy, weighted
 from layerwise.oracle.tables import Groups, Priced, memory_bytes, price_plan
 from layerwise.plan import nearest
 from layerwise.search.find import search
@@ -47,7 +49,7 @@ class Question:
     wishes: Wishes = field(default_factory=Wishes)
     options: CostOptions = field(default_factory=lambda: CostOptions(io="free"))
     formulas: Pricing = "tables"
-    memory_limit_bytes: float | None = None  # of a device, for plans that are searched; None: all that it has
+    memory_limit_bytes: float | None = None  # of a device, for plans that are searched; at most what a plan may take
     gamma: float | None = None  # of the memory that closed forms count, the share that is used; None: see `Answer.fits`
     framework: Framework | None = None  # of `chainermnx`
     seconds_per_sample: float | None = None  # that one device was measured to take
@@ -68,7 +70,8 @@ class Answer:
 
     projection: Projection
     overlapped_s: float  # an iteration, gradients beside the backward pass; the phases' sum where nothing is simulated
-    # Within a device's memory: by the cost tables, as layerwise.run uses it; by a closed form where a gamma is given.
+    # Within what a plan may take of a device's memory: by the cost tables, as layerwise.run uses it; by a closed form
+    # where a gamma is given.
     fits: bool
     shape: Shape | None = None  # how the devices are used, where there is a choice
     gamma: float | None = None  # the memory over what the published formula counts
@@ -119,6 +122,11 @@ class Oracle:
         """Devices a node."""
         return self.question.gpus_per_node or self.question.profile.gpus_per_node
 
+    @cached_property
+    def usable_bytes(self) -> float:
+        """What a plan may take of a device's memory, as `layerwise search` has it."""
+        return self.model(1).devices.usable_bytes
+
     def limit(self, name: str, devices: int) -> Limit:
         """The most devices that a strategy can use, with the batch that `devices` have."""
         return limit(self.model(devices).graph, name, self.node, self.question.wishes)
@@ -151,17 +159,30 @@ class Oracle:
         if name == "layerwise":
             # With statistics, gradients and memory as every other strategy has them.
             space = SearchSpace(devices, spread=model.devices.nodes > 1)
-            result = search(
-                model, space, memory_limit_bytes=q.memory_limit_bytes, progress=progress, answers=self._answers
-            )
+            limit_bytes = min(q.memory_limit_bytes or self.usable_bytes, self.usable_bytes)
+            result = search(model, space, memory_limit_bytes=limit_bytes, progress=progress, answers=self._answers)
             inner = {layer.name: result.best.strategy[layer.name] for layer in model.graph.inner}
             return self._answer(name, self._priced(model, Shape(1, devices), inner, result.best.timeline), result)
         if q.formulas != "tables":
             return self._closed(name, devices, q.formulas)
         if name == "pipeline":
             return self._pipeline(devices)
+        return self._answer(name, self._priced(model, *self._plan(name, devices)), None)
+
+    def learn(self, names: Sequence[str], devices: int) -> None:
+        """Prices at once what these strategies consist of, before `answer` is asked for each: that is faster."""
+        model, plans = self.model(devices), list[Mapping[str, Config]]()
+        for name in names:
+            if self.question.formulas == "tables" and name not in ("pipeline", "layerwise"):
+                with suppress(UnreachableError):
+                    plans.append(complete(model, self._plan(name, devices)[1]))
+        model.learn(plans)
+
+    def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
+        """Of the tables: the best shape, and every layer's configuration."""
+        model = self.model(devices)
         shape = self._groups.best(model, name, self.shapes(name, devices))
-        return self._answer(name, self._priced(model, shape, strategy(model.graph, name, shape)), None)
+        return shape, strategy(model.graph, name, shape)
 
     def gamma(self, answer: Answer, peak_bytes: float) -> float | None:
         """A measured peak of a device's memory over what the published formula counts; None for a searched plan."""
@@ -247,7 +268,7 @@ class Oracle:
         return reuse_factor(memory, naive.phases.memory_bytes)
 
     def _fits(self, memory: float) -> bool:
-        return memory <= self.question.profile.processor.memory_bytes
+        return memory <= self.usable_bytes
 
 
 def applicable(graph: LayerGraph, node: int, formulas: Pricing = "tables") -> tuple[str, ...]:

@@ -14,7 +14,7 @@ class Budget:
     """What may be used; None: no limit."""
 
     gpus: int | None = None
-    memory_bytes: float | None = None  # of a device, beside its own capacity
+    memory_bytes: float | None = None  # of a device, beside what plans may take of it
     seconds: float | None = None  # of an epoch
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layerwise.config import Config
+from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
@@ -39,32 +40,32 @@ class Groups:
 
     def __init__(self) -> None:
         self._models: dict[tuple[int, int], CostModel] = {}  # of one group alone, by its devices and batch
-        self._seconds: dict[tuple[int, int, str, Shape], float] = {}
+        self._best: dict[tuple[int, int, int, str, tuple[Shape, ...]], int] = {}
 
     def best(self, model: CostModel, name: str, shapes: Sequence[Shape]) -> Shape:
         """The cheapest of a strategy's shapes, which differ in the grid inside a group."""
-        return shapes[0] if len(shapes) == 1 else min(shapes, key=lambda s: self._step_s(model, name, s))
+        if len(shapes) == 1:
+            return shapes[0]
+        groups, inside = shapes[0].groups, shapes[0].inside
+        alone = model if groups == 1 or model.devices.levels[0].devices % inside else self._alone(model, groups, inside)
+        if alone is not model:  # what groups exchange is the same for all their grids
+            groups = 1
+        key = (inside, alone.graph.batch, groups, name, tuple(shapes))
+        if key not in self._best:
+            plans = [strategy(alone.graph, name, replace(shape, groups=groups)) for shape in shapes]
+            alone.learn([complete(alone, plan) for plan in plans])
+            seconds = [phases_of(alone, plan, 0.0)[0].total_s for plan in plans]  # equation 1
+            self._best[key] = seconds.index(min(seconds))
+        return shapes[self._best[key]]
 
-    def _step_s(self, model: CostModel, name: str, shape: Shape) -> float:
-        """Step time of one group alone, where it is in a node: what groups exchange is the same for all their grids."""
-        node = model.devices.levels[0]
-        if shape.groups == 1 or node.devices % shape.inside:
-            return _step_s(model, strategy(model.graph, name, shape))
-        batch, one = max(1, model.graph.batch // shape.groups), replace(shape, groups=1)
-        key = (shape.inside, batch, name, one)
-        if key not in self._seconds:
-            if key[:2] not in self._models:
-                level = replace(node, devices=shape.inside, devices_per_port=1)
-                alone = replace(model.devices, count=shape.inside, levels=(level,))
-                self._models[key[:2]] = CostModel(model.graph.rebatch(batch), alone, model.options)
-            group = self._models[key[:2]]
-            self._seconds[key] = _step_s(group, strategy(group.graph, name, one))
-        return self._seconds[key]
-
-
-def _step_s(model: CostModel, plan: Strategy) -> float:
-    """Equation 1."""
-    return phases_of(model, plan, 0.0)[0].total_s
+    def _alone(self, model: CostModel, groups: int, inside: int) -> CostModel:
+        """One group by itself, in a node."""
+        batch = max(1, model.graph.batch // groups)
+        if (inside, batch) not in self._models:
+            level = replace(model.devices.levels[0], devices=inside, devices_per_port=1)
+            alone = replace(model.devices, count=inside, levels=(level,))
+            self._models[inside, batch] = CostModel(model.graph.rebatch(batch), alone, model.options)
+        return self._models[inside, batch]
 
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:
@@ -80,9 +81,14 @@ def memory_bytes(model: CostModel, plan: Strategy) -> float:
     Input and output cost no time with io free; memory has a device's share of the samples, where there is one for each:
     nobody would hold the batch of a thousand devices on every one.
     """
-    if model.graph.batch >= model.devices.count:
-        model = CostModel(model.graph, model.devices, replace(model.options, io="sample"))
-    return float(peak_bytes(model, complete(model, plan)).max())
+    footprints = model.once(Footprints, lambda: Footprints(_fed(model)))
+    return float(peak_bytes(footprints.model, complete(footprints.model, plan), footprints).max())
+
+
+def _fed(model: CostModel) -> CostModel:
+    if model.graph.batch < model.devices.count:
+        return model
+    return CostModel(model.graph, model.devices, replace(model.options, io="sample"))
 
 
 def phases_of(model: CostModel, plan: Strategy, memory_bytes: float) -> tuple[Phases, float]:

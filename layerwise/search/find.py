@@ -10,7 +10,7 @@ from typing import Literal
 
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import model_error
+from layerwise.cost.basis import ANALYTIC_ERROR, MEASURED_ERROR, model_error
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
@@ -23,7 +23,7 @@ from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Strategy
 from layerwise.search.limit.within import LimitedSearch, Within
 from layerwise.search.recall import Recall, Solved
-from layerwise.search.result import Candidate, SearchResult, preference, timeline_s
+from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
 
 SYNC_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)  # how much of t_S overlap leaves exposed is not known beforehand
@@ -58,6 +58,7 @@ def search(
         raise LayerwiseError(f"fixed layer {unknown[0]!r} is not in the model")
     started = time.perf_counter()
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
+    model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
     weights = SYNC_WEIGHTS if objective == "timeline" else SYNC_WEIGHTS[:1]
     recall = Recall(answers, model, space, weights, memory_bytes, fixed)
@@ -67,6 +68,7 @@ def search(
     seconds = dict(solved.seconds) or {"cache": time.perf_counter() - started}
     distinct = {tuple(s.items()): s for s in solved.strategies}
     footprints = Footprints(model)
+    model.learn([complete(model, s) for s in distinct.values()])
     candidates = [candidate(model, "layerwise", s, limit, footprints) for s in distinct.values()]
     baselines = {name: candidate(model, name, strategy, limit, footprints) for name, strategy in named.items()}
     if not baselines["data"].timeline.total_s:
@@ -145,12 +147,18 @@ def _limited(
 
 
 def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, heed_memory: bool = True) -> Candidate:
-    """The best by `preference`; data parallelism where that gains no more than the model's error."""
+    """The best by `preferred`; data parallelism where that gains no more than the model's error."""
     everyone = [baselines["data"], *optima, *(c for name, c in baselines.items() if name != "data")]
-    best, data = min(everyone, key=preference if heed_memory else timeline_s), baselines["data"]
-    least_s = data.timeline.total_s * (1 - model_error(data.price, best.price))
-    allowed = data.fits == best.fits or not heed_memory
-    return data if allowed and best.timeline.total_s >= least_s else best
+    best = preferred(everyone) if heed_memory else min(everyone, key=timeline_s)
+    data = baselines["data"]
+    if best is data or (heed_memory and data.fits != best.fits):
+        return best
+    best_s, data_s = best.timeline.total_s, data.timeline.total_s
+    if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less, and none is more than the other one:
+        return data
+    if best_s < data_s * (1 - ANALYTIC_ERROR):  # so prices, which are long to make, are not asked for
+        return best
+    return data if best_s >= data_s * (1 - model_error(data.price, best.price)) else best
 
 
 def candidate(
@@ -162,9 +170,15 @@ def candidate(
 ) -> Candidate:
     """Prices a strategy both ways. memory_limit_bytes: by default what a device has; footprints: if they are made."""
     strategy = complete(model, strategy)
-    cost = price(model, strategy, memory_bytes=float(peak_bytes(model, strategy, footprints).max()))
     limit = model.devices.processor.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    return Candidate(name, strategy, cost, timeline(model, strategy), cost.memory_bytes <= limit)
+    return Candidate(
+        name,
+        strategy,
+        timeline(model, strategy),
+        limit,
+        lambda: float(peak_bytes(model, strategy, footprints).max()),
+        lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
+    )
 
 
 def configurations(
@@ -172,13 +186,17 @@ def configurations(
 ) -> dict[str, tuple[Config, ...]]:
     """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
     result: dict[str, tuple[Config, ...]] = {}
+    of_kind: dict[int, tuple[Config, ...]] = {}
     for layer in model.graph.layers:
         if layer.end:
             result[layer.name] = (model.end_config(layer),)
         elif layer.name in fixed:
             result[layer.name] = (fixed[layer.name],)
         else:
-            known = held_configurations(layer, space)
+            kind = model.kind(layer)
+            if kind not in of_kind:
+                of_kind[kind] = held_configurations(layer, space)
+            known = of_kind[kind]
             extra = dict.fromkeys(s[layer.name] for s in named.values())
             result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
     return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from layerwise.config import Config
 from layerwise.cost.price import Price
@@ -14,15 +16,31 @@ from layerwise.search.limit.within import Within
 from layerwise.search.solve.eliminate import Optimum
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
-    """A strategy and what it is predicted to cost."""
+    """A strategy and what it is predicted to cost. What most candidates are never asked for is made where it is."""
 
     name: str
     strategy: dict[str, Config]
-    price: Price
     timeline: Timeline
-    fits: bool  # within every device's memory
+    memory_limit_bytes: float = field(compare=False)  # of a device
+    _peak_bytes: Callable[[], float] = field(repr=False, compare=False)
+    _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Of the fullest device at the fullest instant of a step."""
+        return self._peak_bytes()
+
+    @cached_property
+    def price(self) -> Price:
+        """Equation 1, layer by layer."""
+        return self._price(self.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Within every device's memory."""
+        return self.memory_bytes <= self.memory_limit_bytes
 
     def _repr_html_(self) -> str:
         return html(self)
@@ -49,8 +67,8 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """Of the simulated plans, by `preference`: where `best` is data parallelism, what it was kept against."""
-        return min(self.simulated, key=preference)
+        """Of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept against."""
+        return preferred(self.simulated)
 
     def _repr_html_(self) -> str:
         return html(self)
@@ -61,6 +79,7 @@ def timeline_s(c: Candidate) -> float:
     return c.timeline.total_s
 
 
-def preference(c: Candidate) -> tuple[bool, float]:
-    """The least is to be chosen: the fastest by timeline of those that fit into memory (of all, where none does)."""
-    return not c.fits, c.timeline.total_s
+def preferred(candidates: Iterable[Candidate]) -> Candidate:
+    """The fastest by timeline of those that fit into memory (of all, where none does), the first of equal ones."""
+    by_time = sorted(candidates, key=timeline_s)
+    return next((c for c in by_time if c.fits), by_time[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,8 +12,12 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost import transfer
 from layerwise.cost.compute.roofline import compute_time
 from layerwise.cost.layer_collectives import kept_share
+from layerwise.cost.memory.footprints import Footprints
+from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import telling_devices
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
@@ -195,3 +200,29 @@ def test_regions_of_autocast_are_planned_at_their_own_rates() -> None:
         assert [model.dtype(layer) for layer in model.graph.inner] == [dtype, here, dtype]
         assert model.graph["linear1"].out.dtype == bits
         assert [item_bytes for layer in model.graph.inner for *_, item_bytes in layer.held()] == [4] * 6
+
+
+def test_what_is_learned_at_once_is_what_each_strategy_costs_alone() -> None:
+    """Also of blocks alike, whose layers share what is made of them, and of what is kept of strategies before."""
+    graph, random = residual(), np.random.default_rng(0)
+    devices = load_profile("v100").device_graph(8, 4)
+    model = CostModel(graph, devices, CostOptions(optimizer="adam"))
+    configs = configurations(model)
+    draws = [{name: cs[int(random.integers(len(cs)))] for name, cs in configs.items()} for _ in range(12)]
+    spent = {"recompute": True}, {"states": "sharded"}, {"states": "gathered"}
+    draws += [
+        {name: replace(c, **spent[i % 3]) if can_spend(model, name) else c for name, c in s.items()}
+        for i, s in enumerate(draws[:6])
+    ]
+    model.learn(draws)
+    footprints = Footprints(model)
+    for strategy in draws:
+        alone = CostModel(graph, devices, model.options)
+        assert price(model, strategy) == price(alone, strategy)
+        assert timeline(model, strategy) == timeline(alone, strategy)
+        assert (peak_bytes(model, strategy, footprints) == peak_bytes(alone, strategy)).all()
+
+
+def can_spend(model: CostModel, name: str) -> bool:
+    layer = model.graph[name]
+    return model.graph.differentiates(layer) and layer.main.weights

@@ -156,7 +156,8 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
 def made(name: str, total_s: float, fits: bool, measured: float = 0.0) -> Candidate:
     """measured: the share of t_C."""
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0, measured_s=measured)
-    return Candidate(name, {}, Price({"fc": layer}, 1.0, 0.0), Timeline(total_s, 0.0, 0.0, 0.0), fits)
+    step, limit = Timeline(total_s, 0.0, 0.0, 0.0), 1.0
+    return Candidate(name, {}, step, limit, lambda: 2.0 - fits, lambda memory: Price({"fc": layer}, 1.0, memory))
 
 
 times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -85,7 +86,9 @@ def test_a_gain_is_told_as_what_it_is_compared_with() -> None:
 def test_data_parallelism_is_not_called_fastest_where_a_faster_plan_does_not_fit() -> None:
     model = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
     found = slower(search(model, SearchSpace(4)), 0.05)
-    full = tuple(replace(c, fits=c.strategy == found.best.strategy) for c in found.simulated)
+    full = tuple(
+        replace(c, memory_limit_bytes=inf if c.strategy == found.best.strategy else 0.0) for c in found.simulated
+    )
     told = why_data(replace(found, simulated=full))
     assert told == "the best here: nothing that was simulated and fits into memory is predicted faster"
 

@@ -1,6 +1,6 @@
 """Footprints: what the memory of a step is made of, under single configurations of layers and of both ends of edges.
 
-Each is made once: a search asks for the memory of many strategies that differ in few layers.
+Each is made once for all layers of a kind: a search asks for the memory of many strategies that differ in few layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from layerwise.partition.moved import Moved, moved, outputs
 from layerwise.partition.place import Place, input_maps, place
 from layerwise.partition.within import kept_within
 
-Layered = tuple[str, Config]
+Layered = tuple[int | str, Config]
 
 
 class Footprints:
@@ -29,7 +29,7 @@ class Footprints:
         self._places: dict[Layered, Place] = {}
         self._stages: dict[Layered, list[StageMemory]] = {}
         self._held: dict[Layered, list[Held]] = {}
-        self._moved: dict[tuple[str, int, Config, Config], Moved] = {}
+        self._moved: dict[tuple[int, int, int, Config, Config], Moved] = {}
 
     @cached_property
     def begun(self) -> dict[str, tuple[EdgeEnd, ...]]:
@@ -43,7 +43,7 @@ class Footprints:
 
     def place(self, layer: Layer, config: Config) -> Place:
         """A layer's boxes."""
-        key = layer.name, config.cells
+        key = self.model.kind(layer), config.cells
         if key not in self._places:
             graph, devices = self.model.graph, self.model.devices.count
             unfed = layer.name in graph.unfed
@@ -52,7 +52,7 @@ class Footprints:
 
     def stages(self, layer: Layer, config: Config) -> list[StageMemory]:
         """What its kernels make and keep."""
-        key = layer.name, config.cells
+        key = self.model.kind(layer), config.cells
         if key not in self._stages:
             flows = self.model.graph.flows_back(layer)
             self._stages[key] = stages_of(layer, self.place(layer, config), flows, config["k"] > 1)
@@ -60,16 +60,18 @@ class Footprints:
 
     def held(self, layer: Layer, config: Config) -> list[Held]:
         """Its parameters."""
-        key = layer.name, config
+        # What is shared out has its place in buckets, and so is each layer's own.
+        key = self.model.kind(layer) if config.states == "replicated" else layer.name, config
         if key not in self._held:
             self._held[key] = held(self.model, layer, config, self.place(layer, config))
         return self._held[key]
 
     def moved(self, layer: Layer, slot: int, source: Config, target: Config) -> Moved:
         """What travels to one of its inputs. source: the configuration of the layer that makes it."""
-        key = layer.name, slot, source.cells, target.cells
+        producer, kind = self.model.graph[layer.inputs[slot]], self.model.kind
+        key = kind(producer), kind(layer), slot, source.cells, target.cells
         if key not in self._moved:
-            owner = self.place(self.model.graph[layer.inputs[slot]], source)
+            owner = self.place(producer, source)
             self._moved[key] = self.moved_between(layer, slot, owner, self.place(layer, target))
         return self._moved[key]
 

@@ -37,7 +37,7 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     """
     inner = [layer for layer in reversed(model.graph.layers) if layer.role is not Role.TIED]
     tied = [layer for layer in reversed(model.graph.layers) if layer.role is Role.TIED]
-    gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy)]
+    gradients = [(layer.name, *g) for layer in (*inner, *tied) for g in _gradients(model, layer, strategy[layer.name])]
     number = {layer.name: i for i, layer in enumerate(model.graph.layers)}
     leaving: dict[str, list[Bucket]] = {}
     # Where parameters are gathered for a layer at a time, the gradients of each layer travel alone.
@@ -52,18 +52,20 @@ def buckets(model: CostModel, strategy: Strategy) -> dict[str, list[Bucket]]:
     return leaving
 
 
-def shared_out(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float]]:
+def shared_out(model: CostModel, layer: Layer, config: Config) -> list[tuple[Ints, GroupShape, float]]:
     """Who gathers a layer's parameters from the parts that each device keeps, and their bytes."""
-    config = strategy[layer.name]
     return _rows(layer, config, shares_of(model, layer, model.layout(layer, (config,))))
 
 
-def _gradients(model: CostModel, layer: Layer, strategy: Strategy) -> list[tuple[Ints, GroupShape, float, States]]:
+def _gradients(model: CostModel, layer: Layer, config: Config) -> list[tuple[Ints, GroupShape, float, States]]:
     """Who shares a layer's gradients, their bytes and states; what nobody shares does not travel."""
-    config = strategy[layer.name]
-    reduced = _rows(layer, config, gradients_of(model, layer, model.layout(layer, (config,))))
-    scattered, states = shared_out(model, layer, strategy), states_of(layer, config)
-    return [*((*row, states) for row in scattered), *((*row, "replicated") for row in reduced)]
+
+    def made() -> list[tuple[Ints, GroupShape, float, States]]:
+        reduced = _rows(layer, config, gradients_of(model, layer, model.layout(layer, (config,))))
+        scattered, states = shared_out(model, layer, config), states_of(layer, config)
+        return [*((*row, states) for row in scattered), *((*row, "replicated") for row in reduced)]
+
+    return model.once((_gradients, model.kind(layer), config), made)
 
 
 def _rows(layer: Layer, config: Config, collectives: list[Collective]) -> list[tuple[Ints, GroupShape, float]]:

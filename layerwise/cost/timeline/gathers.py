@@ -27,7 +27,7 @@ class Gathers:
         for layer in model.graph.layers:
             if states_of(layer, strategy[layer.name]) == "gathered":
                 by_group = dict[bytes, tuple[Ints, float]]()
-                for row, _, size in shared_out(model, layer, strategy):
+                for row, _, size in shared_out(model, layer, strategy[layer.name]):
                     by_group[row.tobytes()] = row, size + by_group.get(row.tobytes(), (row, 0.0))[1]
                 if by_group:
                     self._rows[layer.name] = list(by_group.values())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from layerwise.config import Config
 from layerwise.cost.collectives import bucket_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.roofline import rooflines
 from layerwise.cost.model import CostModel, EdgeName, Strategy
@@ -120,10 +121,14 @@ class _Step:
         total = float(model.node_cost(layer, configs).compute.backward[0])
         if layer.name not in self.late:
             return total, 0.0
+        share = model.once(("late", model.kind(layer), configs), lambda: self._late_share(layer, configs))
+        return total - total * share, total * share
+
+    def _late_share(self, layer: Layer, configs: tuple[Config, ...]) -> float:
+        model = self.model
         wanted, device = model.graph.flows_back(layer), model.devices.processor
         _, work = rooflines(layer, model.layout(layer, configs), wanted, device, model.options.dtype)
-        weights = total * float(work.weights_s[0] / work.seconds[0])
-        return total - weights, weights
+        return float(work.weights_s[0] / work.seconds[0])
 
     def _beside(self, layer: Layer, time: float, suffix: str) -> None:
         """A layer computes."""
@@ -238,6 +243,12 @@ class _Step:
 def timeline(model: CostModel, strategy: Strategy, record: Record | None = None) -> Timeline:
     """Simulates one training step of a strategy; `record` is called with every span of it."""
     strategy = complete(model, strategy)
+    if record is None:  # strategies of a name that a search found, too, are simulated once
+        return model.once(("timeline", *strategy.values()), lambda: _simulated(model, strategy, None))
+    return _simulated(model, strategy, record)
+
+
+def _simulated(model: CostModel, strategy: Strategy, record: Record | None) -> Timeline:
     recomputed = made_again(model.graph, {name for name, config in strategy.items() if config.recompute})
     strategy = {name: replace(config, recompute=False) for name, config in strategy.items()}  # `again` does the rest
     step = _Step(model, strategy, record)

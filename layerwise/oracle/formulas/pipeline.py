@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
-from layerwise.cost.price import price
+from layerwise.cost.price import held_bytes
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
 from layerwise.oracle.formulas.phases import Phases
@@ -40,7 +40,8 @@ def pipeline_stages(
     """
     graph = model.graph
     whole = CostModel(graph, _single(model.devices), model.options)
-    memory = price(whole, {layer.name: Config() for layer in graph.inner}, memory_bytes=0.0).layers
+    alone = {layer.name: whole.end_config(layer) if layer.end else Config() for layer in graph.layers}
+    memory = {layer.name: held_bytes(whole, layer, whole.layout(layer, (alone[layer.name],))) for layer in graph.layers}
     part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
     times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
     adding_s = dict.fromkeys(times, 0.0)
@@ -70,7 +71,7 @@ def pipeline_stages(
                 sum(float(t.forward[0]) for t in here),
                 sum(float(t.backward[0]) for t in here),
                 sum(float(t.update[0]) for t in here) + added * 2 / 3,
-                sum(memory[name].memory_bytes for name in held) + second,
+                sum(memory[name] for name in held) + second,
                 0.0 if last else passed[inside[-1]],
                 added,
             )

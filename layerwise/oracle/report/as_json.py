@@ -32,6 +32,7 @@ def as_dict(
         "batch": q.batch,
         "gpus_per_node": oracle.node,
         "memory_capacity_bytes": capacity,
+        "memory_usable_bytes": oracle.usable_bytes,
         "optimizer": q.options.optimizer,
         "answers": [
             answer_json(a, samples, capacity)

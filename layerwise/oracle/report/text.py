@@ -234,7 +234,7 @@ def show(
         counts = sorted({gpus for _, gpus in asked.answers})
         if len(counts) > 1:
             parts += [
-                "an epoch (with overlap; ! over a device's memory)",
+                f"an epoch (with overlap; ! over {units(oracle.usable_bytes, 'B')}, which a plan may take of a device)",
                 epochs_table(asked.answers, samples, best),
                 "",
             ]
