@@ -12,6 +12,7 @@ from layerwise.ops.nn.linear import Linear
 from layerwise.ops.tensor.softmax import Softmax
 from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
+from layerwise.search.classes import of_all_classes
 
 NAMES = ("data", "model", "owt")
 
@@ -20,9 +21,10 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
     Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only."""
     assert name in NAMES
-    strategy = {}
+    strategy, whole = {}, of_all_classes(model)
     for layer in model.graph.inner:
         by_channel = name == "model" or (name == "owt" and isinstance(layer.main, Linear))
+        by_channel = by_channel and layer.name not in whole
         strategy[layer.name] = (_channels if by_channel else data_parallel)(layer, model.devices.count)
     return strategy
 

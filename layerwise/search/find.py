@@ -19,6 +19,7 @@ from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
 from layerwise.search.baselines import NAMES, baseline
+from layerwise.search.classes import cuts_classes, of_all_classes
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Strategy
 from layerwise.search.limit.within import LimitedSearch, Within
@@ -187,6 +188,7 @@ def configurations(
     """The configurations of every layer: the space, and what a baseline uses; one for inputs, sink, fixed layers."""
     result: dict[str, tuple[Config, ...]] = {}
     of_kind: dict[int, tuple[Config, ...]] = {}
+    whole = of_all_classes(model)
     for layer in model.graph.layers:
         if layer.end:
             result[layer.name] = (model.end_config(layer),)
@@ -197,6 +199,8 @@ def configurations(
             if kind not in of_kind:
                 of_kind[kind] = held_configurations(layer, space)
             known = of_kind[kind]
+            if layer.name in whole:
+                known = tuple(config for config in known if not cuts_classes(layer, config))
             extra = dict.fromkeys(s[layer.name] for s in named.values())
             result[layer.name] = known + tuple(filterfalse(frozenset(known).__contains__, extra))
     return result

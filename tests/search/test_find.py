@@ -13,6 +13,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import Configs, CostModel, CostOptions, CostTables
 from layerwise.cost.price import LayerPrice, Price
 from layerwise.cost.timeline.simulate import Timeline
+from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
@@ -22,6 +23,8 @@ from layerwise.search.result import Candidate
 from layerwise.search.solve import narrow
 from layerwise.search.solve.eliminate import Optimum
 from layerwise.search.solve.narrow import Narrowed
+from layerwise.tensor import TensorSpec
+from tests.cost.networks import add, pointwise_conv
 from tests.importers.networks import chain, crossing, dense, inception, residual
 
 Network = Callable[[int], LayerGraph]
@@ -207,3 +210,17 @@ def test_simulated_plans_are_told_once() -> None:
     kept = {"fc1": Config()}
     fixed = search(model_of(chain(64), 4), SearchSpace(4), fixed=kept)
     assert {c.strategy["fc1"] for c in fixed.simulated} == {Config()}
+
+
+def test_where_devices_keep_boxes_of_the_output_no_plan_splits_its_classes() -> None:
+    """`layerwise.run` takes a loss of each box, which needs all classes: it refuses such a plan."""
+    b = GraphBuilder("wide")
+    x = add(b, "first", pointwise_conv(64, 1), [b.input("x", TensorSpec((1, 64, 2), ("n", "c", "l")))])
+    graph = fuse(b.finish([add(b, "last", pointwise_conv(64, 1), [x])]))
+    for io in ("free", "boxes"):
+        model = CostModel(graph, load("p100").device_graph(4), CostOptions(io=io))
+        found = search(model, SearchSpace(4, ("n", "c", "l", "k")))
+        offered = find.configurations(model, SearchSpace(4, ("n", "c", "l", "k")), {}, {})
+        assert any(config["c"] > 1 for config in offered["first"])
+        plans = [c.strategy["last"] for c in (*found.simulated, *found.baselines.values())]
+        assert any(c["c"] * c["k"] > 1 for c in (*plans, *offered["last"])) == (io == "free")
