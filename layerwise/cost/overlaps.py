@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
 from layerwise.cost.selections import selections
-from layerwise.geometry import AxisMap, boundaries, interval_overlap
+from layerwise.cost.sums import Sums, sums
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Dim
@@ -104,15 +103,10 @@ class Overlaps:
         return factor.spread() if size <= EXPANDED else factor
 
     def _along(self, j: int, s: int, m: int, t: int, k: int) -> _Factor:
-        """Of one dimension of the tensor: cumulated sums at the four corners of the ranges of cells."""
+        """Of one dimension of the tensor: what ranges of cells own of what ranges need."""
         a, ul, uh, row = self.owned.patterns(s, m, j)
         b, vl, vh, column = self.needing.patterns(t, k, self.edge.maps[j].source)
-        flat, offset = self.sums[j]
-        base = offset[a[:, None], b[None, :]][:, None, :]
-        low, high = (base + ends[:, :, None] * (b + 1) for ends in (ul, uh))
-        first, end = vl.T, vh.T
-        values: Floats = flat[:, high + end] - flat[:, low + end] - flat[:, high + first] + flat[:, low + first]
-        return _Factor(values, row, column)
+        return _Factor(self.sums[j].between(a, (ul, uh), b, (vl, vh)), row, column)
 
     def _needers(self, t: int, k: int) -> Floats | None:
         """(W, C_v) how many devices of the selection need what one does; None where each is the only one."""
@@ -136,34 +130,10 @@ def _merged(factors: Sequence[_Factor]) -> list[_Factor]:
     return made
 
 
-def _sums(edge: Edge, j: int) -> tuple[Floats, Ints]:
-    """`_overlap_sums` of one dimension of the tensor."""
+def _sums(edge: Edge, j: int) -> Sums:
+    """Of one dimension of the tensor."""
     axis = edge.maps[j]
     a_values = edge.owners.distinct[j][0]
     b_values = (1,) if axis.source is None else edge.needers.distinct[axis.source][0]
     dim = Dim(None, 1) if axis.source is None else edge.dims[axis.source]
-    return _overlap_sums(edge.shape[j], edge.units[j], a_values, axis, dim, b_values)
-
-
-@lru_cache(maxsize=1024)
-def _overlap_sums(
-    extent: int, unit: int, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
-) -> tuple[Floats, Ints]:
-    """Lengths and numbers of overlaps, cumulated over the cells of both ends, for every pair of degrees.
-
-    The (a + 1, b + 1) arrays of both laid end to end, shape (2, all), and where each begins, by [a, b].
-    """
-    offset = np.zeros((a_values[-1] + 1, b_values[-1] + 1), np.int64)
-    flat, begin = [], 0
-    for b in b_values:
-        cuts = boundaries(dim.extent, b, dim.unit)
-        lo, hi = axis(cuts[:-1], cuts[1:])
-        for a in a_values:
-            own = boundaries(extent, a, unit)
-            overlap = interval_overlap(own[:-1, None], own[1:, None], lo, hi)
-            sums = np.zeros((2, a + 1, b + 1))
-            sums[:, 1:, 1:] = np.stack([overlap, overlap > 0]).cumsum(1).cumsum(2)
-            offset[a, b] = begin
-            flat.append(sums.reshape(2, -1))
-            begin += flat[-1].shape[1]
-    return np.concatenate(flat, axis=1), offset
+    return sums(edge.shape[j], edge.units[j], a_values, axis, dim, b_values)
