@@ -47,3 +47,9 @@ class Gpt2(nn.Module):
             x = block(x)
         result: Tensor = self.head(self.norm(x))
         return result
+
+
+def gpt2() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """24 layers, for planning: without values."""
+    with torch.device("meta"):
+        return Gpt2(), (torch.zeros(2, 1024, dtype=torch.long),)

@@ -48,16 +48,18 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
     if size == 1:
         ones = (1,) * len(graph.levels)
         return GroupShape(1, ones, ones, ones, 0.0, even=True)
-    fan, spans, rings, members = [], [], [], []
+    fan, rings, members = list[int](), list[int](), list[int]()
+    spans = list[Mask]()  # at each level, which devices are in a group that has several members there
     alone, even = np.bincount(ids) == 1, True
     inner = devices  # what counts as one member at this level: the groups of the level below
     for level in graph.levels:
         outer = devices // level.devices
-        pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
-        (of, _), counts = np.unique(pairs[:2], axis=1, return_counts=True)
+        part = ids * (int(outer.max()) + 1) + outer  # a group's share of a node, rack, ...
+        inside = np.unique(part * (int(inner.max()) + 1) + inner) // (int(inner.max()) + 1)
+        parts, counts = np.unique(inside, return_counts=True)  # members of each
         fan.append(int(counts.max()))
-        even = even and bool((counts[~alone[of]] == counts.max()).all())
-        spans.append(_spans(ids, outer, inner))
+        even = even and bool((counts[~alone[parts // (int(outer.max()) + 1)]] == counts.max()).all())
+        spans.append((counts > 1)[parts.searchsorted(part)])
         inner = outer
     for number, level in enumerate(graph.levels):
         port = devices // level.devices_per_port
@@ -65,20 +67,13 @@ def _group_shape(row: tuple[int, ...], graph: DeviceGraph) -> GroupShape:
         sending = np.any(passing, axis=0)
         members.append(_most(port[sending]))
         # Beyond the node a ring passes a port once; inside, each of its hops leaves through its sender's port.
-        rings.append(_most(np.unique(np.stack([port, ids])[:, sending], axis=1)[0]) if number else members[0])
+        streams = np.unique(port[sending] * (int(ids.max()) + 1) + ids[sending]) // (int(ids.max()) + 1)
+        rings.append(_most(streams) if number else members[0])
     _, first, group = np.unique(ids, return_index=True, return_inverse=True)
     betas = np.array([level.beta_s_per_byte for level in graph.levels])
     servers = devices[first][group]
     server = np.bincount(group, np.where(devices == servers, 0.0, betas[graph.level_between(servers, devices)])).max()
     return GroupShape(size, tuple(fan), tuple(rings), tuple(members), float(server), even)
-
-
-def _spans(ids: Ints, outer: Ints, inner: Ints) -> Mask:
-    """Which devices are in a group that has several members at this level."""
-    pairs = np.unique(np.stack([ids, outer, inner]), axis=1)
-    several_of, counts = np.unique(pairs[:2], axis=1, return_counts=True)
-    several = {(int(i), int(o)) for (i, o), c in zip(several_of.T, counts, strict=True) if c > 1}
-    return np.array([(int(i), int(o)) in several for i, o in zip(ids, outer, strict=True)], bool)
 
 
 def _most(values: Ints) -> int:
