@@ -8,6 +8,7 @@ optimum if its own transfers are exact: where they are not, they are made so, un
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.cost.transfer import telling_devices, with_ports
 from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats
+from layerwise.quantities import units
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import Optimum, eliminate, total
 from layerwise.search.solve.prune import SLACK, Keep, by_edge_cost, restrict
@@ -47,6 +49,7 @@ def narrow(
     progress: Progress | None = None,
 ) -> Narrowed:
     """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
+    check_room(model, configs)
     bounding_s = 0.0
     nodes = weighted(model, configs, weights)
     known, hand = _Known(model, weights), [{name: s[name] for name in configs} for s in named.values()]
@@ -72,6 +75,24 @@ def narrow(
         tables = restrict(tables, keep)
         configs, nodes = tables.configs, [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
     return Narrowed(tables, nodes, known.least, bounding_s)
+
+
+def check_room(model: CostModel, configs: Configs) -> None:
+    """LayerwiseError where the tables of the first bounds, of which equal ones are kept once, are more than memory."""
+    names = [name for name in model.graph.edges() if model.directions(name)]
+    edges = {model.edge(name, configs[name[0]], configs[name[1]]) for name in names}
+    wanted, there = sum(8 * u * v for u, v in (edge.pairs for edge in edges)), memory_of_host()
+    if wanted > there:
+        raise LayerwiseError(
+            f"{max(map(len, configs.values()))} configurations of a layer on {model.devices.count} devices make tables "
+            f"of {units(wanted, 'B')}, and here are {units(there, 'B')} of memory: search fewer dimensions (--dims), "
+            "powers of two only (--degrees powers-of-two) or fewer devices"
+        )
+
+
+def memory_of_host() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _worthwhile(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph, load
@@ -103,3 +104,17 @@ def test_transfers_are_raised_until_the_optimum_is_one_of_exact_tables() -> None
     nothing = replace(exact, transfer={edge: 0 * cost for edge, cost in exact.transfer.items()})
     assert eliminate(nothing).cost_s < best  # the bounds alone would tell another one
     assert exact_optimum(model, nothing, exact.node, best, 2.0**31)[1].cost_s == pytest.approx(best, rel=1e-12)
+
+
+def test_tables_that_memory_cannot_hold_are_refused_before_they_are_made() -> None:
+    model, space = CostModel(fuse(residual(4)), load("v100").device_graph(4)), SearchSpace(4)
+    configs = {
+        layer.name: (model.end_config(layer),) if layer.end else held_configurations(layer, space)
+        for layer in model.graph.layers
+    }
+    with (
+        mock.patch.object(module, "memory_of_host", return_value=1000),
+        mock.patch.object(model, "tables", side_effect=AssertionError),
+        pytest.raises(LayerwiseError, match=r"4 devices make tables of .*B, and here are 1.*B of memory: search"),
+    ):
+        narrow(model, configs, {}, WEIGHTS)
