@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -63,6 +64,11 @@ def measure(name: str, gpus: int, profile: str, degrees: str) -> Row:
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "proven": float(all(optimum.proven for optimum in optima)),
     }
+
+
+def before(row: Row) -> Row:
+    """What another version took, nan where it was not measured."""
+    return {f"{column} before": row.get(column, math.nan) for column in ("tables", "search", "peak")}
 
 
 def paper(name: str, limit_s: float) -> Row:
@@ -137,6 +143,7 @@ def main() -> None:
     parser.add_argument("--degrees", choices=["2", "divisors"], default="2", help="powers of two, or all divisors")
     parser.add_argument("--profile", default="h100")
     parser.add_argument("--json", metavar="FILE", type=Path, help="the rows of the first table")
+    parser.add_argument("--against", metavar="FILE", type=Path, help="that file of an earlier version, to compare with")
     parser.add_argument(
         "--depth-first", type=float, default=60, metavar="SECONDS", help="limit of each run (default 60)"
     )
@@ -161,7 +168,11 @@ def main() -> None:
             if args.json:  # after each, as they may take long
                 kept = {f"{n} at {g}": row for (n, g), row in found.items()}
                 args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        print_table(console, "CPU seconds of a search", ((f"{n} at {g}", row) for (n, g), row in found.items()))
+        earlier = json.loads(args.against.read_text(encoding="utf-8")) if args.against else {}
+        labelled = [(f"{n} at {g}", row) for (n, g), row in found.items()]
+        if earlier:
+            labelled = [(label, row | before(earlier.get(label, {}))) for label, row in labelled]
+        print_table(console, "CPU seconds of a search", labelled)
         print_table(console, "growth with the number of GPUs N", growth(found))
     if args.only in (None, "paper"):
         rows = ((name, alone("paper", name, str(args.depth_first))) for name in PAPER)
@@ -173,6 +184,8 @@ def main() -> None:
 
 def shown(column: str, value: float, row: Row) -> str:
     """A cell."""
+    if math.isnan(value):
+        return ""
     if column in ("proven", "finished"):
         return "yes" if value else "no"
     if column == "depth-first" and not row["finished"]:
@@ -183,7 +196,7 @@ def shown(column: str, value: float, row: Row) -> str:
         return f"{value:.2f}"
     if column in ("layers", "K", "configurations", "kept"):
         return f"{value:.0f}"
-    return units(value, "B" if column == "peak" else "s")
+    return units(value, "B" if column.startswith("peak") else "s")
 
 
 if __name__ == "__main__":
