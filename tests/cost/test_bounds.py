@@ -112,7 +112,8 @@ def test_no_strategy_needs_less(
     def drawn() -> dict[str, int]:
         return {name: data.draw(st.integers(0, len(rows) - 1)) for name, rows in configs.items()}
 
-    bounds = MemoryBounds(model, configs, favour=drawn() if data.draw(st.booleans()) else None)
+    bounds = MemoryBounds(model, configs)
+    bounds = bounds.near(drawn()) if data.draw(st.booleans()) else bounds
     for _ in range(3):
         choice = drawn()
         peak = peak_bytes(model, {name: configs[name][i] for name, i in choice.items()})

@@ -34,6 +34,14 @@ class Costs:
         own = sum(float(cost[choice[name]]) for name, cost in self.node.items())
         return own + sum(float(cost[base[u][choice[u]], base[v][choice[v]]]) for (u, v, _), cost in self.edge.items())
 
+    def spread(self) -> dict[str, float]:
+        """Of each layer, how far its variants are apart."""
+        spread = {name: float(np.ptp(cost)) for name, cost in self.node.items()}
+        for (u, v, _), cost in self.edge.items():
+            spread[u] += float(np.ptp(cost, axis=0).mean())
+            spread[v] += float(np.ptp(cost, axis=1).mean())
+        return spread
+
     def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> Costs:
         """Over the variants that are kept (V_l,), and the bases that they have."""
         bases = {name: np.unique(base[name][mask]) for name, mask in keep.items()}
@@ -55,6 +63,19 @@ def weighted_sum(weights: Sequence[float], costs: Sequence[Costs]) -> Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Capped:
+    """An additive cost, and what it may be at most. Less `paid` it bounds the time, where it is seconds."""
+
+    costs: Costs
+    most: float
+    paid: float = np.inf  # what the limit itself costs; inf: it is no bound of the time
+
+    def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> Capped:
+        """Over the variants that are kept (V_l,)."""
+        return Capped(self.costs.restrict(keep, base), self.most, self.paid)
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Which choice takes the least time of those whose memory fits?
 
@@ -67,17 +88,16 @@ class Problem:
     rows: Callable[[Choice], Floats]  # (R,) bytes of one choice in every row
     peak: Callable[[Choice], float]  # bytes: what must fit
     exact: Callable[[Choice], float] | None = None  # seconds of one choice, where `time` is a lower bound
-    # The problem over the variants that are kept, as `restrict`, with rows of its own, which may be larger; they
-    # are near the peak of one of its choices where one is given.
-    anew: Callable[[Mapping[str, Mask], Choice | None], Problem] | None = None
+    # With more rows, which are near the peak of a choice. What numbers the rows have stays as it is.
+    nearer: Callable[[Choice], Problem] | None = None
 
     def cost(self, choice: Choice) -> float:
         """Seconds of one choice."""
         return self.time.of(choice, self.base) if self.exact is None else self.exact(choice)
 
     def restrict(self, keep: Mapping[str, Mask]) -> Problem:
-        """The problem over the variants that are kept (V_l,), which are counted anew: see `outside`."""
-        exact = self.exact
+        """The problem over the variants that are kept (V_l,), which are numbered anew: see `outside`."""
+        exact, nearer = self.exact, self.nearer
         return Problem(
             self.time.restrict(keep, self.base),
             {name: np.unique(self.base[name][mask], return_inverse=True)[1] for name, mask in keep.items()},
@@ -85,6 +105,7 @@ class Problem:
             lambda choice: self.rows(outside(choice, keep)),
             lambda choice: self.peak(outside(choice, keep)),
             None if exact is None else lambda choice: exact(outside(choice, keep)),
+            None if nearer is None else lambda choice: nearer(outside(choice, keep)).restrict(keep),
         )
 
 

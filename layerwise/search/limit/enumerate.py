@@ -2,7 +2,8 @@
 
 A *criterion* is an additive cost and what it may be at most. A partial choice whose best completion is beyond any
 criterion goes. What is left after all layers are all choices within all criteria, unless more than `width` partial
-choices had to be followed at once: then those of the worst bounds go, and the least of theirs is told.
+choices had to be followed at once: then those of the worst bounds go, and the least of theirs is told. So little width
+is a beam search, with a proof of how good it is.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ AHEAD = 4  # times the width, before what is dominated goes
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """An additive cost, and what it may be at most."""
+    """An additive cost, and what it may be at most. Where all fits, it is a bound of the time, with `paid` beside."""
 
     completion: Completion
     most: float
+    paid: float = 0.0  # inf: it is no bound of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Enumerated:
 
     variants: Mapping[str, Ints]  # (choices,) of each layer
     costs: Floats  # (choices, criteria)
-    dropped: float  # the least bound by the first criterion of what did not find room: inf where all did
+    dropped: float  # the least bound of what did not find room: inf where all did
 
     def choice(self, number: int) -> Choice:
         """One of what is left."""
@@ -49,27 +51,28 @@ def within(
     dominance: tuple[int, int] | None = None,
     step: float = 0.0,
 ) -> Enumerated:
-    """Choices within all criteria; the first one decides who goes where there is no room.
+    """Choices within all criteria; the largest of their bounds decides who goes where there is no room.
 
     dominance: two criteria by which, of partial choices that end alike, what is no better in either may be left out.
     step: also one that is better in the first by less than that. So of every choice there is one left that is no worse
     in the second criterion, and in the first by less than a step for each variable.
     """
     bounds = np.array([[c.completion.least for c in criteria]])
-    most = np.array([c.most for c in criteria])
+    paid = np.array([c.paid for c in criteria])
     chosen: dict[str, Ints] = {}  # base of the variables that are still needed
     steps: list[tuple[Ints, Ints]] = []  # for each variable: from which partial choice, and which variant
     dropped = np.inf
     for i, name in enumerate(order.names):
         where = tuple(chosen[n] for n in order.scopes[name])
-        parent, variant, bounds = _extend(criteria, name, where, base[name], bounds, most)
+        parent, variant, bounds = _extend(criteria, name, where, base[name], bounds)
         frontier = {n: of[parent] for n, of in chosen.items()} | {name: base[name][variant]}
         chosen = {n: frontier[n] for n in order.needed[i]}
         left = np.arange(len(parent))
         for room in (width,) if dominance is None else (AHEAD * width, width):
             if len(left) > room:
-                sooner = np.argpartition(bounds[left, 0], room)
-                dropped = min(dropped, float(bounds[left[sooner[room:]], 0].min()))
+                bound = (bounds[left] - paid).max(1)
+                sooner = np.argpartition(bound, room)
+                dropped = min(dropped, float(bound[sooner[room:]].min()))
                 left = left[sooner[:room]]
             if dominance is not None and room > width:
                 alike = _numbers([of[left] for of in chosen.values()], [len(base[n]) for n in chosen])
@@ -86,22 +89,29 @@ def within(
 
 
 def _extend(
-    criteria: Sequence[Criterion], name: str, where: tuple[Ints, ...], base: Ints, bounds: Floats, most: Floats
+    criteria: Sequence[Criterion], name: str, where: tuple[Ints, ...], base: Ints, bounds: Floats
 ) -> tuple[Ints, Ints, Floats]:
-    """Every partial choice with every variant of one more variable: from which, which, and their bounds."""
+    """Every partial choice with every variant of one more variable: from which, which, and their bounds.
+
+    By one criterion after the other, each of what is left.
+    """
     parents, variants, kept = [], [], []
-    step = max(1, CHUNK // (len(base) * len(criteria)))
+    tables = [(c.completion.regret[name], c.completion.beyond[name]) for c in criteria]
+    step = max(1, CHUNK // len(base))
     for start in range(0, max(len(bounds), 1), step):
         rows = slice(start, start + step)
-        more = [
-            c.completion.regret[name][tuple(of[rows] for of in where)][..., base] + c.completion.beyond[name]
-            for c in criteria
-        ]
-        new = bounds[rows, None, :] + np.stack(np.broadcast_arrays(*(np.atleast_2d(m) for m in more)), -1)
-        parent, variant = np.nonzero((new <= most).all(-1))
-        parents.append(parent + start)
+        regret, beyond = tables[0]
+        first = bounds[rows, :1] + (regret[tuple(of[rows] for of in where)][..., base] + beyond)
+        parent, variant = np.nonzero(first <= criteria[0].most)
+        new = [first[parent, variant]]
+        parent += start
+        for i, (regret, beyond) in enumerate(tables[1:], start=1):
+            more = bounds[parent, i] + regret[(*(of[parent] for of in where), base[variant])] + beyond[variant]
+            left = more <= criteria[i].most
+            parent, variant, new = parent[left], variant[left], [*(cost[left] for cost in new), more[left]]
+        parents.append(parent)
         variants.append(variant)
-        kept.append(new[parent, variant])
+        kept.append(np.stack(new, 1))
     return np.concatenate(parents), np.concatenate(variants), np.concatenate(kept)
 
 

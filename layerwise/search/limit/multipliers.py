@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.geometry.arrays import Floats, Ints
-from layerwise.search.limit.additive import Choice, Costs, Minimise, Problem, weighted_sum
+from layerwise.search.limit.additive import Capped, Choice, Costs, Minimise, Problem, weighted_sum
 from layerwise.search.limit.simplex import simplex
 
 ROUNDS = 60  # of elimination
 NEAREST = 8  # choices that multipliers of a problem like this one start with
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
+FACTORS = (0.25, 0.5, 0.75, 1.5, 2.5, 5.0)  # of the best price of memory
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
 
@@ -49,6 +50,16 @@ class Multipliers:
     met: list[Met] = field(default_factory=list)
     solved: dict[int, Costs] = field(default_factory=dict)  # the tables of the rows that were looked at
 
+    @staticmethod
+    def begun(problem: Problem, met: Iterable[Choice]) -> Multipliers:
+        """With choices that are likely to be near the best."""
+        return Multipliers(met=[_known(problem, choice) for choice in met])
+
+    def over(self, problem: Problem) -> Multipliers:
+        """What was met and the tables of rows, where a problem has more rows."""
+        met = [Met(m.choice, m.cost, problem.rows(m.choice), m.base, m.known) for m in self.met]
+        return Multipliers(met=met, solved=dict(self.solved))
+
     def taken(self, rows: Sequence[int]) -> Floats:
         """(rows, choices) bytes by the tables, which may be below what is known of a single choice."""
         return np.array([[met.of(row, self.solved[row]) for met in self.met] for row in rows]).reshape(
@@ -61,24 +72,45 @@ class Multipliers:
         paid = paid + np.array(list(self.price.values())) @ self.taken(list(self.price))
         return [self.met[i].choice for i in np.argsort(paid, kind="stable")[:NEAREST]]
 
-    def criteria(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
+    def charge(self, problem: Problem) -> Costs:
+        """What the bytes of all rows cost together."""
+        return weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
+
+    def mixture(self, limit: float) -> Floats:
+        """(choices,) the shares of what was met in the mixture that fits on average and takes the least."""
+        return _fit_on_average(self.met, self.taken(list(self.price)), limit, max(self.met[0].cost, 1e-30))[0]
+
+    def criteria(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
         """What a choice that fits and costs at most `cost` has, and at most: time with memory paid, time, and rows."""
         rows = [self.solved[row] for row in self.price]
         paid = weighted_sum([1.0, *self.price.values()], [problem.time, *rows])
-        most = [cost + sum(self.price.values()) * limit, cost, *(limit for _ in rows)]
-        return [paid, problem.time, *rows], most
-
-    def surrogate(self, problem: Problem, limit: float, cost: float) -> tuple[list[Costs], list[float]]:
-        """The same, with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968)."""
-        charge = weighted_sum([0.0, *self.price.values()], [problem.time, *(self.solved[row] for row in self.price)])
         charged = sum(self.price.values()) * limit
-        paid = weighted_sum([1.0, 1.0], [problem.time, charge])
-        return [paid, problem.time, charge], [cost + charged, cost, charged]
+        return [
+            Capped(paid, cost + charged, charged),
+            Capped(problem.time, cost, 0.0),
+            *(Capped(row, limit) for row in rows),
+        ]
 
-    def mixed(self) -> list[Costs]:
-        """Of shares of rows: the rows' mean, and each of them."""
+    def surrogate(self, problem: Problem, limit: float, cost: float) -> list[Capped]:
+        """The same, with one row for all: the sum of what their bytes cost (Glover, Oper. Res. 16(4), 1968).
+
+        First with memory paid, then the time, and that row; then with memory paid at other prices, which bound what
+        goes on from a partial choice better.
+        """
+        charge = self.charge(problem)
+        charged = sum(self.price.values()) * limit
+
+        def paid(factor: float) -> Capped:
+            costs = weighted_sum([1.0, factor], [problem.time, charge])
+            return Capped(costs, cost + factor * charged, factor * charged)
+
+        return [paid(1.0), Capped(problem.time, cost, 0.0), Capped(charge, charged), *map(paid, FACTORS)]
+
+    def mixed(self, most: float) -> list[Capped]:
+        """Of shares of rows: the rows' mean, and each of them. All are bytes, and bounds of the fullest row."""
         rows = [self.solved[row] for row in self.price]
-        return [weighted_sum(list(self.price.values()), rows), *rows]
+        mean = weighted_sum(list(self.price.values()), rows)
+        return [Capped(row, most, 0.0) for row in (mean, *rows)]
 
 
 def best_multipliers(
@@ -86,14 +118,12 @@ def best_multipliers(
     limit: float,
     minimise: Minimise,
     start: Multipliers | None = None,
-    met: Iterable[Choice] = (),
 ) -> Multipliers:
     """Multipliers that make the bound of the least time within `limit` bytes as large as it gets.
 
-    start: what was met with other limits. met: other choices that are likely to be near the best.
+    start: what was met with other limits, or is likely to be near the best.
     """
     best = Multipliers() if start is None else Multipliers({}, -np.inf, list(start.met), dict(start.solved))
-    best.met += [_known(problem, choice) for choice in met]
     active = sorted(best.solved)
     price: dict[int, float] = {}
     value, solved = np.inf, False  # of the mixture that the prices are from: what was met allows no better bound

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerwise.geometry.arrays import Mask
-from layerwise.search.limit.additive import Choice, Costs, Problem, lower_bounds, outside
+from layerwise.search.limit.additive import Capped, Choice, Problem, lower_bounds, outside
 from layerwise.search.limit.completion import Completion, Order
 from layerwise.search.limit.enumerate import Criterion, Enumerated, within
 from layerwise.search.solve.prune import SLACK, Keep
 
-NUMBERS = 1e8  # that an enumeration may form: one or two seconds
-CHECKS = 2000  # layers times true peaks that an enumeration may ask for: about a second
+NUMBERS = 1e7  # that an enumeration may form: about a second
+ENTRIES = 1e6  # of its largest table
+CHECKS = 600  # layers times true peaks that an enumeration may ask for: some tenths of a second
 
 
 @dataclass
@@ -37,10 +38,10 @@ class Known:
             self.peaks[key] = peak = self.problem.peak(choice)
             if peak < self.least_bytes:
                 self.least, self.least_bytes = choice, peak
-            if peak > self.limit:
-                self.misfit = choice
-            elif (cost := self.problem.cost(choice)) < self.cost:
+            if peak <= self.limit and (cost := self.problem.cost(choice)) < self.cost:
                 self.best, self.cost = choice, cost
+        if self.peaks[key] > self.limit:
+            self.misfit = choice
         return self.peaks[key]
 
 
@@ -55,51 +56,47 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The variants that bounds leave, to be enumerated. The first cost decides what goes where there is no room."""
+    """The variants that bounds leave, to be enumerated."""
 
     problem: Problem  # over what is left
     keep: Mapping[str, Mask]
     order: Order
-    completions: list[Completion]  # of the costs
+    criteria: list[Criterion]
 
     @staticmethod
-    def of(problem: Problem, costs: Sequence[Costs], most: Sequence[float], memory_bytes: float) -> Rest | None:
-        """Without the variants of which no choice has every cost at most `most`. None where tables are too large."""
-        keep = possible(problem, costs, most)
+    def of(problem: Problem, capped: Sequence[Capped], memory_bytes: float) -> Rest | None:
+        """Without the variants of which no choice is within all that is capped. None where tables are too large."""
+        keep = possible(problem, capped)
         if not all(mask.any() for mask in keep.values()):  # nothing is left: nor is it of any one layer
             keep = {name: np.arange(len(mask)) == 0 for name, mask in keep.items()}
         small = problem.restrict(keep)
         sizes = {name: int(base.max()) + 1 for name, base in small.base.items()}
-        order = Order.of(sizes, list(small.time.edge))
-        if 16.0 * order.entries(sizes) > memory_bytes:
+        left = [one.restrict(keep, problem.base) for one in capped]
+        order = Order.of(sizes, list(small.time.edge), left[min(2, len(left) - 1)].costs.spread())
+        if 16.0 * order.entries(sizes) > min(memory_bytes, 16.0 * ENTRIES):
             return None
-        left = [cost.restrict(keep, problem.base) for cost in costs]
-        return Rest(small, keep, order, [Completion.of(cost, small.base, order) for cost in left])
+        criteria = [Criterion(Completion.of(c.costs, small.base, order), c.most * SLACK, c.paid) for c in left]
+        return Rest(small, keep, order, criteria)
 
     @property
     def checks(self) -> int:
         """How many true peaks an enumeration may ask for."""
         return max(8, CHECKS // len(self.keep))
 
-    def enumerate(
-        self, most: Sequence[float], dominance: tuple[int, int] | None = None, step: float = 0.0
-    ) -> Enumerated:
-        """All choices with every cost at most `most`, as far as NUMBERS allow."""
-        criteria = [Criterion(c, bound * SLACK) for c, bound in zip(self.completions, most, strict=True)]
+    def enumerate(self, numbers: float, dominance: tuple[int, int] | None = None, step: float = 0.0) -> Enumerated:
+        """All choices within all that is capped, as far as so many `numbers` that are formed allow."""
         variants = sum(map(len, self.problem.base.values()))
-        room = NUMBERS if dominance else NUMBERS / 4  # what all have is seldom little enough
-        width = max(1, int(room / (variants * len(criteria))))
-        return within(criteria, self.order, self.problem.base, width, dominance, step)
+        return within(self.criteria, self.order, self.problem.base, max(1, int(numbers / variants)), dominance, step)
 
-    def undominated(self, seen: Known, charged: float, cost: float, spare: float) -> Bounded:
+    def undominated(self, seen: Known, cost: float, spare: float, room: float) -> Bounded:
         """Looks for choices of at most `cost` that no others beat in time and in what their bytes cost together.
 
-        The costs are those of `Multipliers.surrogate`. True peaks are asked for where rows are so far within the limit
-        as they were seen to be below peaks. spare: seconds by which what beats others may take longer.
+        What is capped is that of `Multipliers.surrogate`, at `spare` more: seconds by which what beats others may take
+        longer. room: of NUMBERS. True peaks are asked for where rows are so far within the limit as they were seen to
+        be below peaks.
         """
-        most = [cost + spare + charged, cost + spare, charged]
-        found = self.enumerate(most, (1, 2), spare / len(self.order.names))
-        lower, checks, missed = min(found.dropped - charged - spare, cost), self.checks, 0.0
+        found = self.enumerate(room * NUMBERS, (1, 2), spare / len(self.order.names))
+        lower, checks, missed = min(found.dropped - spare, cost), self.checks, 0.0
         for i in np.argsort(found.costs[:, 1], kind="stable"):
             time = float(found.costs[i, 1])
             lower = min(lower, time - spare)  # what it beats may fit, even if it does not
@@ -113,14 +110,13 @@ class Rest:
                 missed = below if missed == 0.0 else min(missed, below)
         return Bounded(lower, missed, bool(np.isinf(found.dropped)))
 
-    def fastest(self, seen: Known, charged: float) -> float:
+    def fastest(self, seen: Known) -> float:
         """Looks for the fastest choice that fits: a lower bound of all that do.
 
-        The costs are the Lagrangian, of which the limit's share is `charged`, the time, and the priced rows.
+        What is capped is that of `Multipliers.criteria`.
         """
-        rows = len(self.completions) - 2
-        found = self.enumerate([seen.cost + charged, seen.cost / SLACK, *(seen.limit for _ in range(rows))])
-        lower, checks = found.dropped - charged, self.checks
+        found = self.enumerate(NUMBERS / 10)  # what all have is seldom little enough
+        lower, checks = found.dropped, self.checks
         for i in np.argsort(found.costs[:, 1], kind="stable"):
             cost = float(found.costs[i, 1])
             if cost >= seen.cost:
@@ -134,8 +130,8 @@ class Rest:
         return min(lower, seen.cost)
 
     def smallest(self, seen: Known) -> float:
-        """Looks for the choice of the least peak: a lower bound of all. The costs are a mean of rows, and rows."""
-        found = self.enumerate([seen.least_bytes / SLACK] * len(self.completions))
+        """Looks for the choice of the least peak: a lower bound of all. What is capped is that of `mixed`."""
+        found = self.enumerate(NUMBERS)
         fullest = found.costs.max(1, initial=0.0)
         for checks, i in enumerate(np.argsort(fullest, kind="stable")):
             if fullest[i] >= seen.least_bytes:
@@ -148,11 +144,11 @@ class Rest:
         return min(found.dropped, seen.least_bytes)
 
 
-def possible(problem: Problem, costs: Sequence[Costs], most: Sequence[float]) -> Keep:
-    """The variants (V_l,) that may be part of a choice of which every cost is at most `most`."""
+def possible(problem: Problem, capped: Sequence[Capped]) -> Keep:
+    """The variants (V_l,) that may be part of a choice that is within all that is capped."""
     keep = {name: np.ones(len(own), bool) for name, own in problem.time.node.items()}
-    for cost, bound in zip(costs, most, strict=True):
-        if np.isfinite(bound):
-            for name, lower in lower_bounds(cost, problem.base).items():
-                keep[name] &= lower <= bound * SLACK
+    for one in capped:
+        if np.isfinite(one.most):
+            for name, lower in lower_bounds(one.costs, problem.base).items():
+                keep[name] &= lower <= one.most * SLACK
     return keep

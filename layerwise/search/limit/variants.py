@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -109,37 +109,52 @@ class Variants:
         cost: Callable[[Strategy], float] | None = None,
     ) -> Problem:
         """node: (V_l,) seconds; transfer: (B_u, B_v) seconds, lower bounds where `cost` says what a strategy costs."""
-        return Problem(
-            Costs(node, transfer),
-            self.base,
-            memory.row,
-            memory.rows,
-            lambda choice: peak(self.strategy(choice)),
-            None if cost is None else lambda choice: cost(self.strategy(choice)),
-        )
+
+        def over(memory: Memory) -> Problem:
+            return Problem(
+                Costs(node, transfer),
+                self.base,
+                memory.row,
+                memory.rows,
+                lambda choice: peak(self.strategy(choice)),
+                None if cost is None else lambda choice: cost(self.strategy(choice)),
+                lambda choice: over(memory.nearer(choice)),
+            )
+
+        return over(memory)
 
 
 class Memory:
-    """The rows of a problem: every instant of a step on every device."""
+    """The rows of a problem: every instant of a step on every device, by one bound of memory or by several."""
 
-    def __init__(self, model: CostModel, variants: Variants, favour: Choice | None = None) -> None:
-        """favour: the choice of which the rows are to be near its peak."""
-        self.bounds = MemoryBounds(model, variants.configs, variants.base, favour)
-        self.devices = model.devices.count
+    def __init__(self, bounds: Sequence[MemoryBounds]) -> None:
+        self.bounds = tuple(bounds)
+        self._each = len(bounds[0].instants) * bounds[0].devices
         self._tables: dict[int, Costs] = {}
+
+    @staticmethod
+    def of(model: CostModel, variants: Variants) -> Memory:
+        """Of a step."""
+        return Memory([MemoryBounds(model, variants.configs, variants.base)])
+
+    def nearer(self, choice: Choice) -> Memory:
+        """With more rows, which are near the memory of a choice; those that there are keep their numbers."""
+        more = Memory([*self.bounds, self.bounds[0].near(choice)])
+        more._tables = self._tables
+        return more
 
     def where(self, row: int) -> tuple[str, int]:
         """The instant and the device of a row."""
-        instant, device = divmod(row, self.devices)
-        return self.bounds.instants[instant], device
+        instant, device = divmod(row % self._each, self.bounds[0].devices)
+        return self.bounds[0].instants[instant], device
 
     def row(self, row: int) -> Costs:
         """Bytes of one row."""
         if row not in self._tables:
-            tables = self.bounds.tables(*self.where(row))
+            tables = self.bounds[row // self._each].tables(*self.where(row))
             self._tables[row] = Costs(tables.node, tables.edge)
         return self._tables[row]
 
     def rows(self, choice: Choice) -> Floats:
         """(R,) bytes of one choice."""
-        return self.bounds.at(choice).ravel()
+        return np.concatenate([bounds.at(choice).ravel() for bounds in self.bounds])

@@ -16,10 +16,9 @@ from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostTables, Progress
-from layerwise.geometry.arrays import Mask
 from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
-from layerwise.search.limit.multipliers import best_multipliers, least_rows
+from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
 from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
 from layerwise.search.solve.narrow import exact_cost, rough_tables, weighted
@@ -84,7 +83,7 @@ class LimitedSearch:
         known = self._small_enough(limit, [formed for strategy in known for formed in self.formed(strategy)])
         hands = [self._in_hand(limit, weight, known) for weight in weights]
         space = Variants.of(self._cells_within(weights, [cost for _, cost in hands]), self.forms)
-        rough, memory = rough_tables(self.model, space.bases, self.progress), Memory(self.model, space)
+        rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
         keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
         found, met = list[Choice | None](), list[list[Choice]]()
         paid: list[tuple[MemoryPrice, ...]] = []
@@ -94,12 +93,12 @@ class LimitedSearch:
             seen = Known(problem, limit)
             if strategy is not None:
                 seen.see(space.choice(strategy))
-            prices = best_multipliers(problem, limit, by_messages, met=met[-1] if met else ())
+            prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met[-1] if met else ()))
             tighten(seen, prices, by_messages)
             found.append(seen.best)
             met.append(prices.nearest())
             paid.append(_prices(memory, prices.price))
-            for name, mask in possible(problem, *prices.criteria(problem, limit, seen.cost)).items():
+            for name, mask in possible(problem, prices.criteria(problem, limit, seen.cost)).items():
                 keep[name] |= mask
         if not all(mask.any() for mask in keep.values()):
             return Within(limit, (), np.inf, np.inf, (), 0)
@@ -117,11 +116,11 @@ class LimitedSearch:
         met: Sequence[list[Choice]],
     ) -> Within:
         """known: by weight, what may fit; met: what is near the best."""
-        tables, memory = self.model.tables(space.bases, self.progress), Memory(self.model, space)
+        tables, memory = self.model.tables(space.bases, self.progress), Memory.of(self.model, space)
         results: list[Limited] = []
         for weight, begin, near in zip(weights, known, met, strict=True):
             costs = Costs(weighted(self.model, space.configs, [weight])[0], tables.transfer)
-            problem = self._problem(space, costs, memory)
+            problem = space.problem(costs.node, costs.edge, memory, self.peak)
             found = fastest_within(
                 problem, limit, memory_bytes=self.memory_bytes, known=begin, met=near, prove=not results
             )
@@ -139,16 +138,6 @@ class LimitedSearch:
             sum(map(len, space.configs.values())),
         )
 
-    def _problem(self, space: Variants, time: Costs, memory: Memory) -> Problem:
-        """With rows that are counted anew where variants are left out: fewer may hold a storage, so more is sure."""
-
-        def anew(keep: Mapping[str, Mask], favour: Choice | None) -> Problem:
-            small = space.restrict(keep)
-            return self._problem(small, time.restrict(keep, space.base), Memory(self.model, small, favour))
-
-        problem = space.problem(time.node, time.edge, memory, self.peak)
-        return replace(problem, anew=anew)
-
     def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
         """All that a search under a limit chose from, and the bytes of the rows that have a price: for `export`."""
         space = Variants.of(self.cells, self.forms)
@@ -164,8 +153,7 @@ class LimitedSearch:
         met = sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS]
         formed = [space.choice(s) for strategy in known for s in self.formed(strategy)]
         least = min([*formed, *(m.choice for m in met)], key=problem.peak)
-        costs = game.mixed()
-        keep = possible(problem, costs, [problem.peak(least)] * len(costs))
+        keep = possible(problem, game.mixed(problem.peak(least)))
         small, begin = space.restrict(keep), inside([least], keep)
         found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=begin)
         bound = max(found.lower_bound_bytes, game.bound)
@@ -176,7 +164,7 @@ class LimitedSearch:
         nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
         edges = self.model.graph.edges()
         transfer = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in edges}
-        return space.problem(nothing, transfer, Memory(self.model, space), self.peak)
+        return space.problem(nothing, transfer, Memory.of(self.model, space), self.peak)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
         """The strategy in each form that is offered, on all layers for which it means anything."""
@@ -212,7 +200,7 @@ class LimitedSearch:
     def _small_enough(self, limit: float, known: Sequence[Strategy]) -> list[Strategy]:
         """Without the strategies whose lower bounds say that they do not fit: true peaks take longer."""
         space = Variants.grouped({name: tuple(dict.fromkeys(s[name] for s in known)) for name in self.cells})
-        memory = Memory(self.model, space)
+        memory = Memory.of(self.model, space)
         return [strategy for strategy in known if memory.rows(space.choice(strategy)).max() <= limit * SLACK]
 
     def _cells_within(self, weights: Sequence[float], uppers: Sequence[float]) -> Configs:

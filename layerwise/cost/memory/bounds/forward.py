@@ -29,7 +29,7 @@ class Forward(Followed):
             given = [self._given(layer, slot) for slot in range(len(layer.inputs))]
             again = self.recomputed[layer.name]
             self._keep_sources(layer, again)
-            self.values[layer.name] = self._compute(layer, given, np.ones_like(again), ~again)
+            self.values[layer.name] = self._compute("forward", layer, given, np.ones_like(again), ~again)
 
     def _given(self, layer: Layer, slot: int) -> Given:
         source = layer.inputs[slot]
@@ -55,11 +55,10 @@ class Forward(Followed):
         working = self._of_edge(leaf, edge, ALWAYS, need, local=False)
         return Given(edge, there, leaf, need, working, np.zeros(need.shape, np.bool_), kind)
 
-    def _compute(self, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
+    def _compute(self, pass_: str, layer: Layer, given: list[Given], on: Mask, saving: Mask) -> Made | Given | None:
         """Its result. on, saving: (V, 1) which configurations compute it now, and keep what its backward pass reads."""
         ledger, name = self.ledger, layer.name
         saved = self.saved.setdefault(name, [[] for _ in self.stages[name]])
-        pass_ = "forward" if on.all() else "again"
         gathered = self._new(name, self.parameters[name].gathered * on)
         out: Made | Given | None = None
         last = self.stages[name][-1]
@@ -169,7 +168,7 @@ class Forward(Followed):
             layer, again = self.model.graph[name], self.recomputed[name]
             if again.any():
                 given = [self._given_again(layer, slot, again) for slot in range(len(layer.inputs))]
-                made = self.again[name] = self._compute(layer, given, again, again)
+                made = self.again[name] = self._compute("again", layer, given, again, again)
                 self.ledger.drop(made.working if made else [])
         self.ledger.drop(self.kept.pop(block, []))
 

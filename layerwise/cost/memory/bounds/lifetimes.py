@@ -64,11 +64,11 @@ class Lifetimes(Backward):
             gradient = ledger.hold(storage, name, "sure", wide)
             ledger.instant(f"loss gradient {slot}")
             ledger.drop(first + log)
-            for again in (row.wide, bool(uneven)):
+            for again, why in ((row.wide, "in 16 bits"), (bool(uneven), "scaled")):
                 if again:
                     before, storage = gradient, ledger.storage()
                     gradient = ledger.hold(storage, name, "sure", row.size * self.flows[name])
-                    ledger.instant(f"loss gradient {slot} again")
+                    ledger.instant(f"loss gradient {slot} {why}")
                     ledger.drop(before)
             self._return(sink, slot, Gradient(storage, row.size[:1], gradient))
             self._travelling(sink, (slot,))

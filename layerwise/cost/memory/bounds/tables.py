@@ -8,12 +8,13 @@ every instant and on every device the sum of the tables is at most what `step.pe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.claims import Claim
+from layerwise.cost.memory.bounds.claims import Claim, Holds
 from layerwise.cost.memory.bounds.lifetimes import Lifetimes
 from layerwise.cost.memory.bounds.travels import Part
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -76,19 +77,13 @@ class MemoryBounds:
     backward pass, the update.
     """
 
-    def __init__(
-        self,
-        model: CostModel,
-        configs: Configs,
-        base: Mapping[str, Ints] | None = None,
-        favour: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, model: CostModel, configs: Configs, base: Mapping[str, Ints] | None = None) -> None:
         """configs: of every layer, inputs and sink included, as for `CostModel.tables`.
 
         base: (V_l,) groups of these, counted from 0, which have the same cells: tables of edges are over the groups,
-        with the least of each. By default each is its own. favour: the strategy of which bounds are to be near.
+        with the least of each. By default each is its own.
         """
-        lifetimes = Lifetimes(model, configs)
+        lifetimes = self._lifetimes = Lifetimes(model, configs)
         self._bases = {
             name: _Bases(np.arange(len(rows)) if base is None else base[name], lifetimes.at[name].rows)
             for name, rows in configs.items()
@@ -98,12 +93,23 @@ class MemoryBounds:
         self._counts = {name: len(rows) for name, rows in configs.items()}
         self._known: dict[tuple[EdgeName, Part, int, int], Floats] = {}
         self._index = {name: i for i, name in enumerate(self.instants)}
+        twice = {n for n in self.instants if self.instants.count(n) > 1}
+        assert not twice, f"two instants of one name: {sorted(twice)}"
         self._local = lifetimes.local
-        self._claims: dict[str | EdgeName, list[Claim]] = {layer.name: [] for layer in model.graph.layers}
         self._travels = lifetimes.travels
+        self._weigh(lambda _: False)
+
+    def near(self, favour: Mapping[str, int]) -> MemoryBounds:
+        """Other bounds, which are near the memory of one strategy: the index of each layer's configuration."""
+        other = copy(self)
+        other._weigh(partial(self._holds, favour))
+        return other
+
+    def _weigh(self, holds: Holds) -> None:
+        """Divides storages among those who may hold them. holds: who is likely to."""
+        self._claims: dict[str | EdgeName, list[Claim]] = {name: [] for name in self._counts}
         self._parts: dict[tuple[EdgeName, Part], list[Claim]] = {}
-        holds = (lambda _: False) if favour is None else partial(self._holds, favour)
-        for claim in lifetimes.ledger.entries(holds):
+        for claim in self._lifetimes.ledger.entries(holds):
             if claim.part is None:
                 self._claims.setdefault(claim.owner, []).append(claim)
             elif not isinstance(claim.owner, str):
