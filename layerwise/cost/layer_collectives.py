@@ -15,7 +15,7 @@ from layerwise.graph.layer import Layer
 from layerwise.machine import DeviceGraph
 from layerwise.ops.facts import Parameter
 from layerwise.partition.layout import Cells, Layout
-from layerwise.partition.sharding import sharded, states_of
+from layerwise.partition.sharding import sharded_each, states_of
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
 from layerwise.tensor import ITEM_BYTES
 
@@ -56,7 +56,7 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
 
 def _replicated(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> Floats:
     """(C,) 1.0 where all devices of a group keep all of a parameter that they hold alike, else 0.0."""
-    found = (sharded(layer, p, config, setting.devices.count) for config in layout.configs)
+    found = sharded_each(layer, p, layout.configs, setting.devices.count)
     return np.array([float(one is None) for one in found])
 
 
@@ -67,7 +67,7 @@ def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective
     by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
     zero = np.zeros(len(layout.configs))
     for _, p, item_bytes in layer.held():
-        found = [sharded(layer, p, config, setting.devices.count) for config in layout.configs]
+        found = sharded_each(layer, p, layout.configs, setting.devices.count)
         keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
         size, total = by_keys.get((keys, p.epilogue), (zero, zero))
         size = size + np.array([0.0 if one is None else one.largest * item_bytes for one in found])
@@ -95,7 +95,7 @@ def kept_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     for _, p in layer.own_parameters():
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
-            found = [sharded(layer, p, config, setting.devices.count) for config in layout.configs]
+            found = sharded_each(layer, p, layout.configs, setting.devices.count)
             part = [1.0 if one is None else 1 / one.members for one in found]
             kept, whole = kept + size * part, whole + size
     return kept / np.maximum(whole, 1.0)

@@ -8,7 +8,7 @@ devices. What cannot be cut so, as none of its dimensions is long enough, all of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,7 +50,13 @@ class Sharding:
 
 def may_shard(layer: Layer, config: Config, devices: int) -> bool:
     """Whether states other than replicated ones differ from these for a layer."""
-    return any(sharding(layer, p, config, devices) is not None for _, p in layer.own_parameters())
+    return may_shard_each(layer, (config,), devices)[0]
+
+
+def may_shard_each(layer: Layer, configs: Sequence[Config], devices: int) -> list[bool]:
+    """The same of each of these."""
+    found = [shardings(layer, p, configs, devices) for _, p in layer.own_parameters()]
+    return [any(of[i] is not None for of in found) for i in range(len(configs))]
 
 
 def states_of(layer: Layer, config: Config) -> States:
@@ -63,17 +69,40 @@ def sharding(layer: Layer, p: Parameter, config: Config, devices: int) -> Shardi
 
     Of what is trained only: buffers and frozen parameters have no state.
     """
+    return shardings(layer, p, (config,), devices)[0]
+
+
+def shardings(layer: Layer, p: Parameter, configs: Sequence[Config], devices: int) -> list[Sharding | None]:
+    """The same under each of these."""
     if layer.end or not p.trainable or (layer.role is Role.TIED and not layer.trains):
-        return None
-    return _sharding(layer.space, p, config.cells, devices)
+        return [None] * len(configs)
+    known, found = _known(layer.space, p, devices), list[Sharding | None]()
+    for cells in (config.cells for config in configs):
+        if cells not in known:
+            known[cells] = _sharding(layer.space, p, cells, devices)
+        found.append(known[cells])
+    return found
 
 
 def sharded(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
     """The same under the configuration's own choice of states."""
-    return None if config.states == "replicated" else sharding(layer, p, config, devices)
+    return sharded_each(layer, p, (config,), devices)[0]
 
 
-@lru_cache(maxsize=65536)
+def sharded_each(layer: Layer, p: Parameter, configs: Sequence[Config], devices: int) -> list[Sharding | None]:
+    """The same under each of these."""
+    if all(config.states == "replicated" for config in configs):
+        return [None] * len(configs)
+    found = shardings(layer, p, configs, devices)
+    return [None if c.states == "replicated" else of for c, of in zip(configs, found, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _known(space: Space, p: Parameter, devices: int) -> dict[Config, Sharding | None]:
+    """What was asked for, by cells: looked up once for many, as spaces take long to compare."""
+    return {}
+
+
 def _sharding(space: Space, p: Parameter, config: Config, devices: int) -> Sharding | None:
     computed = place_in(space, config, devices).holds(p)
     axes = tuple(_axes(space.dims, p, config, devices))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -23,6 +23,7 @@ from layerwise.search.solve.prune import SLACK, Keep
 
 EFFORT = 250_000  # variants of all halves together that are looked at: about a second
 PATIENCE = 16  # halves in which the gap must shrink by a tenth
+ADDED = 6  # times that rows are added near a peak above the limit, of a choice of which all rows are within it
 SHARE = 1e-6  # less of a mixture is rounding
 Solve = Callable[[Problem, float, Multipliers | None], Multipliers]  # the best multipliers under a limit
 Look = Callable[[Known, Multipliers], object]  # asks for the true peaks of what multipliers have met
@@ -35,6 +36,7 @@ class _Half:
     keep: Keep  # of the variants of the whole problem
     problem: Problem
     prices: Multipliers
+    added: int = 0  # how often rows had been added
 
 
 def branch(
@@ -47,7 +49,7 @@ def branch(
     problem, number, effort = seen.problem, count(), 0
     whole = _Half({name: np.ones(len(base), bool) for name, base in problem.base.items()}, problem, prices)
     open_, closed = [(prices.bound, next(number), whole)], np.inf
-    expected, halves = np.inf, 0
+    expected, halves, added = np.inf, 0, 0
     while open_ and min(open_[0][0], closed) * (1 + gap) < seen.cost and effort < EFFORT:
         if halves % PATIENCE == 0:
             missing = seen.cost - open_[0][0]
@@ -66,19 +68,26 @@ def branch(
             part = keep | {name: keep[name] & side}
             if not all(mask.any() for mask in part.values()):
                 continue
-            smaller = _part(seen.problem, half, part, solve, seen.limit)
-            effort += sum(int(mask.sum()) for mask in part.values())
-            if smaller.prices.bound < seen.cost * SLACK:
+            smaller = _part(seen.problem, half, part, solve, seen.limit, added > half.added)
+            while smaller.prices.bound < seen.cost * SLACK:
                 own = Known(smaller.problem, seen.limit, cost=seen.cost)
                 look(own, smaller.prices)
                 if own.best is not None:
                     seen.see(outside(own.best, smaller.keep))
-                heapq.heappush(open_, (smaller.prices.bound, next(number), smaller))
+                if own.misfit is None or own.best is not None or added == ADDED or seen.problem.nearer is None:
+                    break
+                added += 1
+                seen.problem = seen.problem.nearer(outside(own.misfit, smaller.keep))
+                small = seen.problem.restrict(smaller.keep)
+                smaller = _Half(smaller.keep, small, solve(small, seen.limit, smaller.prices.over(small)))
+            effort += sum(int(mask.sum()) for mask in part.values())
+            if smaller.prices.bound < seen.cost * SLACK:
+                heapq.heappush(open_, (smaller.prices.bound, next(number), replace(smaller, added=added)))
     return min(open_[0][0] if open_ else np.inf, closed, seen.cost)
 
 
-def _part(problem: Problem, half: _Half, part: Keep, solve: Solve, limit: float) -> _Half:
-    """What is kept of a half."""
+def _part(problem: Problem, half: _Half, part: Keep, solve: Solve, limit: float, grown: bool) -> _Half:
+    """What is kept of a half. grown: whether the problem has more rows than the half had."""
     keep: dict[str, Mask] = {}
     for name, mask in half.keep.items():
         keep[name] = mask.copy()
@@ -88,7 +97,9 @@ def _part(problem: Problem, half: _Half, part: Keep, solve: Solve, limit: float)
     for met in half.prices.met:
         for choice in inside([met.choice], part):
             start.met.append(Met(choice, met.cost, met.rows, small.base, met.known))
-    return _Half(keep, small, solve(small, limit, start))
+    if not grown:
+        return _Half(keep, small, solve(small, limit, start))
+    return _Half(keep, small, solve(small, limit, start.over(small)))
 
 
 def _lighter(half: _Half, limit: float) -> tuple[str, Mask] | None:

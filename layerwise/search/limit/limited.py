@@ -86,8 +86,11 @@ def fastest_within(
     lower = prices.bound
     if lower == np.inf or not prove:
         return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
+    before = seen.problem
     if seen.cost > lower * (1 + GAP):
         lower = max(lower, branch(seen, prices, partial(_priced, minimise=minimise), _look, GAP))
+        if seen.problem is not before:
+            prices = _priced(seen.problem, limit, prices.over(seen.problem), minimise)
     if seen.cost > lower * SLACK:
         lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
     return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)

@@ -20,7 +20,7 @@ from layerwise.search.limit.simplex import simplex
 ROUNDS = 60  # of elimination
 NEAREST = 8  # choices that multipliers of a problem like this one start with
 CLOSE = 1e-6  # of the bound: nearer to the best, it is the best
-FACTORS = (0.25, 0.5, 0.75, 1.5, 2.5, 5.0)  # of the best price of memory
+FACTORS = (0.5, 2.0)  # of the best price of memory
 DEAREST = 1e3  # the most that any choice is beyond the limit costs at most that many times the unconstrained step
 
 

@@ -15,7 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.partition.blocks import recomputable
-from layerwise.partition.sharding import may_shard
+from layerwise.partition.sharding import may_shard, may_shard_each
 from layerwise.search.limit.additive import Choice, Costs, Problem
 
 OFFERS = ("recompute", "shard")
@@ -49,12 +49,26 @@ class Forms:
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:
         """The configuration in a form, as far as that means anything for the layer."""
-        recompute, states = form
         if name in self.fixed or form == self.offered[0]:
             return config
-        if states != "replicated" and not may_shard(self.layers[name], config, self.devices):
-            states = "replicated"
-        return replace(config, recompute=recompute and name in self.recomputable, states=states)
+        return self._formed(name, config, form, may_shard(self.layers[name], config, self.devices))
+
+    def of_layers(self, name: str, cells: tuple[Config, ...]) -> dict[Config, int]:
+        """All different ones of a layer: which of the cells each has."""
+        if name in self.fixed:
+            return {config: i for i, config in enumerate(cells)}
+        may = may_shard_each(self.layers[name], cells, self.devices)
+        each = enumerate(zip(cells, may, strict=True))
+        return {self._formed(name, c, form, shares): i for i, (c, shares) in each for form in self.offered}
+
+    def _formed(self, name: str, config: Config, form: Form, shares: bool) -> Config:
+        recompute, states = form
+        return Config(
+            config.degrees,
+            config.placement,
+            recompute and name in self.recomputable,
+            states if shares else "replicated",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +83,7 @@ class Variants:
     @staticmethod
     def of(cells: Configs, forms: Forms) -> Variants:
         """Every configuration in every form."""
-        configs = {
-            name: {forms.of_layer(name, c, form): i for i, c in enumerate(these) for form in forms.offered}
-            for name, these in cells.items()
-        }
+        configs = {name: forms.of_layers(name, these) for name, these in cells.items()}
         cell = {name: np.array(list(these.values())) for name, these in configs.items()}
         return Variants.grouped({name: tuple(these) for name, these in configs.items()}, cell)
 

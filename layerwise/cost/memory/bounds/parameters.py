@@ -14,7 +14,7 @@ from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Parameter
 from layerwise.partition.boxes import Boxes
-from layerwise.partition.sharding import sharding, states_of
+from layerwise.partition.sharding import shardings, states_of
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +100,8 @@ def _shares(
     may = np.zeros(len(cells), np.bool_)
     kept, row, rows = np.zeros((3, len(cells), model.devices.count))
     wanted = np.array([config.states != "replicated" for config in configs])
-    for i, config in enumerate(cells if wanted.any() else ()):
-        found = sharding(layer, p, config, model.devices.count)
+    each = shardings(layer, p, cells, model.devices.count) if wanted.any() else []
+    for i, found in enumerate(each):
         if found is not None:
             may[i], kept[i], row[i] = True, found.boxes.volume * item_bytes, found.rows * float(item_bytes)
             rows[i] = row[i] * found.members
