@@ -56,12 +56,14 @@ class Case:
     optimizer: str
     limit_bytes: int
     too_few: int = RANKS
+    reserve_bytes: int = 0  # of the limit, for what no plan counts: copies that oneDNN makes for convolutions
 
 
 CASES = {
     "alexnet": Case("alexnet", 4, "momentum", 450 * 10**6, too_few=1),
     "mlp": Case("mlp:1536x1536x1536x1536x1536x1536x1536", 3072, "adam", 150 * 10**6),
     "gpt": Case("benchmarks.common.large:gpt", 8, "adam", 130 * 10**6),
+    "unet": Case("benchmarks.common.large:unet", 1, "adam", 420 * 10**6, reserve_bytes=95 * 10**6),
 }
 
 
@@ -180,7 +182,7 @@ def run(case: Case, table: Table, folder: Path) -> str:
     assert least is not None
     assert least.lower_bound_bytes > limit
     forced = planned(case, few, least.bytes, (), folder)
-    chosen = planned(case, RANKS, limit, OFFERS, folder)
+    chosen = planned(case, RANKS, limit - case.reserve_bytes, OFFERS, folder)
     assert chosen.result.best.fits, nothing_fits(chosen.result)
     whole, free = (train(one.path, case.model, ranks, None) for one, ranks in ((alone, 1), (chosen, RANKS)))
     assert whole.code == free.code == 0, (whole.said, free.said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,6 +59,12 @@ def gpt() -> Example:
     """Of 20 million parameters, for two cores."""
     with torch.device("meta"):  # else each rank has all of its values, too
         return Gpt(6, 512, 8, 2048, 128, tied=True), (torch.zeros(2, 128, dtype=torch.long),)
+
+
+def unet() -> Example:
+    """A 3-D U-Net of a quarter of the channels, and a volume of 128 x 128 x 96: activations, and few parameters."""
+    with torch.device("meta"):
+        return UNet3d(width=0.25), (torch.zeros(2, 1, 128, 128, 96),)
 
 
 def gpt_653m() -> Example:
