@@ -164,8 +164,10 @@ class ParallelModule(nn.Module):
         return {name: whole[name] if box is None else box for name, box in boxes.items()}
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """The box of each of the whole batch's outputs that this rank is returned."""
-        return tuple(boxes[self.comm.rank] for boxes in self.schedule.sinks)
+        """The box of each of the whole batch's outputs that this rank is returned; of a loss, a scalar's."""
+        sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
+        pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
+        return tuple(Box((), ()) if graph[name].main.loss else boxes[self.comm.rank] for name, boxes in pairs)
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
@@ -182,6 +183,9 @@ def _opened(path: str) -> Any:
         raise LayerwiseError(f"file {name!r} does not exist")
     try:
         if kind == ".npy":
+            with Path(name).open("rb") as file:
+                if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # else numpy takes it for a pickle
+                    raise LayerwiseError(f"file {name!r} cannot be read: it is not in numpy's format")
             return np.load(name, mmap_mode="r", allow_pickle=False)
         if kind in (".h5", ".hdf5") and inside:
             import h5py

@@ -18,6 +18,7 @@ from torch import Tensor
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
@@ -197,6 +198,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
     nan = x.copy()
     nan[1, 0, 3, 3, 3] = np.nan
     (path / "broken.npy").write_bytes(b"\x93NUMPY\x01")
+    (path / "text.npy").write_text("no array")
     np.save(path / "short.npy", x)
     data = (path / "short.npy").read_bytes()
     (path / "short.npy").write_bytes(data[: len(data) // 2])
@@ -224,6 +226,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
         "wide": ((x, target.astype(np.uint64) + np.uint64(2**63)), {}, "int64, which cannot hold them"),
         "missing": ((path / "none.npy", target), {}, "does not exist"),
         "broken": ((path / "broken.npy", target), {}, "broken.npy' cannot be read"),
+        "text": ((path / "text.npy", target), {}, "text.npy' cannot be read: it is not in numpy's format"),
         "truncated": ((path / "short.npy", target), {}, "short.npy' cannot be read"),
         "kind": ((path / "x.txt", target), {}, "x.txt'"),
         "function": ((lambda i, s: x[i][s], target), {}, "say how many samples"),
@@ -256,6 +259,7 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     _, network, graph = segments(2)
     module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
+    assert module.output_boxes()[0] == Box((), ())  # the loss
     (tmp_path / "x.txt").write_text("")
     for name, (sources, options, said) in wrong(*samples(2), tmp_path).items():
         for workers in (0, 1) if name == "nan" else (0,):
