@@ -135,6 +135,12 @@ def test_recurrent_as_onnx_has_it(fn: str) -> None:
         return made
 
     check_kernel(op, (x,), [2, 1, 1], reference)
+    wide, spec = (
+        replace(op, hidden=64),
+        TensorSpec((2, 3, 64), ("n", "s", "c")),
+    )  # the ordered copies of weights are most
+    extents = np.array([[d.extent for d in space(wide, (spec,)).dims]])
+    assert saved(wide, (spec,))[2] <= float(np.max(wide.kept((spec,), 0 * extents, extents).extra))
     apart = Recurrent(fn, 5, both=True)  # type: ignore[arg-type]
     extents = np.array([[4, 3, 10]])
     assert op.flops((x,), extents) == apart.flops((x,), extents)

@@ -7,7 +7,7 @@ needs the one before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -185,13 +185,23 @@ class RecurrentInOne(Recurrent):
 
     def held(self, parameters: Mapping[str, Tensor], channels: int) -> list[Tensor]:
         """The parameters as PyTorch's kernels take them."""
+        import torch
+
         made: list[Tensor] = []
-        order = list(IN_PYTORCH[self.fn])
+        order = IN_PYTORCH[self.fn]
         for direction in range(self.directions):
             tensors = [parameters["weight_ih_l0"][direction], parameters["weight_hh_l0"][direction]]
             tensors += parameters["bias_l0"][direction].chunk(2) if self.bias else ()
-            made += [t.view(len(order), self.hidden, *t.shape[1:])[order].flatten(0, 1) for t in tensors]
+            made += [torch.cat([t.chunk(len(order))[i] for i in order]) for t in tensors]
         return made
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        """Also the weights in PyTorch's order, which are a copy."""
+        said = self._apart.kept(inputs, lo, hi)
+        copies = sum(prod(shape) for _, shape in self.shapes(inputs[0].shape[2])) * inputs[0].item_bytes
+        return replace(
+            said, extra=said.extra + copies, forward=said.forward + copies, between=said.between + 2 * copies
+        )
 
     @property
     def _apart(self) -> Recurrent:
