@@ -1,4 +1,7 @@
-"""Networks for two cores: small images in front of a full-size classifier, and a volume that is one sample a step."""
+"""Networks for two cores: small images in front of a full-size classifier, and a volume that is one sample a step.
+
+And one that is only planned for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from layerwise.models.resnet import Bottleneck, ResNet
 from layerwise.models.unet3d import UNet3d
 from torch import Tensor, nn
 
@@ -32,6 +36,11 @@ def convolutional(stages: tuple[int | str, ...], stride: int, side: int, width: 
         nn.Dropout(0.5), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
     )  # fmt: skip
     return nn.Sequential(nn.Sequential(*layers), nn.Flatten(), classifier)
+
+
+def resnet101() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """ResNet-101 (He et al., 2016), which is among PaSE's graphs, and images for it."""
+    return ResNet(Bottleneck, (3, 4, 23, 3)), (torch.randn(2, 3, 224, 224),)
 
 
 class Inception(nn.Module):
