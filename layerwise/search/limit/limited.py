@@ -79,7 +79,8 @@ def fastest_within(
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
-    prices = _priced(problem, limit, Multipliers.begun(problem, met), minimise)
+    begin = Multipliers.begun(problem, met)
+    prices = _priced(problem, limit, begin, minimise) if prove else best_multipliers(problem, limit, minimise, begin)
     if prices.bound < np.inf:
         tighten(seen, prices, minimise)
         prices = _nearer(seen, prices, minimise) if prove else prices

@@ -95,15 +95,17 @@ class LimitedSearch:
                 seen.see(space.choice(strategy))
             prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met[-1] if met else ()))
             tighten(seen, prices, by_messages)
+            left = possible(problem, prices.criteria(problem, limit, seen.cost))
+            if not all(mask.any() for mask in left.values()):  # nothing fits, whatever t_S weighs
+                return Within(limit, (), np.inf, np.inf, (), 0)
             found.append(seen.best)
             met.append(prices.nearest())
             paid.append(_prices(memory, prices.price))
-            for name, mask in possible(problem, prices.criteria(problem, limit, seen.cost)).items():
+            for name, mask in left.items():
                 keep[name] |= mask
-        if not all(mask.any() for mask in keep.values()):
-            return Within(limit, (), np.inf, np.inf, (), 0)
         fitting = [inside([] if choice is None else [choice], keep) for choice in found]
-        within = self._exact(space.restrict(keep), limit, weights, fitting, [inside(choices, keep) for choices in met])
+        near = [inside(choices, keep) for choices in met]
+        within = self._exact(space.restrict(keep), limit, weights, fitting, near)
         # Of what is left all may fit: then memory has the price that it had among all.
         return within if within.prices else replace(within, prices=paid[0])
 
@@ -115,12 +117,13 @@ class LimitedSearch:
         known: Sequence[list[Choice]],
         met: Sequence[list[Choice]],
     ) -> Within:
-        """known: by weight, what may fit; met: what is near the best."""
+        """With transfers as they are. known: by weight, what may fit; met: what is near the best."""
         tables, memory = self.model.tables(space.bases, self.progress), Memory.of(self.model, space)
         results: list[Limited] = []
         for weight, begin, near in zip(weights, known, met, strict=True):
             costs = Costs(weighted(self.model, space.configs, [weight])[0], tables.transfer)
             problem = space.problem(costs.node, costs.edge, memory, self.peak)
+            begin = begin + [result.choice for result in results[:1] if result.choice is not None]
             found = fastest_within(
                 problem, limit, memory_bytes=self.memory_bytes, known=begin, met=near, prove=not results
             )

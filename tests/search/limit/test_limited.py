@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.search.limit import rest
-from layerwise.search.limit.limited import fastest_within, least_memory
+from layerwise.search.limit.additive import Choice, Costs, Problem
+from layerwise.search.limit.limited import GAP, fastest_within, least_memory
 from tests.examples import examples
 from tests.search.problems import Random, random_problems
 
@@ -63,3 +67,25 @@ def test_a_limit_that_does_not_bind_has_no_price(r: Random) -> None:
     assert found.price == {}
     assert found.proven
     assert found.cost_s == pytest.approx(r.costs.min())
+
+
+@examples(30)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=3, max_size=8), st.floats(0.1, 0.9))
+def test_branches_alone_close_the_gap_of_a_knapsack(layers: list[tuple[int, int]], share: float) -> None:
+    """Each layer either takes its memory or its time: multipliers alone leave what a part of a layer would gain."""
+    time = {str(i): np.array([1.0, 1.0 + seconds]) for i, (seconds, _) in enumerate(layers)}
+    taken = {str(i): np.array([1e9 * much, 0.0]) for i, (_, much) in enumerate(layers)}
+    base, bytes_ = {name: np.zeros(2, np.int64) for name in time}, Costs(taken, {})
+    limit = share * sum(float(of[0]) for of in taken.values())
+
+    def peak(choice: Choice) -> float:
+        return bytes_.of(choice, base)
+
+    problem = Problem(Costs(time, {}), base, lambda _: bytes_, lambda choice: np.array([peak(choice)]), peak)
+    choices = [dict(zip(time, picked, strict=True)) for picked in product((0, 1), repeat=len(time))]
+    best = min(problem.cost(choice) for choice in choices if peak(choice) <= limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rest, "ENTRIES", 0)  # nothing is enumerated
+        found = fastest_within(problem, limit)
+    assert found.lower_bound_s <= best * (1 + 1e-9)
+    assert best <= found.cost_s <= found.lower_bound_s * (1 + GAP) * (1 + 1e-9)
