@@ -15,12 +15,10 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.ops.table import DRAWING, FOLDED, SHAPED_ONLY, base_name
 from layerwise.importers.torch.program import Node, Program, Ref
 
-MOST_ELEMENTS = 1 << 20  # of a constant whose value is kept
-MOST_BYTES = 1 << 30  # of all of them: a small file can ask for any number
-_LIMIT = (
-    f"layerwise computes constants of up to {MOST_ELEMENTS:,} elements: feed what the model makes of it (such as a "
-    "mask) as an input"
-)
+# Of a constant whose value is kept, elements, and of all of them, bytes: of a module, which makes them in every step
+# itself (the masks of windows in volumes have 40 million), and of a file, as a small one can ask for any number.
+OF_A_MODULE = 1 << 26, 1 << 32
+OF_A_FILE = 1 << 20, 1 << 30
 
 
 FILLED = {"zeros": 0, "ones": 1, "full": None}  # with which number, whatever the size
@@ -57,6 +55,11 @@ class Constants:
     def __init__(self, *, from_file: bool = False) -> None:
         """from_file: the program's author is not known, so what is run is of a closed list."""
         self._from_file = from_file
+        self.most_elements, self.most_bytes = OF_A_FILE if from_file else OF_A_MODULE
+        self._limit = (
+            f"layerwise computes constants of up to {self.most_elements:,} elements: feed what the model makes of it "
+            "(such as a mask) as an input"
+        )
         self._tensors: dict[str, torch.Tensor] = {}
         self._memory: dict[int, int] = {}  # bytes of each storage, by its address
         self._bytes = 0  # of all of them
@@ -64,9 +67,9 @@ class Constants:
 
     def store(self, name: str, target: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor | None]) -> None:
         """A buffer of the model: a copy of it, if it is small and has a value."""
-        tensor = read() if prod(shape) <= MOST_ELEMENTS else None
-        if prod(shape) > MOST_ELEMENTS:
-            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {_LIMIT}"
+        tensor = read() if prod(shape) <= self.most_elements else None
+        if prod(shape) > self.most_elements:
+            self.unknown[name] = f"buffer {target!r} has {prod(shape):,} elements, and {self._limit}"
         elif tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             self.unknown[name] = f"buffer {target!r} has no value (the model is on the meta device): build it for real"
         elif tensor.layout == torch.strided:
@@ -97,10 +100,10 @@ class Constants:
         storage = tensor.untyped_storage()
         self._bytes += storage.nbytes() - self._memory.get(storage.data_ptr(), 0)
         self._memory[storage.data_ptr()] = storage.nbytes()
-        if self._bytes > MOST_BYTES:
+        if self._bytes > self.most_bytes:
             raise LayerwiseError(
-                f"the constants that the model computes, up to {name!r}, take more than {MOST_BYTES >> 20:,} MiB in "
-                "all; make them inputs of the model"
+                f"the constants that the model computes, up to {name!r}, take more than {self.most_bytes >> 20:,} MiB "
+                "in all; make them inputs of the model"
             )
 
     def forget(self, name: str, node: Node) -> None:
@@ -118,18 +121,17 @@ class Constants:
         known = next((self.unknown[r.name] for r in self._read(node) if r.name in self.unknown), None)
         if known is not None:
             return known
-        large = next((v.shape for v in node.outputs if v and prod(v.shape) > MOST_ELEMENTS), None)
+        large = next((v.shape for v in node.outputs if v and prod(v.shape) > self.most_elements), None)
         if large is not None:
-            return (
-                f"layer {layer!r} ({node.target}) makes a constant of shape {large} in the forward pass, and {_LIMIT}"
-            )
+            made = f"a constant of shape {large} in the forward pass"
+            return f"layer {layer!r} ({node.target}) makes {made}, and {self._limit}"
         return (
             f"layer {layer!r} computes {node.target} of nothing but constants, which layerwise does not: compute it "
             "once and make it a buffer of the model, or feed it as an input"
         )
 
     def _evaluate(self, node: Node) -> object:
-        small = all(v is None or np.prod(v.shape) <= MOST_ELEMENTS for v in node.outputs)
+        small = all(v is None or prod(v.shape) <= self.most_elements for v in node.outputs)
         name = node.target.partition("::")[2].partition(".")[0]
         if not small and name.removeprefix("new_").removesuffix("_like") in FILLED:
             return _filled(node, name)

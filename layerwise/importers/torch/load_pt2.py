@@ -21,7 +21,7 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
-from layerwise.importers.torch.constants import MOST_ELEMENTS
+from layerwise.importers.torch.constants import OF_A_FILE
 from layerwise.importers.torch.program import Program, Value
 from layerwise.importers.torch.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
 
@@ -188,7 +188,7 @@ class _Archive:
                 "export the model again, with plain tensors as example inputs"
             ) from None
 
-    def tensor(self, folder: str, item: Json, most_bytes: int | None = MOST_ELEMENTS * 8) -> torch.Tensor | None:
+    def tensor(self, folder: str, item: Json, most_bytes: int | None = OF_A_FILE[0] * 8) -> torch.Tensor | None:
         """A tensor from its raw bytes; None for larger ones, those without values, and of unknown element types."""
         entry = mapping(item)
         if entry.get("use_pickle") or entry.get("tensor_meta") is None:

@@ -47,11 +47,13 @@ KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "segments": lambda y, table: (torch.arange(6).expand(len(y), -1).diff(dim=-1, append=y.new_zeros(len(y), 1).long())
                                   != 1).cumsum(-1).to(y.dtype),
     "an operator that no table has": lambda y, table: torch.linalg.inv(table + torch.eye(6))[0],
+    "as large as masks of windows": lambda y, table: torch.ones(2048, 1024).cumsum(0)[:6, 0],
     "positions": lambda y, table: torch.bucketize(table[0], torch.arange(1.0, 5.0, 2.0)).to(y.dtype),
 }  # fmt: skip
 UNKNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "an order": (lambda y, table: y[:, torch.randperm(6)], "'randperm' draws random numbers"),
-    "a large one": (lambda y, table: torch.ones(2048, 1024).cumsum(0)[:6, 0], r"\(2048, 1024\) .* up to 1,048,576"),
+    "a large one": (lambda y, table: torch.ones(8192, 8193, dtype=torch.int8).neg()[:6, 0].to(y.dtype),
+                    r"\(8192, 8193\) .* up to 67,108,864"),
 }  # fmt: skip
 
 
