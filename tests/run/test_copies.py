@@ -15,6 +15,7 @@ from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.guards.boxes import plain
 from layerwise.run.load import load
@@ -78,6 +79,36 @@ def test_copies_are_what_the_others_have(cuts: Cuts, unsummed: bool) -> None:
         assert {shard.name for shard in shards} == set(wanted)
         for shard in shards:
             assert difference(plain(shard.tensor), wanted[shard.name][shard.box.slices()]) < 1e-9, shard.name
+
+
+class Picked(nn.Module):
+    """Elements of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.table.gather(1, index)
+
+
+def test_a_parameter_of_its_own_that_only_one_rank_reads() -> None:
+    """The others have it, too, and take their part in the sum of its gradients."""
+    index = torch.tensor([[[0, 1, 1, 0]], [[1, 1, 2, 0]]])
+    network = network_of(Picked(), (index,), 2, "test")
+    graph = fuse(network.graph)
+    plan = Plan("test", graph.digest, 2, 2, 2, "free", True, dict.fromkeys((x.name for x in graph.inner), Config()))
+
+    def gradient(comm: Comm) -> torch.Tensor:
+        module = load(plan, network, comm=comm)
+        module(index).sum().backward()
+        grad = dict(module.named_parameters())["table"].grad
+        assert grad is not None
+        return plain(grad)
+
+    wanted = torch.zeros(2, 3, 4).scatter_(1, index, 1.0)
+    for got in run_threads(2, gradient, timeout_s=10.0):
+        assert torch.equal(got, wanted)
 
 
 def test_cuts_that_dtensors_cannot_have_are_refused() -> None:

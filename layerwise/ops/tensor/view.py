@@ -165,14 +165,16 @@ class Slice(View):
         return x if taken.step > 0 else x.flip(dim)
 
     def rebatch(self, inputs: Sequence[TensorSpec], out: TensorSpec, new_inputs: Sequence[TensorSpec]) -> Op:
-        """A part of the samples (a chunk of the batch) stays that part; the rest does not change."""
+        """A part of the samples (a chunk of the batch, or all in reverse) stays that part; the rest does not change."""
         (x,), (y,) = inputs, new_inputs
         dim, taken = self._taken(x)
         old, new = x.shape[dim], y.shape[dim]
-        if old == new or self.step < 0:
+        if old == new:
             return self
+        if self.step == -1 and len(taken) == old:
+            return replace(self, start=new - 1, stop=-new - 1)
         ends = [divmod(end * new, old) for end in (taken.start, min(taken.stop, old))]
-        if any(rest for _, rest in ends):
+        if self.step < 0 or any(rest for _, rest in ends):
             named = f"a slice {self.start}:{self.stop} of {x.describe()}"
             raise LayerwiseError(f"{named} cannot follow it to {y.describe()}")
         return replace(self, start=ends[0][0], stop=ends[1][0])

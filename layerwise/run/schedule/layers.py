@@ -211,7 +211,7 @@ class Schedule:
             if edge.backward and (edge.redistribution.transfer.kept or edge.redistribution.transfer.sends)
         }
         own = (one for one in self.layers if one.backward and one.layer.name not in read)
-        return frozenset(one.layer.name for one in own if one.layer.role is Role.COMPUTE)
+        return frozenset(one.layer.name for one in own if one.layer.role in (Role.COMPUTE, Role.TIED))
 
     def type_of(self, layer: Layer) -> torch.dtype | None:
         """The element type that a layer's output has on the wire."""

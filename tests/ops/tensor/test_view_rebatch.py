@@ -125,8 +125,10 @@ def test_other_views_follow_the_batch() -> None:
     assert again(Slice(0, 2, 4)) == Slice(0, 5, 10)
     assert again(Slice(0, 0, 2**63 - 1)).output(y).shape == (10, 1, 6)
     assert again(Slice(2, 1, 3)) == Slice(2, 1, 3)
-    with pytest.raises(LayerwiseError, match="cannot follow"):
-        again(Slice(0, 1, 2))
+    assert again(Slice(0, 3, -5, -1)) == Slice(0, 9, -11, -1)  # all in reverse
+    for part in (Slice(0, 1, 2), Slice(0, 3, 1, -1)):
+        with pytest.raises(LayerwiseError, match="cannot follow"):
+            again(part)
     pair = Reshape((3, 8))  # of six samples
     six, five = (TensorSpec((n, 4), ("n", "c")) for n in (6, 5))
     with pytest.raises(LayerwiseError, match="cannot follow"):
