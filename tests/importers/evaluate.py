@@ -29,7 +29,7 @@ from layerwise.ops.nn.loss import Loss
 from layerwise.ops.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.nn.resample import Interpolate, Pad
-from layerwise.ops.tensor.along import Cumsum, Gather, Take
+from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.pointwise import Binary, Cast, Dropout, Prelu, Unary, Where
 from layerwise.ops.tensor.reduce import Reduce
@@ -181,6 +181,9 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return x.scatter(op.dim, *inputs[1:], *([] if op.value is None else [op.value]))
         case Take():
             return x[(slice(None),) * op.dim + (inputs[1],)]
+        case Positions():
+            places = (x % torch.tensor(op.extents)).movedim(-1, 0).numpy()
+            return torch.tensor(np.ravel_multi_index(tuple(places), op.extents))
         case Loss():
             return _loss(op, *inputs)
         case TorchOp():

@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import identity, whole
 from layerwise.ops.base import Op
 from layerwise.ops.facts import Extents, Kept, Local, Maps
-from layerwise.ops.specs import dim_index, merge_labels, same
+from layerwise.ops.specs import check_positions, dim_index, merge_labels, same
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -139,6 +139,39 @@ class Take(Op):
         dim = dim_index(self.dim, local.specs[0])
         places = _from_front(index.reshape(-1).long(), x.shape[dim])
         return x.index_select(dim, places).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Positions(Op):
+    """Positions (..., k) in k dimensions of these extents, as those in the one that they make, row by row.
+
+    Negative ones count from the end. LayerwiseError where a dimension has no such position.
+    """
+
+    kind: ClassVar[str] = "positions"
+    arithmetic: ClassVar[bool] = False
+    extents: tuple[int, ...]
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (index,) = inputs
+        if index.shape[-1] != len(self.extents) or index.differentiable or index.dtype == "bool":
+            raise LayerwiseError(f"{index.describe()} are no positions in {len(self.extents)} dimensions")
+        return TensorSpec(index.shape[:-1], index.dims[:-1], index.dtype, index.units[:-1])
+
+    def needs(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Maps, ...]:
+        return ((*same(out), whole(len(self.extents))),)
+
+    def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
+        return Kept(inputs=False, output=False)
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        (index,) = inputs
+        total = index.new_zeros(index.shape[:-1])
+        for one, extent in zip(index.unbind(-1), self.extents, strict=True):
+            place = _from_front(one, extent)
+            check_positions(place, extent)
+            total = total * extent + place
+        return total
 
 
 def _from_front(places: Tensor, extent: int) -> Tensor:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import space
-from layerwise.ops.tensor.along import Cumsum, Gather, Take
+from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import cells, check_needs, images, values
 from tests.ops.kernels import check_kernel, degrees
+from tests.ops.whole import whole
 
 
 @given(st.data())
@@ -68,3 +69,18 @@ def test_positions_that_do_not_fit() -> None:
     x, index = TensorSpec((2, 3, 4), ("n", "s", "c")), TensorSpec((2, 1, 3), ("n", None, None), "int64")
     with pytest.raises(LayerwiseError, match=r"positions \(n=2, 1, 3\) must have the same extents elsewhere"):
         Gather(1).output(x, index)
+
+
+def test_positions_in_several_dimensions() -> None:
+    index, op = TensorSpec((2, 2, 2), ("n", "s", None), "int64"), Positions((3, 5))
+    places = torch.tensor([[[0, 4], [2, -1]], [[-3, 0], [1, -5]]])
+    flat = torch.tensor([[4, 14], [0, 5]])
+    check_kernel(op, [index], [2, 2], lambda _: flat, inputs=[places])
+
+
+@pytest.mark.parametrize("at", [[0, 5], [0, -6], [3, 0]])
+def test_a_position_that_a_dimension_has_not(at: list[int]) -> None:
+    """Though there is one in the tensor, in the next row."""
+    op, index = Positions((3, 5)), TensorSpec((1, 2), ("n", None), "int64")
+    with pytest.raises(LayerwiseError, match="a position is not between 0 and"):
+        op.run(whole(op, [index]), [torch.tensor([at])], {})

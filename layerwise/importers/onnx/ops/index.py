@@ -13,8 +13,8 @@ from layerwise.importers.onnx.call import axis, integers, known, number, text
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import picked, reshaped, sliced
 from layerwise.ops.nn.resample import Pad
-from layerwise.ops.tensor.along import Cumsum, Gather, Take
-from layerwise.ops.tensor.pointwise import Binary, Cast, Unary, Where
+from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
+from layerwise.ops.tensor.pointwise import Cast, Unary, Where
 from layerwise.ops.tensor.scatter import OneHot, Scatter
 from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.ops.torch_op import Argument, Slot, TorchOp
@@ -62,7 +62,7 @@ def gather_nd(call: Call) -> Result:
     lead, rest = x.shape[:batched], x.shape[batched + count :]
     if batched > 1 or not 0 < count <= len(x.shape) - batched or index.shape[:batched] != lead:
         raise LayerwiseError(f"GatherND of {x.spec.describe()} at {index.spec.describe()} with batch_dims {batched}")
-    places = _flat(index, x.shape[batched : batched + count])
+    places = Built(Positions(x.shape[batched : batched + count]), (index,))
     shape = index.shape[:-1]
     if not batched:
         data = x if count == 1 else reshaped(x, (prod(x.shape[:count]), *rest))
@@ -84,25 +84,12 @@ def scatter_nd(call: Call) -> Result:
             f"ScatterND of {updates.spec.describe()} at {index.spec.describe()} into {x.spec.describe()}"
         )
     rows, width = prod(index.shape[:-1]), prod(x.shape[count:])
-    places = reshaped(_flat(index, x.shape[:count]), (rows, 1))
+    places = reshaped(Built(Positions(x.shape[:count]), (index,)), (rows, 1))
     data = reshaped(x, (prod(x.shape[:count]), width))
     written = reshaped(updates, (rows, width))
     where = places if width == 1 else Built(Expand((rows, width)), (places,))
     made = Built(Scatter(0, "add" if reduction == "add" else "write"), (data, where, written))
     return reshaped(made, x.shape)
-
-
-def _flat(index: Operand, extents: tuple[int, ...]) -> Tensor:
-    """Positions (..., k) in dimensions of these extents as positions in the one that these make, row by row."""
-    total: Tensor | None = None
-    for i, extent in enumerate(extents):
-        one = reshaped(sliced(index, index.shape, len(index.shape) - 1, i, i + 1), index.shape[:-1])
-        counted = _counted(one, extent)
-        stride = prod(extents[i + 1 :])
-        part = scaled(counted, stride)
-        total = part if total is None else Built(Binary("add"), (total, part))
-    assert total is not None
-    return total
 
 
 def one_hot(call: Call) -> Result:
