@@ -9,12 +9,12 @@ devices. What cannot be cut so, as none of its dimensions is long enough, all of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from layerwise.config import Config, States, reduce_axis
+from layerwise.config import Config, States, distinct_cells, reduce_axis
 from layerwise.geometry import prime_factors
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer
@@ -76,12 +76,13 @@ def shardings(layer: Layer, p: Parameter, configs: Sequence[Config], devices: in
     """The same under each of these."""
     if layer.end or not p.trainable or (layer.role is Role.TIED and not layer.trains):
         return [None] * len(configs)
-    known, found = _known(layer.space, p, devices), list[Sharding | None]()
-    for cells in (config.cells for config in configs):
-        if cells not in known:
-            known[cells] = _sharding(layer.space, p, cells, devices)
-        found.append(known[cells])
-    return found
+    known = _known(layer.space, p, devices)
+    cells, which = distinct_cells(configs)
+    for one in cells:
+        if one not in known.of_cells:
+            known.of_cells[one] = known.find(one)
+    found = [known.of_cells[one] for one in cells]
+    return [found[i] for i in which]
 
 
 def sharded(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
@@ -97,18 +98,39 @@ def sharded_each(layer: Layer, p: Parameter, configs: Sequence[Config], devices:
     return [None if c.states == "replicated" else of for c, of in zip(configs, found, strict=True)]
 
 
-@lru_cache(maxsize=1024)
-def _known(space: Space, p: Parameter, devices: int) -> dict[Config, Sharding | None]:
-    """What was asked for, by cells: looked up once for many, as spaces take long to compare."""
-    return {}
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was asked for of one parameter: looked up once for many, as spaces take long to compare."""
+
+    space: Space
+    p: Parameter
+    devices: int
+    of_cells: dict[Config, Sharding | None] = field(default_factory=dict)
+    alike: dict[object, Sharding | None] = field(default_factory=dict)  # of cells that cut the parameter alike
+
+    def find(self, config: Config) -> Sharding | None:
+        """Boxes are made once for all cells with the same axes: of thousands of cells there are tens."""
+        dims = self.space.dims
+        axes = tuple(_axes(dims, self.p, config, self.devices))
+        if all(cut is not None for _, cut in axes):
+            return None
+        labels = {dims[m.source].label for m in self.p.maps if m.source is not None}
+        if self.p.epilogue:
+            labels.add("k")
+        key = axes, tuple(one for one in config.degrees if one[0] in labels)
+        if key not in self.alike:
+            self.alike[key] = _sharding(self.space, self.p, config, self.devices, axes)
+        return self.alike[key]
 
 
-def _sharding(space: Space, p: Parameter, config: Config, devices: int) -> Sharding | None:
+_known = lru_cache(maxsize=1024)(_Known)
+
+
+def _sharding(
+    space: Space, p: Parameter, config: Config, devices: int, axes: tuple[tuple[int, int | None], ...]
+) -> Sharding | None:
     computed = place_in(space, config, devices).holds(p)
-    axes = tuple(_axes(space.dims, p, config, devices))
     members = int(np.prod([size for size, cut in axes if cut is None], dtype=np.int64))
-    if members == 1:
-        return None
     found = list[tuple[float, int, Sharding]]()
     for dimension in range(len(p.shape)):
         boxes = _cut(p.shape, [(size, dimension if cut is None else cut) for size, cut in axes])
