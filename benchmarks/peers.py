@@ -116,12 +116,14 @@ def toulbar2(name: str, gpus: int, which: str) -> Row:
 def alone(command: list[str], limit_s: int) -> Row | None:
     """A row in a process of its own, on one core; None where it takes more CPU seconds."""
     one_core = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    limited = ["bash", "-c", f'ulimit -t {limit_s}; exec "$@"', "bash", *command]
+    # The soft limit, which ends by a signal of its own: what is killed outright ran out of memory.
+    limited = ["bash", "-c", f'ulimit -S -t {limit_s}; exec "$@"', "bash", *command]
     done = subprocess.run(limited, capture_output=True, text=True, env=one_core)
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if done.returncode == -signal.SIGXCPU:
         return None
     if done.returncode:
-        raise SystemExit(f"{' '.join(command[:6])[:200]}: {done.stderr.strip()[-500:]}")
+        why = done.stderr.strip()[-500:] or f"ended with {done.returncode}"
+        raise SystemExit(f"{' '.join(command[:6])[:200]}: {why}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
 
@@ -157,6 +159,8 @@ def main() -> None:
                     given = [str(args.checkout), name, gpus, str(SAMPLES * int(gpus))]
                     command = [args.python, "-O", "-c", PASE, *given]
                 row = alone(command, args.limit)
+                if row is None and which == "ours":
+                    raise SystemExit(f"{name} at {gpus}: ours takes longer than --limit {args.limit}: give it more")
                 if row is None:
                     table.add_row(titles[which], "", "", "", "", f"> {args.limit} s")
                     continue
