@@ -85,7 +85,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
             [node("Hardmax", "x", out="y", name="h")],
             ["'h'", "Hardmax", "(domain ai.onnx, ", "register_op('ai.onnx::Hardmax'"],
         ),
-        ([node("RoiAlign", "x", "w", "r", out="y", output_height=2)], ["'RoiAlign_0'", "RoiAlign", "ai.onnx"]),
+        ([node("GlobalLpPool", "x", out="y")], ["'GlobalLpPool_0'", "GlobalLpPool", "ai.onnx"]),
         ([node("Frobnicate", "x", out="y", name="f")], ["Frobnicate", "(Name: f"]),
         ([node("Conv", "x", "x", out="y")], ["'Conv_0' (Conv)", "'W' is computed from the input"]),
         ([node("Relu", "z", out="y")], ["no valid ONNX model", "'z'"]),
