@@ -19,7 +19,6 @@ from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model, planned_model, planned_shape
 from layerwise.machine import DTYPES, load
 from layerwise.plan import Plan, as_json, load_plan, nearest
@@ -67,7 +66,7 @@ def rebuild(plan: Plan, model: str | None = None) -> tuple[CostModel, SearchSpac
         if (value := getattr(options, option)) not in known:
             raise LayerwiseError(f"the plan's provenance has the {option} {value!r}; there are {', '.join(known)}")
     raw = load_model(planned_model(plan.model, model), plan.batch, planned_shape(shape))
-    graph = fuse(raw) if plan.fused else raw
+    graph = plan.layers(raw)
     plan.check(graph)
     return CostModel(graph, devices, options), space
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, read_json, write_text
+from layerwise.graph.cells import with_cells
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.facts import Dim
 from layerwise.partition import holding
@@ -43,6 +45,7 @@ class Plan:
     provenance: Mapping[str, object] = field(default_factory=dict)  # versions, profile, options and proof of the search
     # Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
     predicted_layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    halos_sent: tuple[str, ...] = ()  # inputs of which a rank reads its own cell (io boxes); older plans have none
 
     def __post_init__(self) -> None:
         if not self.device_order:
@@ -52,6 +55,8 @@ class Plan:
         """The file's text: stable, readable, one line a layer."""
         body: dict[str, object] = {"format": FORMAT, "version": VERSION}
         body |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        if not self.halos_sent:
+            del body["halos_sent"]
         strategy = {name: as_json(config) for name, config in self.strategy.items()}
         body["checksum"] = checksum({**body, "strategy": strategy})
         head = json.dumps(body, indent=1, default=list, allow_nan=False)
@@ -67,8 +72,13 @@ class Plan:
         title = f"<p><b>{escape(self.model)}</b> on {self.gpus} devices, {self.batch:,} samples a step</p>"
         return title + svg(self.strategy, self.gpus) + table(rows, ("layers", "configuration"), left=2)
 
+    def layers(self, network: LayerGraph) -> LayerGraph:
+        """The layers that the plan is for: fused, and with cells of inputs whose halos are sent, where it says so."""
+        graph = fuse(network) if self.fused else network
+        return with_cells(graph, self.halos_sent) if self.halos_sent else graph
+
     def check(self, graph: LayerGraph, world_size: int | None = None) -> None:
-        """LayerwiseError unless this plan is for `graph` (fused as the plan says, at its batch) on that many ranks."""
+        """LayerwiseError unless this plan is for `graph` (as `layers` makes it, at its batch) on that many ranks."""
         if world_size is not None and world_size != self.gpus:
             raise LayerwiseError(
                 f"the plan is for {self.gpus} ranks, there are {world_size}: start as many, or search again"
@@ -132,6 +142,9 @@ def _plan(value: object, where: str) -> Plan:
         for name, degrees in _object(raw.get("strategy"), f"{where}: 'strategy'").items()
     }
     provenance = _provenance(raw.get("provenance"), f"{where}: 'provenance'")
+    halos_sent = raw.get("halos_sent", [])
+    if not _list_of(str, halos_sent) or (halos_sent and raw["io"] != "boxes"):
+        raise LayerwiseError(f"{where}: 'halos_sent' must name inputs, of a plan with io 'boxes', not {halos_sent!r}")
     if raw.pop("checksum", None) != checksum(raw):
         raise LayerwiseError(
             f"{where} was altered since it was written: search again (a strategy of your own can be priced with "
@@ -139,7 +152,7 @@ def _plan(value: object, where: str) -> Plan:
         )
     return Plan(
         raw["model"], raw["digest"], raw["batch"], raw["gpus"], raw["gpus_per_node"], raw["io"], raw["fused"],
-        strategy, tuple(order), predicted, provenance, predicted_layers,
+        strategy, tuple(order), predicted, provenance, predicted_layers, tuple(halos_sent),
     )  # fmt: skip
 
 

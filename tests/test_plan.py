@@ -124,6 +124,8 @@ ALTERED: list[tuple[str, Any, str]] = [
     ("gpus", 10**12, "'device_order' must name each of the 1000000000000 ranks"),
     ("gpus", 2.0, "'gpus' must be a whole number"),
     ("io", "disk", "'io' must be"),
+    ("halos_sent", ["x"], "of a plan with io 'boxes'"),
+    ("halos_sent", [1], "'halos_sent' must name inputs"),
     ("device_order", list(range(7)), "'device_order'"),
     ("device_order", [0] * 8, "'device_order'"),
     ("device_order", [str(i) for i in range(8)], "'device_order'"),

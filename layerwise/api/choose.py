@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,10 +23,12 @@ from layerwise.plan import Plan, nearest
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import candidate, search
+from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import remedies
 from layerwise.search.report.limit import nothing_fits
+from layerwise.search.report.text import halo_lines
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
@@ -111,7 +114,9 @@ class Planner:
             strategy = "data"
             notes.append(f"the model {self.graph.unseen[0]}: it is run as it is written, and samples alone are split")
         model = CostModel(self.graph, self.devices, options)
-        result = search(model, space, fixed=fixed_layers(model, strategy), answers=answers())
+        fixed = fixed_layers(model, strategy)
+        model, result = search_halos(model, partial(search, space=space, fixed=fixed, answers=answers()))
+        notes += halo_lines(result)
         plan = make_plan(self.request.name, self.profile.name, model, space, result, fused=True)
         plan = replace(plan, device_order=self.world.device_order)
         searched = result if strategy is None else None

@@ -204,7 +204,7 @@ def parallelize(
         imported = replace(imported, module=original, itself=True)
     dtype = dtype_of(imported)
     world.comm.handshake({"model": imported.graph.digest, "element type": str(dtype)})
-    graph = fuse(imported.graph) if wanted is None or wanted.fused else imported.graph
+    graph = fuse(imported.graph) if wanted is None else wanted.layers(imported.graph)
     own = world.memory_bytes - reserved_bytes(world.memory_bytes, device.type)
     memory = own if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     check_autocast(autocast, dtype)

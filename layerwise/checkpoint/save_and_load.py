@@ -31,6 +31,7 @@ from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
 from layerwise.files import JSON
 from layerwise.geometry import Box
+from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
@@ -188,8 +189,8 @@ def resume(
 
 
 def model_digest(graph: LayerGraph) -> str:
-    """SHA-256 of the network, whatever its batch, whether it is fused and what of it is trained: plans share these."""
-    graph = graph.freeze(())
+    """SHA-256 of the network, whatever its batch, whether it is fused, reads its cells, and what of it is trained."""
+    graph = without_cells(graph.freeze(()))
     try:
         return fuse(graph.rebatch(1)).digest
     except LayerwiseError:  # a network that exists at its own batch only

@@ -17,6 +17,7 @@ from layerwise.machine.profile import BACKENDS, Link, LinkLevel, Profile
 FORMAT = "layerwise-profile"
 VERSION = 1
 DEVICE = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops", "processors", "tiles", "kernel_floor_s")
+READ = "read_bytes_per_s"
 LINK = ("name", "latency_s", "bandwidth_bytes_per_s")
 
 
@@ -62,7 +63,7 @@ def write(profile: Profile) -> str:
     device: dict[str, object] = {"name": processor.name}
     device |= numbers("device", processor, ("memory_bytes", "memory_bandwidth_bytes_per_s"))
     device["peak_flops"] = {d: number(f"device.peak_flops.{d}", v) for d, v in processor.peak_flops.items()}
-    device |= numbers("device", processor, ("processors", "kernel_floor_s"))
+    device |= numbers("device", processor, ("processors", "kernel_floor_s", READ))
     device["tiles"] = [
         numbers(f"device.tiles[{i}]", tile, ("rows", "columns", "efficiency")) for i, tile in enumerate(processor.tiles)
     ]
@@ -96,7 +97,7 @@ def _a_line_a_cell(section: dict[str, object]) -> str:
 
 
 def _processor(device: Field) -> Processor:
-    row = device.members(DEVICE)
+    row = device.members(DEVICE, (READ,))
     peaks = {
         precision(name): replace(peak, path=f"device.peak_flops.{precision(name)}")
         for name, peak in row["peak_flops"].members(("float32",), (*DTYPES, "bfloat16")).items()
@@ -116,6 +117,7 @@ def _processor(device: Field) -> Processor:
         processors=row["processors"].whole(),
         tiles=tuple(tiles),
         kernel_floor_s=row["kernel_floor_s"].number(),
+        read_bytes_per_s=row[READ].number() if READ in row else None,
     )
 
 

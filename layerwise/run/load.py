@@ -16,7 +16,6 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.start import join_default_group
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
-from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.plan import Plan, load_plan
@@ -101,8 +100,7 @@ def build_module(
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
     broadcast_values(network.built, comm)
-    graph = network.graph.rebatch(plan.batch)
-    graph = fuse(graph) if plan.fused else graph
+    graph = plan.layers(network.graph.rebatch(plan.batch))
     plan.check(graph)
     if comm.size == 1 and plan.gpus > 1:
         plan = serial(plan)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm
 from layerwise.config import Config, is_legal
 from layerwise.errors import LayerwiseError
-from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
 from layerwise.importers.torch.structure import Structure
@@ -105,7 +104,7 @@ class Shapes:
             self._skeleton.train(training)
             network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, trusted=True)
             check_seen(network.graph)
-            graph = fuse(network.graph) if self.plan.fused else network.graph
+            graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
             raise LayerwiseError(self._unlike(sizes, training, str(error))) from None

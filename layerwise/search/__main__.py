@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from rich.console import Console
@@ -40,6 +41,7 @@ from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
+from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
@@ -191,9 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.memory_curve is not None:
         return show_curve(model, space, offer, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        result = search(
-            model,
-            space,
+        found = partial(
+            search,
+            space=space,
             objective=args.objective,
             memory_bytes=args.search_memory * 2**30,
             memory_limit_bytes=limit,
@@ -201,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress=progress,
             answers=answers(wanted=not args.no_cache and args.depth_first is None),  # whose time is told beside ours
         )
+        model, result = search_halos(model, found)
     tried: list[Remedy] = []
     if not result.best.fits:
         more = _twice(args, devices)

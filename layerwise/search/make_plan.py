@@ -37,7 +37,11 @@ def make_plan(
         "offer": list(result.offer),
         **_bound(result),
     }
-    return replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
+    plan = replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
+    if result.halos is None:
+        return plan
+    sent = result.halos.inputs if result.halos.sent else ()
+    return replace(plan, halos_sent=sent, provenance={**plan.provenance, "halos": asdict(result.halos)})
 
 
 def _bound(result: SearchResult) -> dict[str, object]:

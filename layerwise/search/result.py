@@ -47,6 +47,18 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Halos:
+    """Seconds of a step that begins with reading, of the best plan of each kind (`search.halos`)."""
+
+    inputs: tuple[str, ...]  # those that the plan that reads halos reads in part more than once
+    sent: bool  # whether the cheaper plan sends them
+    read_s: float  # of the plan in which every device reads all that its layers need
+    sent_s: float  # of the plan in which it reads its own cells
+    read_bytes: float  # what the device that reads most reads a step, in the one
+    sent_bytes: float  # and in the other
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """What to run, what it was compared with, and what is proven."""
 
@@ -64,6 +76,7 @@ class SearchResult:
     unlimited: Candidate  # `best`, if memory did not matter
     within: Within | None  # what the search under the limit found, where `unlimited` does not fit
     least: Least[Strategy] | None  # what needs the least memory, where nothing was found to fit
+    halos: Halos | None = None  # where there was a choice
 
     @property
     def fastest(self) -> Candidate:

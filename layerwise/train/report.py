@@ -49,6 +49,7 @@ class Result:
         return {
             "model": self.plan.model,
             "io": self.plan.io,
+            "halos": {"sent": self.plan.halos_sent, **_prices(self.plan)},
             "world_size": self.plan.gpus,
             "steps": len(self.steps),
             "losses": [_finite(step.loss) for step in self.steps],
@@ -60,11 +61,18 @@ class Result:
         }
 
 
+def _prices(plan: Plan) -> dict[str, object]:
+    """Seconds of a step with reading, halos read or sent, where the search had the choice."""
+    halos = plan.provenance.get("halos")
+    return {key: halos.get(key) for key in ("read_s", "sent_s")} if isinstance(halos, dict) else {}
+
+
 def beginning(plan: Plan, *, data: str, how: str) -> Table:
     """What will be run."""
     predicted = plan.predicted
     table = _facts()
-    table.add_row("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}")
+    halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
+    table.add_row("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}{halos}")
     if "timeline_s" in predicted:
         seconds = f"{seconds_text(predicted['timeline_s'])} a step, if measured on {plan.provenance.get('profile')}"
         table.add_row("predicted", seconds)

@@ -88,7 +88,9 @@ label = st.text(min_size=1).filter(lambda text: text.strip() != "")
 def test_any_sound_profile_round_trips(name: str, source: str, latency: float, bandwidth: float, node: int) -> None:
     base = load("p100")
     levels = (LinkLevel(name, node, latency, bandwidth, 1), LinkLevel(f"{name}+", None, bandwidth, latency, name))
-    profile = dataclasses.replace(base, name=name, levels=levels, sources=dict.fromkeys(base.sources, source))
+    processor = dataclasses.replace(base.processor, read_bytes_per_s=bandwidth)
+    sources = dict.fromkeys([*base.sources, "device.read_bytes_per_s"], source)
+    profile = dataclasses.replace(base, name=name, levels=levels, processor=processor, sources=sources)
     assert parse(write(profile), "x.json") == profile
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
+from layerwise.ops.tensor.cells import Cells
 from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
@@ -100,7 +102,9 @@ class Schedule:
         self._begun = begun_before(self.graph, plan.io)
         self._ahead = {end for begun in self._begun.values() for end in begun}
         self._within = kept_within(self.graph)
-        self.layers = tuple(self._scheduled(number, layer) for number, layer in enumerate(self.graph.layers))
+        # Random numbers go by a layer's number, so reading halos or sending them does not change those of the others.
+        numbers = accumulate((not isinstance(layer.op, Cells) for layer in self.graph.layers), initial=0)
+        self.layers = tuple(map(self._scheduled, numbers, self.graph.layers))
         self.unread = self._unread()
         self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
         users = {layer.layer.name: layer for layer in self.layers}

@@ -22,7 +22,7 @@ class Work:
     """A rank's part of a layer."""
 
     name: str  # the layer's
-    number: int  # the layer's in the graph
+    number: int  # the layer's in the graph, by which it draws random numbers
     stages: tuple[LocalStage, ...]
     statistics: tuple[Group, ...]  # for each stage the ranks that share its statistics; (): none need to
     reduction: Reduction | None  # of partial sums, where the contraction dimension is split

@@ -34,6 +34,7 @@ def as_dict(
         "profile": model.devices.name,
         "batch": model.graph.batch,
         "io": model.options.io,
+        "halos": None if result.halos is None else asdict(result.halos),
         "chosen": best.name,
         **costs_json(best),
         "samples_per_s": model.graph.batch / best.timeline.total_s,

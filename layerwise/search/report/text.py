@@ -247,6 +247,7 @@ def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()
             f"{units(result.additive.timeline.total_s, 's')}{why}."
         )
     yield from limit_lines(result)
+    yield from halo_lines(result)
     yield from reserve_lines(model, result)
     yield from whole_lines(model, best)
     yield describe(model, basis(model, best.price))
@@ -259,6 +260,17 @@ def verdict(model: CostModel, result: SearchResult, tried: Sequence[Remedy] = ()
         )
     if not best.fits:
         yield f"WARNING: {nothing_fits(result, tried)}."
+
+
+def halo_lines(result: SearchResult) -> Iterator[str]:
+    """Whether halos of inputs are read or sent, and what either costs."""
+    if (halos := result.halos) is not None:
+        chosen = "sent" if halos.sent else "read by each device that needs them"
+        yield (
+            f"Halos of {', '.join(halos.inputs)} are {chosen}: with reading, a step takes {units(halos.read_s, 's')} "
+            f"where they are read ({units(halos.read_bytes, 'B')} by the busiest device), {units(halos.sent_s, 's')} "
+            f"where they are sent ({units(halos.sent_bytes, 'B')})."
+        )
 
 
 def show(

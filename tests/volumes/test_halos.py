@@ -1,0 +1,140 @@
+"""Halos of inputs, read or sent: one device's numbers, the bytes that were predicted, and the cheaper plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerwise import checkpoint
+from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.errors import LayerwiseError
+from layerwise.graph.cells import with_cells, without_cells
+from layerwise.graph.fuse import fuse
+from layerwise.importers.load import network_of
+from layerwise.machine import load as load_profile
+from layerwise.plan import load_plan
+from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.load import load
+from layerwise.search.find import search
+from layerwise.search.halos import search_halos
+from layerwise.search.make_plan import make_plan
+from layerwise.search.report.text import halo_lines
+from layerwise.search.result import SearchResult
+from layerwise.volumes.loader import BoxLoader
+from tests.comm.thread import run_threads
+from tests.run.plans import difference, random_plan
+from tests.volumes.networks import samples, segments
+
+
+class Drops(nn.Module):
+    """A convolution of volumes and random numbers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop = nn.Conv3d(1, 3, 3, padding=1), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.drop(self.conv(x)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 4)])
+def test_halos_that_are_sent_train_as_one_device(seed: int, ranks: int, tmp_path: Path) -> None:
+    """Every voxel is read once; another plan, which reads halos, began the training."""
+    torch.set_num_threads(1)
+    _, network, graph = segments(2)
+    x, target = samples(2)
+
+    def step(comm: Comm, *, sent: bool, resumed: bool) -> tuple[float, dict[str, Tensor]]:
+        of = with_cells(graph, ["x"]) if sent else graph
+        plan = replace(random_plan(of, comm.size, seed, "boxes"), halos_sent=("x",) if sent else ())
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        if sent:
+            read = comm.all_gather_object(module.read_boxes()["x"].volume)
+            assert sum(read) == x.size
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if resumed:
+            checkpoint.load(tmp_path, module, optimizer)
+        (inputs,) = BoxLoader(module, x, target)
+        before = Counter(comm.sent)
+        loss = module(*inputs)
+        loss.backward()
+        for kind, name in PREDICTED.items():
+            assert sum(comm.all_gather_object(comm.sent[kind] - before[kind])) == round(plan.predicted[name]), kind
+        optimizer.step()
+        if not resumed:
+            checkpoint.save(tmp_path, module, optimizer, {})
+        return loss.item(), module.full_state_dict()
+
+    step(SoloComm(), sent=False, resumed=False)
+    loss, state = step(SoloComm(), sent=False, resumed=True)
+    for told, held in run_threads(ranks, lambda comm: step(comm, sent=True, resumed=True)):
+        assert told == pytest.approx(loss, rel=1e-12)
+        assert all(difference(held[name], value) < 1e-9 for name, value in state.items())
+
+
+def test_random_numbers_do_not_depend_on_it() -> None:
+    model = Drops().double()
+    network = network_of(model, (torch.empty(2, 1, 6, 6, 6).double(),), 2, "drops")
+    graph = fuse(network.graph)
+    x = torch.rand(2, 1, 6, 6, 6).double()
+
+    def loss(comm: Comm, sent: tuple[str, ...]) -> float:
+        plan = random_plan(with_cells(graph, sent), comm.size, 0, "boxes")
+        module = load(replace(plan, halos_sent=sent), network, comm=comm, dtype=torch.float64)
+        return float(module(x[module.read_boxes()["x"].slices()]).item())
+
+    wanted = loss(SoloComm(), ())
+    assert run_threads(2, lambda comm: loss(comm, ("x",))) == pytest.approx([wanted] * 2, rel=1e-12)
+
+
+def found(rate: float | None, io: str = "boxes") -> tuple[CostModel, SearchResult]:
+    """A convolution cut along d on four devices that read at this rate, in float32."""
+    network = network_of(Drops(), (torch.empty(1, 1, 16, 16, 16),), 1, "drops")
+    cpu = load_profile("cpu")
+    cpu = replace(cpu, processor=replace(cpu.processor, read_bytes_per_s=rate))
+    model = CostModel(fuse(network.graph), cpu.device_graph(4, 4), CostOptions(io=io))  # type: ignore[arg-type]
+    fixed = {"conv": Config.of({"d": 4})}
+    return search_halos(model, partial(search, space=SearchSpace(4), fixed=fixed))
+
+
+def test_the_cheaper_plan_is_taken(tmp_path: Path) -> None:
+    plane = 16 * 16 * 4  # bytes
+    for rate, sent in ((1e3, True), (1e12, False)):
+        model, result = found(rate)
+        halos = result.halos
+        assert halos is not None
+        assert (halos.inputs, halos.sent) == (("x",), sent)
+        assert halos.read_bytes == 6 * plane
+        assert halos.sent_bytes == 4 * plane
+        chosen_s, size = (halos.sent_s, halos.sent_bytes) if sent else (halos.read_s, halos.read_bytes)
+        assert chosen_s == result.best.timeline.total_s + size / rate == min(halos.sent_s, halos.read_s)
+        (said,) = halo_lines(result)
+        assert said.startswith(f"Halos of x are {'sent' if sent else 'read'}")
+        path = tmp_path / f"{sent}.json"
+        make_plan("drops", "cpu", model, SearchSpace(4), result, fused=True).save(path)
+        plan = load_plan(path)
+        assert plan.halos_sent == (("x",) if sent else ())
+        assert ("x.cells" in plan.strategy) == sent
+        plan.check(plan.layers(without_cells(model.graph)), 4)
+
+
+@pytest.mark.parametrize(("rate", "io"), [(None, "boxes"), (1e3, "free")])
+def test_there_is_a_choice_only_where_reading_is_known(rate: float | None, io: str) -> None:
+    model, result = found(rate, io)
+    assert result.halos is None
+    assert without_cells(model.graph) == model.graph
+
+
+def test_an_input_that_is_not_there() -> None:
+    with pytest.raises(LayerwiseError, match="sends halos of 'y', which is no input of the model: search again"):
+        with_cells(segments(2)[2], ["y"])
