@@ -49,7 +49,7 @@ class Result:
         return {
             "model": self.plan.model,
             "io": self.plan.io,
-            "halos": {"sent": self.plan.halos_sent, **_prices(self.plan)},
+            "halos": _halos(self.plan),
             "world_size": self.plan.gpus,
             "steps": len(self.steps),
             "losses": [_finite(step.loss) for step in self.steps],
@@ -61,10 +61,12 @@ class Result:
         }
 
 
-def _prices(plan: Plan) -> dict[str, object]:
-    """Seconds of a step with reading, halos read or sent, where the search had the choice."""
+def _halos(plan: Plan) -> dict[str, object] | None:
+    """Of which inputs halos are sent; seconds of a step with reading, either way. None where there was no choice."""
     halos = plan.provenance.get("halos")
-    return {key: halos.get(key) for key in ("read_s", "sent_s")} if isinstance(halos, dict) else {}
+    if not isinstance(halos, dict):
+        return {"sent": list(plan.halos_sent)} if plan.halos_sent else None
+    return {"sent": list(plan.halos_sent)} | {key: halos.get(key) for key in ("read_s", "sent_s")}
 
 
 def beginning(plan: Plan, *, data: str, how: str) -> Table:

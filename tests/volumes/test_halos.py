@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise import checkpoint
+from layerwise import checkpoint, parallelize
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
@@ -21,6 +21,7 @@ from layerwise.graph.cells import with_cells, without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.machine import load as load_profile
+from layerwise.machine import save
 from layerwise.plan import load_plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
@@ -29,6 +30,7 @@ from layerwise.search.halos import search_halos
 from layerwise.search.make_plan import make_plan
 from layerwise.search.report.text import halo_lines
 from layerwise.search.result import SearchResult
+from layerwise.train.report import KINDS, Result
 from layerwise.volumes.loader import BoxLoader
 from tests.comm.thread import run_threads
 from tests.run.plans import difference, random_plan
@@ -126,6 +128,29 @@ def test_the_cheaper_plan_is_taken(tmp_path: Path) -> None:
         assert plan.halos_sent == (("x",) if sent else ())
         assert ("x.cells" in plan.strategy) == sent
         plan.check(plan.layers(without_cells(model.graph)), 4)
+        told = Result(plan, [], 0, None, None, dict.fromkeys(KINDS), None).as_dict()["halos"]
+        assert told == {"sent": ["x"] * sent, "read_s": halos.read_s, "sent_s": halos.sent_s}
+
+
+def test_parallelize_takes_it_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in one, of slower processors, so that space is split, and with a slow disk."""
+    cpu = load_profile("cpu")
+    rates = {name: rate / 1e4 for name, rate in cpu.processor.peak_flops.items()}
+    processor = replace(cpu.processor, peak_flops=rates, read_bytes_per_s=1e3)
+    sources = {**cpu.sources, "device.read_bytes_per_s": "assumption"}
+    save(replace(cpu, name="slow", processor=processor, sources=sources), tmp_path / "slow.json")
+    x = torch.rand(1, 1, 8, 8, 8).double()
+
+    def loss(comm: Comm) -> float:
+        torch.manual_seed(0)
+        model = parallelize(Drops().double(), (x,), io="boxes", profile=tmp_path / "slow.json", comm=comm)
+        assert model.plan.halos_sent == (("x",) if comm.size > 1 else ())
+        return float(model(x[model.read_boxes()["x"].slices()]).item())
+
+    wanted = loss(SoloComm())
+    assert "Halos" not in capsys.readouterr().out
+    assert run_threads(2, loss) == pytest.approx([wanted] * 2, rel=1e-12)
+    assert "Halos of x are sent" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("rate", "io"), [(None, "boxes"), (1e3, "free")])
