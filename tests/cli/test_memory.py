@@ -77,7 +77,7 @@ def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -
     asked = (*MLP, "--memory-limit", "1kB", "--out", "p.json", "--export-costs", "c.cfn")
     for flags in (asked, (*asked, "--json")):
         said = refuse(*flags)
-        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: the least that any plan needs is" in said
+        assert "--memory-limit 1kB: no plan fits into the 1.00 kB of a device: every plan needs at least" in said
         assert "(proven). Nothing that was tried makes one fit" in said
         assert not list(here.iterdir())
     assert "--memory-curve 1kB..2kB: no plan fits into the 2.00 kB of a device" in refuse(
@@ -88,7 +88,7 @@ def test_a_limit_below_the_least_is_refused(run: Run, refuse: Run, here: Path) -
 def test_where_nothing_fits_a_device_it_warns_and_says_what_would(run: Run, here: Path) -> None:
     huge = ("search", "mlp:100000x100000x8", "--gpus", "2", "--profile", "p100")
     text = run(*huge, "--out", "p.json")
-    assert "WARNING: no plan fits into the 14.5 GB of a device: the least that any plan needs is" in text
+    assert "WARNING: no plan fits into the 14.5 GB of a device: every plan needs at least" in text
     assert json.loads((here / "p.json").read_text())["provenance"]["fits"] is False
     found = json.loads(run(*huge, "--json"))
     assert found["fits"] is False

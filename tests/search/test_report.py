@@ -104,14 +104,20 @@ def test_where_no_plan_fits_the_least_memory_is_said() -> None:
     text, html, found = said(model, result)
     for words in (text, html, *found["warnings"]):
         assert "no plan fits into the 10.0 kB of a device" in words
-        assert f"the least that any plan needs is {units(result.least.bytes, 'B')} (proven)" in words
+        assert f": every plan needs at least {units(result.least.bytes, 'B')} (proven)" in words
         assert "best here" not in words
         assert "more GPUs" not in words
         assert "smaller batch" not in words
     assert found["simulated"]["fit"] == 0
     assert found["fits"] is False
-    unsure = replace(result, least=replace(result.least, lower_bound_bytes=2e4))
-    assert "and no plan needs less than 20.0 kB" in said(model, unsure)[0]
+    for bound, words in (
+        (2e4, "no plan fits into the 10.0 kB of a device: the least that one needs is"),
+        (5e3, "no plan was found that fits into the 10.0 kB of a device: the least that one needs is"),
+        (result.least.bytes * 0.9999, f": every plan needs at least {units(result.least.bytes, 'B')} (proven)"),
+    ):
+        unsure = replace(result, least=replace(result.least, lower_bound_bytes=bound))
+        assert words in said(model, unsure)[0]
+        assert ("and no plan needs less than" in said(model, unsure)[0]) == (bound < 3e4)
 
 
 def test_an_additive_optimum_that_does_not_fit_gives_way_to_what_does() -> None:
@@ -163,7 +169,7 @@ def test_one_device_may_recompute() -> None:
     result = search(model, SearchSpace(1))
     assert result.least is not None
     assert result.least.bytes < result.baselines["data"].price.memory_bytes
-    assert f"the least that any plan needs is {units(result.least.bytes, 'B')} (proven)" in said(model, result)[0]
+    assert f"every plan needs at least {units(result.least.bytes, 'B')} (proven)" in said(model, result)[0]
 
 
 def test_grids_are_compared_with_the_fastest_plan_though_data_parallelism_was_kept(

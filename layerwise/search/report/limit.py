@@ -70,14 +70,13 @@ def nothing_fits(result: SearchResult, tried: Sequence[Remedy] = ()) -> str:
     if least is None:  # a strategy that was given whole
         need = units(result.best.price.memory_bytes, "B")
         return f"the only plan there is, {result.best.name}, needs {need}, and a device has {have}"
-    need = units(least.bytes, "B")
-    if least.proven:
-        text = f"no plan fits into the {have} of a device: the least that any plan needs is {need} (proven)"
+    need, bound = units(least.bytes, "B"), units(least.lower_bound_bytes, "B")
+    none = f"no plan {'fits' if least.lower_bound_bytes > result.memory_bytes else 'was found that fits'}"
+    text = f"{none} into the {have} of a device: "
+    if least.proven or need == bound:
+        text += f"every plan needs at least {bound} (proven)"
     else:
-        text = (
-            f"no plan was found that fits into the {have} of a device: the least that one needs is {need}, and no plan "
-            f"needs less than {units(least.lower_bound_bytes, 'B')}"
-        )
+        text += f"the least that one needs is {need}, and no plan needs less than {bound} (proven)"
     fitting = [f"{remedy.what} ({units(remedy.bytes, 'B')})" for remedy in tried if remedy.fits]
     if fitting:
         return f"{text}. One would fit with {' or with '.join(fitting)}"
