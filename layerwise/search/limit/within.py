@@ -7,11 +7,13 @@ be part of a strategy better than one in hand goes (as in `narrow`). Then exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
+from layerwise.config import Config, States
 from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
@@ -129,6 +131,7 @@ class LimitedSearch:
             )
             results.append(found)
         strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
+        strategies = [self.plainer(strategy, limit) for strategy in strategies]
         strategies = list({tuple(strategy.values()): strategy for strategy in strategies}.values())
         strategies.sort(key=self._costing(1.0))
         cost = min([results[0].cost_s, *(self.cost(strategy, 1.0) for strategy in strategies)])
@@ -175,6 +178,20 @@ class LimitedSearch:
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
         return list({tuple(s.values()): s for s in every}.values())
 
+    def plainer(self, strategy: Strategy, limit: float) -> Strategy:
+        """Without the forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
+
+        Bounds take longer steps for equal within a gap, so a choice may have some.
+        """
+        for name in [name for name in strategy if name not in self.forms.fixed]:
+            for plain in _plainer(strategy[name]):
+                other = {**strategy, name: plain}
+                slower = any(self.cost(other, weight) > self.cost(strategy, weight) for weight in (0.0, 1.0))
+                if not slower and self.peak(other) <= limit:
+                    strategy = other
+                    break
+        return strategy
+
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
         key = tuple(strategy.values())
@@ -220,6 +237,16 @@ class LimitedSearch:
             for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
                 keep[name] |= lower <= upper * SLACK
         return {n: tuple(c for c, k in zip(cells, keep[n], strict=True) if k) for n, cells in self.cells.items()}
+
+
+def _plainer(config: Config) -> Iterator[Config]:
+    """A configuration with less that saves memory, the plainest first, as far as it has any."""
+    states = get_args(States)
+    for recompute in (False, True)[: 1 + config.recompute]:
+        for these in states[: 1 + states.index(config.states)]:
+            plain = replace(config, recompute=recompute, states=these)
+            if plain != config:
+                yield plain
 
 
 def _prices(memory: Memory, price: Mapping[int, float]) -> tuple[MemoryPrice, ...]:

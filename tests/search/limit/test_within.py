@@ -20,6 +20,7 @@ from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
+from layerwise.search.limit.within import LimitedSearch
 from tests.importers.networks import chain
 
 GAP = 1.005
@@ -107,3 +108,25 @@ def test_what_is_offered_has_a_name() -> None:
         Forms.of(model.graph, 4, ("swap",))
     assert Forms.of(model.graph, 4, ()).offered == ((False, "replicated"),)
     assert (False, "gathered") in Forms.of(model.graph, 4, OFFERS).offered
+
+
+def test_what_saves_memory_that_is_not_needed_is_undone() -> None:
+    """Only as far as the step still fits, and takes no longer; layers that are fixed stay."""
+    model = mlp("96x96x96x96", 64)
+    plain = complete(model, baseline(model, "data"))
+    cells = {name: (config,) for name, config in plain.items()}
+    under = LimitedSearch(model, cells)
+    formed = under.formed(plain)[-1]
+    assert any(config.recompute and config.states == "gathered" for config in formed.values())
+    small, large = under.peak(formed), under.peak(plain)
+    assert small < large
+    for limit in (small, (small + large) / 2, large):
+        made = under.plainer(formed, limit)
+        assert under.peak(made) <= limit
+        assert under.cost(made, 1.0) <= under.cost(formed, 1.0)
+        assert under.plainer(made, limit) == made
+    assert not any(config.recompute or config.states == "gathered" for config in made.values())
+    fixed = next(name for name, config in formed.items() if config.recompute)
+    kept = LimitedSearch(model, cells, fixed=[fixed]).plainer(formed, large)
+    assert kept[fixed] == formed[fixed]
+    assert kept != formed
