@@ -23,7 +23,7 @@ from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
 from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Strategy, Variants
-from layerwise.search.solve.narrow import exact_cost, rough_tables, weighted
+from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
 from layerwise.search.solve.prune import SLACK, Keep
 
 
@@ -184,8 +184,9 @@ class LimitedSearch:
         Bounds take longer steps for equal within a gap, so a choice may have some.
         """
         for name in [name for name in strategy if name not in self.forms.fixed]:
-            for plain in _plainer(strategy[name]):
-                other = {**strategy, name: plain}
+            others = [{**strategy, name: plain} for plain in _plainer(strategy[name])]
+            self._price(others)
+            for other in others:
                 slower = any(self.cost(other, weight) > self.cost(strategy, weight) for weight in (0.0, 1.0))
                 if not slower and self.peak(other) <= limit:
                     strategy = other
@@ -201,11 +202,14 @@ class LimitedSearch:
 
     def cost(self, strategy: Strategy, weight: float) -> float:
         """Equation 1, with `weight` times t_S."""
-        key = tuple(strategy.values())
-        if key not in self._costs:
-            self._costs[key] = exact_cost(self.model, strategy)
-        rest, sync = self._costs[key]
+        self._price([strategy])
+        rest, sync = self._costs[tuple(strategy.values())]
         return rest + weight * sync
+
+    def _price(self, strategies: Iterable[Strategy]) -> None:
+        """Several at once are sooner priced than one after the other."""
+        new = {key: strategy for strategy in strategies if (key := tuple(strategy.values())) not in self._costs}
+        self._costs |= zip(new, exact_costs(self.model, list(new.values())), strict=True)
 
     def _costing(self, weight: float) -> Callable[[Strategy], float]:
         return lambda strategy: self.cost(strategy, weight)
