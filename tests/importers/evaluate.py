@@ -177,6 +177,8 @@ def run(op: Op, inputs: list[Tensor], p: dict[str, Tensor]) -> Tensor:
             return made.to(getattr(torch, op.dtype)) * int(op.on)
         case Scatter(mode="add"):
             return x.scatter_add(op.dim, *inputs[1:])
+        case Scatter(mode="mul" | "max" | "min"):
+            return x.scatter_reduce(op.dim, *inputs[1:], {"mul": "prod", "max": "amax", "min": "amin"}[op.mode])
         case Scatter():
             return x.scatter(op.dim, *inputs[1:], *([] if op.value is None else [op.value]))
         case Take():

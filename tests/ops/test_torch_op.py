@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.base import space
-from layerwise.ops.nn.recurrent import Recurrent, RecurrentInOne
+from layerwise.ops.nn.recurrent import Recurrent, RecurrentInOne, ResetFirst
 from layerwise.ops.torch_op import ElementType, Slot, TorchOp
 from layerwise.tensor import TensorSpec
 from tests.ops.harness import Reference, check_needs
@@ -113,6 +114,31 @@ def test_recurrent(fn: str, options: dict[str, int]) -> None:
     assert {p.name: p.shape for p in where.parameters} == {k: p.shape for k, p in module.named_parameters()}
     cuts = [2 if d.label else 1 for d in where.dims]
     check_kernel(op, specs, cuts, reference)
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_a_gru_that_resets_first(result: int) -> None:
+    """The equations of https://onnx.ai/onnx/operators/onnx__GRU.html, one sample, one step and one direction each."""
+    op = ResetFirst("gru", 5, both=True, given=True, result=result)
+    specs = (TensorSpec((4, 3, 6), ("n", "s", "c")), TensorSpec((2, 4, 5), (None, "n", None)))
+
+    def reference(x: Tensor, first: Tensor, weight_ih_l0: Tensor, weight_hh_l0: Tensor, bias_l0: Tensor) -> Tensor:
+        made = [[[first[d, n]] for n in range(4)] for d in (0, 1)]
+        for d, n, t in product((0, 1), range(4), range(3)):
+            w, r, b = (held[d].chunk(k) for held, k in ((weight_ih_l0, 3), (weight_hh_l0, 3), (bias_l0, 6)))
+            read, h = x[n, t if d == 0 else 2 - t], made[d][n][-1]
+            update = torch.sigmoid(w[0] @ read + r[0] @ h + b[3] + b[0])
+            reset = torch.sigmoid(w[1] @ read + r[1] @ h + b[4] + b[1])
+            new = torch.tanh(w[2] @ read + r[2] @ (reset * h) + b[5] + b[2])
+            made[d][n].append((1 - update) * new + update * h)
+        if result:
+            return torch.stack([torch.stack([steps[-1] for steps in of]) for of in made])
+        ways = [torch.stack([torch.stack(steps[1:][:: 1 - 2 * d]) for steps in of]) for d, of in enumerate(made)]
+        return torch.cat(ways, 2)
+
+    check_kernel(op, specs, [2 if d.label == "n" else 1 for d in space(op, specs).dims], reference)
+    extents = np.array([[d.extent for d in space(op, specs).dims]])
+    assert saved(op, specs)[2] <= float(np.max(op.kept(specs, 0 * extents, extents).extra))
 
 
 @pytest.mark.parametrize("fn", ["lstm", "gru"])

@@ -208,3 +208,45 @@ class RecurrentInOne(Recurrent):
         return Recurrent(
             self.fn, self.hidden, self.layers, self.bias, self.both, self.batch_first, self.given, self.result
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ResetFirst(RecurrentInOne):
+    """A GRU that resets the state before its product with R, as Cho et al. (2014) have it.
+
+    h~ = tanh(W_h x + (r * h) R_h + b), where cuDNN, and so PyTorch, has r * (h R_h + b). ONNX: linear_before_reset=0.
+    No kernel of PyTorch's does this: it goes step by step.
+    """
+
+    kind: ClassVar[str] = "gru_reset_first"
+
+    def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        x = inputs[0].transpose(0, 1) if self.batch_first else inputs[0]
+        sequences, ends = list[torch.Tensor](), list[torch.Tensor]()
+        for direction in range(self.directions):
+            start = inputs[1][direction] if self.given else x.new_zeros(x.shape[1], self.hidden)
+            states = self._states(x.flip(0) if direction else x, start, direction, parameters)
+            ends.append(states[-1])
+            sequences.append(torch.stack(states[::-1] if direction else states))
+        if self.result:
+            return torch.stack(ends)
+        whole = torch.cat(sequences, 2)
+        return whole.transpose(0, 1) if self.batch_first else whole
+
+    def _states(self, x: Tensor, state: Tensor, direction: int, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """After each step of x (steps, n, channels). Gates: update, reset, hidden."""
+        import torch
+        import torch.nn.functional as F
+
+        bias = sum(parameters["bias_l0"][direction].chunk(2)) if self.bias else None
+        gates, hidden = parameters["weight_hh_l0"][direction].tensor_split((2 * self.hidden,))
+        made: list[torch.Tensor] = []
+        for step in F.linear(x, parameters["weight_ih_l0"][direction], bias):  # type: ignore[arg-type]
+            read, new = step.tensor_split((2 * self.hidden,), 1)
+            update, reset = (read + F.linear(state, gates)).sigmoid().chunk(2, 1)
+            new = (new + F.linear(reset * state, hidden)).tanh()
+            state = torch.lerp(new, state, update)
+            made.append(state)
+        return made

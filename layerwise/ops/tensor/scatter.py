@@ -57,17 +57,22 @@ class OneHot(Op):
         return made if self.on == 1 else made * self.on
 
 
+# As PyTorch's scatter_reduce names them.
+REDUCED = {"mul": "prod", "max": "amax", "min": "amin"}
+
+
 @dataclass(frozen=True, slots=True)
 class Scatter(Op):
-    """x with `value`, or with elements of a third input, written at positions of `dim`; "add": added to what is there.
+    """x with `value`, or with elements of a third input, written at positions of `dim`.
 
+    mode: "write", or what is made of what is there and what comes: their sum, product, largest, smallest.
     The index has x's extents in all other dimensions. All of `dim` is written by one device.
     """
 
     kind: ClassVar[str] = "scatter"
     arithmetic: ClassVar[bool] = False
     dim: int
-    mode: Literal["write", "add"] = "write"
+    mode: Literal["write", "add", "mul", "max", "min"] = "write"
     value: float | None = None
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -91,11 +96,13 @@ class Scatter(Op):
         return frozenset({dim_index(self.dim, out)})
 
     def kept(self, inputs: Sequence[TensorSpec], lo: Extents, hi: Extents) -> Kept:
-        return Kept(output=False)
+        return Kept(output=self.mode in REDUCED)
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         x, index, *source = inputs
         index = index.long()
+        if self.mode in REDUCED:
+            return x.scatter_reduce(self.dim, index, source[0], REDUCED[self.mode])
         if self.value is not None:
             return x.scatter(self.dim, index, self.value)
         return x.scatter_add(self.dim, index, *source) if self.mode == "add" else x.scatter(self.dim, index, *source)

@@ -22,9 +22,8 @@ from tests.importers.onnx.compute import compute, info, node, random, tensor, wr
 Array = np.ndarray
 
 # Every operator of the table that has a case must be seen to work in at least one.
-# Strings and 8-bit numbers, opset 1, samples repeated: see VARIANTS. Identity alone has nothing to plan. A GRU's cases
-# reset before the product, which no kernel of PyTorch's does: see test_exports.
-NO_CASE = {"Cast", "CastLike", "GRU", "Identity", "Not", "Tile"}
+# Strings and 8-bit numbers, opset 1, samples repeated: see VARIANTS. Identity alone has nothing to plan.
+NO_CASE = {"Cast", "CastLike", "Identity", "Not", "Tile"}
 
 
 def test_onnx_cases(tmp_path: Path) -> None:
@@ -187,6 +186,8 @@ def test_softmax_over_all_that_follows(tmp_path: Path) -> None:
         path = write(tmp_path / "m.onnx", [node("LogSoftmax", "x", out="y", axis=2)], [2, 3, 4], opset=opset)
         wanted = np.log(exp / exp.sum(2, keepdims=True))
         np.testing.assert_allclose(compute(from_onnx(path), [x], {})[0], wanted, rtol=1e-4, atol=1e-5)
+        path = write(tmp_path / "m.onnx", [node("Hardmax", "x", out="y")], [2, 3, 4], opset=opset)
+        np.testing.assert_array_equal(compute(from_onnx(path), [x], {})[0], x == x.max((1, 2), keepdims=True))
 
 
 @pytest.mark.parametrize("opset", [7, 9, 10])

@@ -17,6 +17,8 @@ from tests.ops.harness import images, values
 from tests.ops.kernels import check_kernel, degrees
 from tests.ops.whole import whole
 
+NAMES = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}  # of PyTorch
+
 
 @given(st.data())
 def test_one_hot(data: st.DataObject) -> None:
@@ -47,16 +49,16 @@ def test_scatter(data: st.DataObject) -> None:
     shape = (*x.shape[:dim], written, *x.shape[dim + 1 :])
     dims = tuple(None if i == dim else d for i, d in enumerate(x.dims))
     order = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).argsort(dim)  # no position twice
-    places = order.narrow(dim, 0, written)
+    mode = data.draw(st.sampled_from(["write", "value", *NAMES]))
+    places = order.narrow(dim, 0, written) // (2 if mode in NAMES else 1)  # but there
     index, source = TensorSpec(shape, dims, "int64"), TensorSpec(shape, dims)
-    mode = data.draw(st.sampled_from(["write", "add", "value"]))
     op = Scatter(dim, value=2.5) if mode == "value" else Scatter(dim, mode)  # type: ignore[arg-type]
     specs = [x, index] if mode == "value" else [x, index, source]
 
     def reference(t: Tensor, at: Tensor, *given: Tensor) -> Tensor:
         if not given:
             return t.scatter(dim, at, 2.5)
-        return t.scatter_add(dim, at, *given) if mode == "add" else t.scatter(dim, at, *given)
+        return t.scatter_reduce(dim, at, *given, NAMES[mode]) if mode in NAMES else t.scatter(dim, at, *given)
 
     a, *rest = values([x, source][: len(specs) - 1])
     check_kernel(op, specs, data.draw(degrees(space(op, tuple(specs)))), reference, inputs=[a, places, *rest])

@@ -10,12 +10,12 @@ from math import prod
 from layerwise.errors import LayerwiseError
 from layerwise.importers.functions import scaled
 from layerwise.importers.onnx.call import axis, integers, known, number, text
-from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
+from layerwise.importers.registry import Build, Built, Call, Result, Table, Tensor
 from layerwise.importers.tensors import picked, reshaped, sliced
 from layerwise.ops.nn.resample import Pad
-from layerwise.ops.tensor.along import Cumsum, Gather, Positions, Take
+from layerwise.ops.tensor.along import Cumsum, Gather, Take
 from layerwise.ops.tensor.pointwise import Cast, Unary, Where
-from layerwise.ops.tensor.scatter import OneHot, Scatter
+from layerwise.ops.tensor.scatter import REDUCED, OneHot, Scatter
 from layerwise.ops.tensor.view import Expand, Slice
 from layerwise.ops.torch_op import Argument, Slot, TorchOp
 
@@ -49,10 +49,16 @@ def gather_elements(call: Call) -> Result:
 
 def scatter_elements(call: Call) -> Result:
     x, index, updates = (call.operand(name) for name in ("data", "indices", "updates"))
-    dim, reduction = axis(call, len(x.shape)), text(call, "reduction", "none")
-    if reduction not in ("none", "add"):
-        raise LayerwiseError(f"ScatterElements with reduction {reduction!r} is not supported: only none and add")
-    return Built(Scatter(dim, "add" if reduction == "add" else "write"), (x, _counted(index, x.shape[dim]), updates))
+    dim = axis(call, len(x.shape))
+    return Built(_scatter(call, dim), (x, _counted(index, x.shape[dim]), updates))
+
+
+def _scatter(call: Call, dim: int) -> Scatter:
+    """With the reduction of ONNX, whose "none" writes."""
+    reduction = text(call, "reduction", "none")
+    if reduction not in ("none", "add", *REDUCED):
+        raise LayerwiseError(f"{call.target}: there is no reduction {reduction!r}, only none, add, mul, max and min")
+    return Scatter(dim, "write" if reduction == "none" else reduction)  # type: ignore[arg-type]
 
 
 def gather_nd(call: Call) -> Result:
@@ -74,11 +80,9 @@ def gather_nd(call: Call) -> Result:
 
 
 def scatter_nd(call: Call) -> Result:
-    """data with rows of updates written, or added, at positions (..., k) in its first k dimensions."""
+    """data with rows of updates written, added, ... at positions (..., k) in its first k dimensions."""
     x, index, updates = (call.operand(name) for name in ("data", "indices", "updates"))
-    count, reduction = index.shape[-1], text(call, "reduction", "none")
-    if reduction not in ("none", "add"):
-        raise LayerwiseError(f"ScatterND with reduction {reduction!r} is not supported: only none and add")
+    count = index.shape[-1]
     if not 0 < count <= len(x.shape) or updates.shape != (*index.shape[:-1], *x.shape[count:]):
         raise LayerwiseError(
             f"ScatterND of {updates.spec.describe()} at {index.spec.describe()} into {x.spec.describe()}"
@@ -88,7 +92,7 @@ def scatter_nd(call: Call) -> Result:
     data = reshaped(x, (prod(x.shape[:count]), width))
     written = reshaped(updates, (rows, width))
     where = places if width == 1 else Built(Expand((rows, width)), (places,))
-    made = Built(Scatter(0, "add" if reduction == "add" else "write"), (data, where, written))
+    made = Built(_scatter(call, 0), (data, where, written))
     return reshaped(made, x.shape)
 
 
@@ -122,7 +126,7 @@ def top_k(call: Call) -> Result:
     x, count = call.operand("X"), int(number(call, "K", 1))
     dim = axis(call, len(x.shape))
     arguments: dict[str, Argument] = {"stable": True, "dim": dim, "descending": bool(call.get("largest", 1))}
-    made = (_torch("sort.stable", x, dim, arguments, result=i) for i in (0, 1))
+    made = (_torch("sort.stable", x, dim, arguments, i, rank=len(x.shape)) for i in (0, 1))
     return tuple(sliced(one, x.shape, dim, 0, count) for one in made)
 
 
@@ -130,18 +134,42 @@ def position(fn: str) -> Build:
     def build(call: Call) -> Result:
         x = call.operand("data")
         dim = axis(call, len(x.shape))
-        if call.get("select_last_index", 0):
-            raise LayerwiseError("the position of the last of equal elements is not supported, only of the first")
-        made = _torch(fn, x, dim, {"dim": dim, "keepdim": True})
+        made = _position(fn, x, x.shape, dim, last=bool(call.get("select_last_index", 0)))
         kept = tuple(1 if i == dim else extent for i, extent in enumerate(x.shape))
         return made if call.flag("keepdims") else reshaped(made, (*kept[:dim], *kept[dim + 1 :]))
 
     return build
 
 
-def _torch(fn: str, x: Operand, dim: int, arguments: dict[str, Argument], result: int = 0) -> Built:
-    """An operator of PyTorch's that works along one dimension."""
-    free = tuple(None if i == dim else i for i in range(len(x.shape)))
+def _position(fn: str, x: Tensor, shape: tuple[int, ...], dim: int, *, last: bool = False) -> Built:
+    """Of the first of equal elements along `dim`, or of the last: the first from the end."""
+    rank, extent = len(shape), shape[dim]
+    made = _torch(fn, _turned(x, dim, extent) if last else x, dim, {"dim": dim, "keepdim": True}, rank=rank)
+    return Built(Unary("rsub_scalar", (extent - 1,)), (made,)) if last else made
+
+
+def hardmax(call: Call) -> Result:
+    """1 at the first of the largest elements, 0 at the others."""
+    x = call.tensors[0]
+    dim = axis(call, len(x.shape))
+    return _hardmax(x, x.shape, x.spec.dtype, dim)
+
+
+def flat_hardmax(call: Call) -> Result:
+    """Before opset 13: over all dimensions from `axis` on."""
+    x = call.tensors[0]
+    dim = axis(call, len(x.shape))
+    shape = (*x.shape[:dim], prod(x.shape[dim:]))
+    return reshaped(_hardmax(reshaped(x, shape), shape, x.spec.dtype, dim), x.shape)
+
+
+def _hardmax(x: Tensor, shape: tuple[int, ...], dtype: str, dim: int) -> Built:
+    return Built(OneHot(dim, shape[dim], dtype), (_position("argmax", x, shape, dim),))
+
+
+def _torch(fn: str, x: Tensor, dim: int, arguments: dict[str, Argument], result: int = 0, *, rank: int) -> Built:
+    """An operator of PyTorch's that works along one dimension of `rank`."""
+    free = tuple(None if i == dim else i for i in range(rank))
     return Built(TorchOp(f"aten::{fn}", (("self", Slot(0)), *arguments.items()), result, free=(free,)), (x,))
 
 
@@ -185,6 +213,9 @@ INDEXING: Table = {
     "TopK": top_k,
     "ArgMax": position("argmax"),
     "ArgMin": position("argmin"),
+    "Hardmax": hardmax,
+    "Hardmax-1": flat_hardmax,
+    "Hardmax-11": flat_hardmax,
     "Trilu": triangle,
     "GridSample": grid_sample,
 }

@@ -6,7 +6,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.importers.onnx.call import integers, optional, text, weights
 from layerwise.importers.registry import Build, Built, Call, Operand, Result, Table, Tensor
 from layerwise.importers.tensors import permuted, reshaped
-from layerwise.ops.nn.recurrent import RecurrentInOne
+from layerwise.ops.nn.recurrent import RecurrentInOne, ResetFirst
 from layerwise.ops.tensor.view import Slice
 
 USUAL: dict[str, tuple[str, ...]] = {
@@ -33,9 +33,10 @@ def recurrent(fn: str) -> Build:
         ends = [_turned_states(state, samples_first) for state in _states(call)]
         back = direction == "reverse"
         sequence: Tensor = _backwards(x, steps, x.shape[steps]) if back else x
+        layer = ResetFirst if fn == "gru" and not call.get("linear_before_reset", 0) else RecurrentInOne
         made: list[Tensor] = [
             Built(
-                RecurrentInOne(
+                layer(
                     kind,  # type: ignore[arg-type]
                     hidden,
                     bias=len(held) == 3,
@@ -66,10 +67,6 @@ def _checked(call: Call, fn: str, steps: int) -> tuple[str, str, bool]:
         zeros = isinstance(value, Operand) and value.value is not None and not value.value.any()
         if not zeros and value not in (None, 0):
             raise LayerwiseError(f"{what} ({name}) are not supported")
-    if fn == "gru" and not call.get("linear_before_reset", 0):
-        raise LayerwiseError(
-            "linear_before_reset=0 is not supported; cuDNN, PyTorch and Keras (reset_after=True) have 1"
-        )
     lengths = integers(call, "sequence_lens")
     if lengths is not None and set(lengths) != {steps}:
         raise LayerwiseError(
