@@ -36,7 +36,8 @@ class Basis:
 def basis(model: CostModel, cost: Price) -> Basis:
     """Of one priced strategy."""
     total = sum(p.seconds["compute"] for p in cost.layers.values())
-    measured, fitted = _shares(cost)
+    known = sum(p.measured_s for p in cost.layers.values()), sum(p.fitted_s for p in cost.layers.values())
+    measured, fitted = (seconds / total if total else 0.0 for seconds in known)
     times = None if model.measurements is None else model.measurements.times
     return Basis(
         measured,
@@ -48,22 +49,13 @@ def basis(model: CostModel, cost: Price) -> Basis:
     )
 
 
-def model_error(*costs: Price) -> float:
-    """The share of a step's time below which a difference between these plans is no gain: of the least measured one.
+def model_error(*measured: float) -> float:
+    """The share of a step's time below which a difference between plans is no gain: by that which is measured least.
 
-    A second of t_C that is fitted counts as analytic.
+    measured: of each plan the share of t_C that is (`cost.price.measured_share`). What is fitted counts as analytic.
     """
-    measured = min(_shares(one)[0] for one in costs)
-    return measured * MEASURED_ERROR + (1 - measured) * ANALYTIC_ERROR
-
-
-def _shares(cost: Price) -> tuple[float, float]:
-    """What of t_C was measured, and what was fitted."""
-    layers = cost.layers.values()
-    total = sum(p.seconds["compute"] for p in layers)
-    if not total:
-        return 0.0, 0.0
-    return sum(p.measured_s for p in layers) / total, sum(p.fitted_s for p in layers) / total
+    least = min(measured)
+    return least * MEASURED_ERROR + (1 - least) * ANALYTIC_ERROR
 
 
 def describe(model: CostModel, shares: Basis) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from layerwise.config import Config, check, check_choices
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.model import CostModel, NodeCost, Strategy
 from layerwise.cost.terms import COMPUTE, EDGE_TERMS, LAYER_TERMS, TERMS, TRAFFIC
 from layerwise.cost.transfer import traffic
 from layerwise.errors import LayerwiseError
@@ -105,10 +105,22 @@ def _layer_price(model: CostModel, layer: Layer, strategy: Strategy) -> LayerPri
             sent[term.traffic] += term.sent_bytes(model, layer, layout)
             sent[term.traffic] += term.again_bytes(model, layer, layout) if config.recompute else 0.0
     memory_bytes = gathered_bytes + held_bytes(model, layer, layout)
-    known = cost.compute.measured[0], cost.compute.fitted[0]  # the forward pass once more rests on them alike
+    return LayerPrice(config, seconds, sent, memory_bytes, *_known_s(cost, config))
+
+
+def measured_share(model: CostModel, strategy: Strategy) -> float:
+    """What of t_C rests on measured times, as `Price` has it; but without a price, which takes far longer to make."""
+    costs = [(model.node_cost(model.graph[name], (config,)), config) for name, config in strategy.items()]
+    total = sum(float(cost.seconds[COMPUTE.name][0]) for cost, _ in costs)
+    return sum(_known_s(*one)[0] for one in costs) / total if total else 0.0
+
+
+def _known_s(cost: NodeCost, config: Config) -> tuple[float, float]:
+    """Of a layer's t_C under the one configuration of `cost`: what was measured, and what was fitted."""
     once = float(cost.compute.total[0])
-    again = seconds[COMPUTE.name] / once if config.recompute and once else 1.0
-    return LayerPrice(config, seconds, sent, memory_bytes, *(float(part) * again for part in known))
+    again = float(cost.seconds[COMPUTE.name][0]) / once if config.recompute and once else 1.0
+    # The forward pass once more rests on them alike.
+    return float(cost.compute.measured[0]) * again, float(cost.compute.fitted[0]) * again
 
 
 def complete(model: CostModel, strategy: Strategy) -> dict[str, Config]:

@@ -84,9 +84,9 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
 def error_between(a: Answer, b: Answer) -> float:
     """The model's error of two answers: by what their t_C rests on; of closed forms and pipelines, as if analytic."""
-    if a.priced is None or b.priced is None or a.priced.model.measurements is None:
+    if a.priced is None or b.priced is None:
         return ANALYTIC_ERROR
-    return model_error(a.priced.price, b.priced.price)
+    return model_error(a.priced.measured, b.priced.measured)
 
 
 def _at(a: Answer) -> str:

@@ -10,7 +10,7 @@ from layerwise.config import Config
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
-from layerwise.cost.price import Price, complete, price
+from layerwise.cost.price import Price, complete, measured_share, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.formulas.phases import Phases
@@ -33,6 +33,11 @@ class Priced:
     def price(self) -> Price:
         """By layer and with its bytes, which phases are not: made where it is asked for."""
         return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
+
+    @cached_property
+    def measured(self) -> float:
+        """The share of t_C that was measured."""
+        return measured_share(self.model, complete(self.model, self.strategy))
 
 
 class Groups:

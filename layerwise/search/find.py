@@ -14,7 +14,7 @@ from layerwise.cost.basis import ANALYTIC_ERROR, MEASURED_ERROR, model_error
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
-from layerwise.cost.price import complete, price
+from layerwise.cost.price import complete, measured_share, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
@@ -157,9 +157,9 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     best_s, data_s = best.timeline.total_s, data.timeline.total_s
     if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less, and none is more than the other one:
         return data
-    if best_s < data_s * (1 - ANALYTIC_ERROR):  # so prices, which are long to make, are not asked for
+    if best_s < data_s * (1 - ANALYTIC_ERROR):
         return best
-    return data if best_s >= data_s * (1 - model_error(data.price, best.price)) else best
+    return data if best_s >= data_s * (1 - model_error(data.measured, best.measured)) else best
 
 
 def candidate(
@@ -179,6 +179,7 @@ def candidate(
         limit,
         lambda: float(peak_bytes(model, strategy, footprints).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
+        lambda: measured_share(model, strategy),
     )
 
 

@@ -26,6 +26,7 @@ class Candidate:
     memory_limit_bytes: float = field(compare=False)  # of a device
     _peak_bytes: Callable[[], float] = field(repr=False, compare=False)
     _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
+    _measured: Callable[[], float] = field(repr=False, compare=False)
 
     @cached_property
     def memory_bytes(self) -> float:
@@ -36,6 +37,11 @@ class Candidate:
     def price(self) -> Price:
         """Equation 1, layer by layer."""
         return self._price(self.memory_bytes)
+
+    @cached_property
+    def measured(self) -> float:
+        """The share of t_C that was measured."""
+        return self._measured()
 
     @property
     def fits(self) -> bool:

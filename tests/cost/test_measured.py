@@ -11,7 +11,7 @@ from layerwise.config import Config, SearchSpace
 from layerwise.cost.basis import basis, describe, model_error, warnings
 from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import price
+from layerwise.cost.price import measured_share, price
 from layerwise.machine import DeviceGraph
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.measure.layers.cells import Wanted, wanted_cells
@@ -110,7 +110,9 @@ def test_the_shares_are_of_the_whole() -> None:
     assert on.measured + on.fitted + on.analytic == pytest.approx(1)
     assert min(on.measured, on.fitted) > 0
     assert on.of_step == pytest.approx(sum(p.seconds["compute"] for p in found.layers.values()) / found.step_time_s)
-    assert model_error(found) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
+    share = measured_share(model, serial)
+    assert share == pytest.approx(on.measured)
+    assert model_error(share, 1.0) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
     said = describe(model, on)
     assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said
     assert "median error 7.0% on cells held out" in said

@@ -160,7 +160,9 @@ def made(name: str, total_s: float, fits: bool, measured: float = 0.0) -> Candid
     """measured: the share of t_C."""
     layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0, measured_s=measured)
     step, limit = Timeline(total_s, 0.0, 0.0, 0.0), 1.0
-    return Candidate(name, {}, step, limit, lambda: 2.0 - fits, lambda memory: Price({"fc": layer}, 1.0, memory))
+    return Candidate(
+        name, {}, step, limit, lambda: 2.0 - fits, lambda memory: Price({"fc": layer}, 1.0, memory), lambda: measured
+    )
 
 
 times = st.sampled_from([1.0, 0.9995, 0.985, 0.975, 0.96, 0.5, 2.0])

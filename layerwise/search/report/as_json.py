@@ -56,7 +56,7 @@ def as_dict(
         "seconds": dict(seconds),
         "configurations": result.configurations,
         "compute_time": basis(model, best.price).as_dict(),
-        "model_error": model_error(result.baselines["data"].price, result.fastest.price),
+        "model_error": model_error(result.baselines["data"].measured, result.fastest.measured),
         "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
         "simulated": {
             "plans": len(result.simulated),

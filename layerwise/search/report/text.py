@@ -206,7 +206,7 @@ def why_data(result: SearchResult) -> str:
         large = data.fits and any(c.timeline.total_s < data.timeline.total_s for c in result.simulated)
         among = "that was simulated and fits into memory" if large else "that was simulated"
         return f"{'the best here' if data.fits else 'shown'}: nothing {among} is predicted faster"
-    error = model_error(data.price, fastest.price)
+    error = model_error(data.measured, fastest.measured)
     if less > error:  # --objective additive
         return (
             f"the best by step time; with overlap a plan that was simulated is predicted to take {less:.1%} less time"
