@@ -25,6 +25,13 @@ class Traffic:
     left: Floats = field(init=False)  # seconds that it still needs, alone
     started: Floats = field(init=False)
     ended: Floats = field(init=False)
+    _over: bool = field(init=False, default=False)
+
+    @property
+    def going(self) -> bool:
+        """Whether any device has some of it left. Once none has, nobody looks again."""
+        self._over = self._over or not self.left.any()
+        return not self._over
 
     def begin(self, clock: Floats) -> None:
         """It begins where the last of its members has come so far."""
@@ -62,10 +69,11 @@ class Stream:
         """
         clock = clock.copy()
         for t in (*self.transfers, *self.sums) if sums else self.transfers:
-            here = devices & (t.left > 0)
-            clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
-            t.ended = np.where(here, clock, t.ended)
-            t.left = np.where(here, 0.0, t.left)
+            if t.going:
+                here = devices & (t.left > 0)
+                clock = np.where(here, np.maximum(clock, t.ready) + t.left, clock)
+                t.ended = np.where(here, clock, t.ended)
+                t.left = np.where(here, 0.0, t.left)
             if t is last:
                 break
         return clock
@@ -126,4 +134,4 @@ class Stream:
         return clock
 
     def _under_way(self) -> list[Traffic]:
-        return [s for s in (*self.transfers, *self.sums) if s.left.any()]
+        return [s for s in (*self.transfers, *self.sums) if s.going]
