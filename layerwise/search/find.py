@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 from typing import Literal
@@ -85,13 +85,12 @@ def search(
         started = time.perf_counter()
         known = [c.strategy for c in candidates] + ([] if fixed else list(named.values()))
 
-        def limited() -> tuple[Within, Least[Strategy] | None]:
-            under = LimitedSearch(
+        def searching(offer: Iterable[str]) -> LimitedSearch:
+            return LimitedSearch(
                 model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
             )
-            return _limited(under, limit, weights, known)
 
-        within, least = recall.limited(limited, limit, offer)
+        within, least = recall.limited(lambda: _limited(searching, offer, limit, weights, known), limit, offer)
         found = [candidate(model, "layerwise", strategy, limit, footprints) for strategy in within.strategies]
         candidates, kept = [*found, *candidates], within.configurations
         additive = found[0] if found else additive  # by step time
@@ -135,13 +134,24 @@ def _solved(
 
 
 def _limited(
-    search: LimitedSearch, limit: float, weights: Sequence[float], known: Sequence[Mapping[str, Config]]
+    searching: Callable[[Iterable[str]], LimitedSearch],
+    offer: Sequence[str],
+    limit: float,
+    weights: Sequence[float],
+    known: Sequence[Mapping[str, Config]],
 ) -> tuple[Within, Least[Strategy] | None]:
-    """What fits; where nothing was found, the least memory, and what fits if it does."""
+    """What fits; where nothing was found, the least memory, and what fits if it does. searching: with what on offer."""
+    search = searching(offer)
     within = search.under(limit, weights, known)
     if within.strategies:
         return within, None
     least = search.least(known)
+    for one in offer if len(offer) > 1 else ():  # a smaller space is searched more closely
+        if least.lower_bound_bytes <= limit < least.bytes:
+            smaller = searching([one])
+            fewer = smaller.least(known)
+            least = replace(least, best=fewer.best, bytes=fewer.bytes) if fewer.bytes < least.bytes else least
+            known = [*known, *smaller.under(limit, weights, [fewer.best]).strategies]
     if least.bytes <= limit:
         return search.under(limit, weights, [*known, least.best]), None
     return within, least

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,8 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.find import choose, search
+from layerwise.search.limit.limited import Least
+from layerwise.search.limit.within import Within
 from layerwise.search.result import Candidate
 from layerwise.search.solve import narrow
 from layerwise.search.solve.eliminate import Optimum
@@ -226,3 +228,34 @@ def test_where_devices_keep_boxes_of_the_output_no_plan_splits_its_classes() -> 
         assert any(config["c"] > 1 for config in offered["first"])
         plans = [c.strategy["last"] for c in (*found.simulated, *found.baselines.values())]
         assert any(c["c"] * c["k"] > 1 for c in (*plans, *offered["last"])) == (io == "free")
+
+
+LEAST = {("recompute", "shard"): 12.0, ("recompute",): 9.0, ("shard",): 11.0}  # bytes, by offer
+
+
+class OfOffer:
+    """A search under a limit whose least memory depends on what is on offer; it finds what fits only if it is told."""
+
+    def __init__(self, offer: Iterable[str]) -> None:
+        self.offer = tuple(offer)
+
+    def least(self, known: object) -> Least[dict[str, Config]]:
+        return Least({}, LEAST[self.offer], 5.0)
+
+    def under(self, limit: float, weights: object, known: Sequence[Mapping[str, Config]]) -> Within:
+        return Within(limit, tuple(known), 1.0 if known else float("inf"), 0.0, (), 0)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(10.0, True), (8.0, False), (4.0, False)])
+def test_what_fits_with_less_on_offer_is_found_with_all_on_offer(limit: float, *, fits: bool) -> None:
+    asked: list[OfOffer] = []
+
+    def searching(offer: Iterable[str]) -> OfOffer:
+        asked.append(OfOffer(offer))
+        return asked[-1]
+
+    within, least = find._limited(searching, ("recompute", "shard"), limit, (1.0,), [])  # type: ignore[arg-type]
+    assert bool(within.strategies) == fits
+    assert (least is None) == fits
+    assert len(asked) == (1 if limit < 5 else 2 if fits else 3)  # a proven refusal asks no more
+    assert least is None or least.bytes == (12 if limit < 5 else 9)
