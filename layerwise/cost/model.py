@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +22,7 @@ from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout
 
 T = TypeVar("T")
+Pair = tuple[Config, Config]  # of an edge's two ends
 COMPUTE_PARTS = tuple(part.name for part in fields(ComputeTime))
 
 __all__ = ["Configs", "CostModel", "CostOptions", "CostTables", "EdgeName", "NodeCost", "Progress", "Strategy"]
@@ -100,8 +100,8 @@ class CostModel(Setting):
         self._nodes: dict[object, NodeCost] = {}
         self._made: dict[object, Any] = {}
         self._edges: dict[object, dict[str, Floats]] = {}
-        self._pairs: dict[EdgeName, dict[tuple[Config, Config], float]] = {}
         self._small_edges: dict[object, dict[str, Floats]] = {}
+        self._pairs: dict[object, dict[Pair, dict[str, Floats]]] = {}
         self._cells: dict[int, tuple[tuple[Config, ...], tuple[Config, ...], list[int]]] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -174,8 +174,10 @@ class CostModel(Setting):
         """
         if len(sources) > MANY or len(targets) > MANY:
             return self._edge_costs(name, sources, targets, watched)
-        kinds = self.kind(self.graph[name[0]]), self.kind(self.graph[name[1]]), name[2]
-        key = kinds, sources, targets, watched
+        if watched is None and len(sources) == len(targets) == 1:
+            pair = sources[0], targets[0]
+            return self._priced(name, (pair,))[pair]
+        key = self._kinds_of(name), sources, targets, watched
         if key not in self._small_edges:
             self._small_edges[key] = self._edge_costs(name, sources, targets, watched)
         return self._small_edges[key]
@@ -229,14 +231,26 @@ class CostModel(Setting):
         """The sum of `edge_costs`. Not to be written to."""
         return reduce(np.add, self.edge_costs(name, sources, targets, watched).values())
 
-    def pair_costs(self, name: EdgeName, pairs: Sequence[tuple[Config, Config]]) -> list[float]:
-        """Of an edge under some pairs of configurations; those that are not known yet are priced together."""
-        known = self._pairs.setdefault(name, {})
+    def pair_costs(self, name: EdgeName, pairs: Sequence[Pair]) -> list[float]:
+        """`edge_cost` under some pairs of configurations of its ends."""
+        known = self._priced(name, pairs)
+        return [float(reduce(np.add, known[pair].values())[0, 0]) for pair in pairs]
+
+    def _priced(self, name: EdgeName, pairs: Iterable[Pair]) -> dict[Pair, dict[str, Floats]]:
+        """(1, 1) seconds by term of at least these pairs; those that were not known are priced together."""
+        known = self._pairs.setdefault(self._kinds_of(name), {})
         if new := [pair for pair in pairs if pair not in known]:
             sources, targets = (tuple(dict.fromkeys(side)) for side in zip(*new, strict=True))
-            costs = self.edge_cost(name, sources, targets).ravel().tolist()
-            known |= zip(product(sources, targets), costs, strict=True)
-        return [known[pair] for pair in pairs]
+            costs = self._edge_costs(name, sources, targets, None)
+            row, column = ({config: i for i, config in enumerate(ends)} for ends in (sources, targets))
+            for u, v in new:
+                cell = slice(row[u], row[u] + 1), slice(column[v], column[v] + 1)
+                known[u, v] = {term: seconds[cell] for term, seconds in costs.items()}
+        return known
+
+    def _kinds_of(self, name: EdgeName) -> tuple[int, int, int]:
+        """What edges that cost alike have in common."""
+        return self.kind(self.graph[name[0]]), self.kind(self.graph[name[1]]), name[2]
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
         """Prices all that these complete strategies consist of at once, which is faster than one after the other."""
@@ -247,19 +261,12 @@ class CostModel(Setting):
             of_kind.setdefault(self.kind(layer), (layer, {}))[1].update(used)
         for layer, configs in of_kind.values():
             self.node_cost(layer, tuple(configs))
-        pairs: dict[object, tuple[EdgeName, dict[tuple[Config, Config], None]]] = {}
+        pairs: dict[object, tuple[EdgeName, dict[Pair, None]]] = {}
         for name in graph.edges() if strategies else ():
             here = ((s[name[0]], s[name[1]]) for s in strategies)
-            key = self.kind(graph[name[0]]), self.kind(graph[name[1]]), name[2]
-            pairs.setdefault(key, (name, {}))[1].update(dict.fromkeys(here))
-        for kinds, (name, wanted) in pairs.items():
-            new = [(u, v) for u, v in wanted if (kinds, (u,), (v,), None) not in self._small_edges]
-            sources, targets = (tuple(dict.fromkeys(ends)) for ends in zip(*new, strict=True)) if new else ((), ())
-            costs = self._edge_costs(name, sources, targets, None) if new else {}
-            row, column = ({config: i for i, config in enumerate(ends)} for ends in (sources, targets))
-            for u, v in new:
-                cells = slice(row[u], row[u] + 1), slice(column[v], column[v] + 1)
-                self._small_edges[kinds, (u,), (v,), None] = {term: cost[cells] for term, cost in costs.items()}
+            pairs.setdefault(self._kinds_of(name), (name, {}))[1].update(dict.fromkeys(here))
+        for name, wanted in pairs.values():
+            self._priced(name, wanted)
 
     def busiest_device(self, name: EdgeName, source: Config, target: Config) -> int:
         """A device behind the port that the transfer waits for."""
