@@ -44,8 +44,10 @@ def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
 
 
 def _as_it_comes(reader: Layer) -> bool:
-    """Whether it computes with its first input itself, no view and no copy of another type."""
+    """Whether it computes with its first input itself, no view and no copy of another type; what draws has none."""
     first = reader.stages[0]
+    if not first.views:
+        return False
     return not reader.end and not first.view and not first.views[0] and reader.specs[0].dtype == first.space.out.dtype
 
 
