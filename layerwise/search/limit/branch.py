@@ -39,13 +39,8 @@ class _Half:
     added: int = 0  # how often rows had been added
 
 
-def branch(
-    seen: Known, prices: Multipliers, solve: Solve, look: Callable[[Known, Multipliers], object], gap: float
-) -> float:
-    """Looks for the fastest choice until it is within `gap` of the bound: a lower bound of all that fit.
-
-    look: asks for the true peaks of what multipliers have met.
-    """
+def branch(seen: Known, prices: Multipliers, solve: Solve, look: Look, gap: float) -> float:
+    """Looks for the fastest choice until it is within `gap` of the bound: a lower bound of all that fit."""
     problem, number, effort = seen.problem, count(), 0
     whole = _Half({name: np.ones(len(base), bool) for name, base in problem.base.items()}, problem, prices)
     open_, closed = [(prices.bound, next(number), whole)], np.inf
