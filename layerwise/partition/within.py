@@ -7,6 +7,8 @@ import numpy as np
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Stage
 from layerwise.ops.facts import Kept
+from layerwise.ops.nn.conv import Conv
+from layerwise.ops.nn.pool import Pool
 from layerwise.ops.tensor.pointwise import Unary
 from layerwise.partition.ahead import EdgeEnd
 
@@ -15,9 +17,9 @@ def kept_within(graph: LayerGraph) -> dict[str, EdgeEnd]:
     """By layer, the reader that may keep its output for it.
 
     A ReLU's output is kept for its own backward pass. A convolution that needs a halo keeps a larger tensor, which has
-    this box in it, too; so does what needs channels of others. Where such a tensor arrives, the box need not be kept
-    beside it. Only element-wise functions are among these layers, whose kernels take a tensor of any strides, and only
-    where no other reader keeps what it reads.
+    this box in it, too. Where such a tensor arrives, the box need not be kept beside it. A matrix product is no such
+    reader: what channels it gathers would live longer than they do. Only element-wise functions are among these layers,
+    whose kernels take a tensor of any strides, and only where no other reader keeps what it reads.
     """
     found, readers = dict[str, EdgeEnd](), dict[str, list[EdgeEnd]]()
     for source, target, slot in graph.edges():
@@ -46,9 +48,9 @@ def _keeps(graph: LayerGraph, reader: str, slot: int) -> bool:
 def _as_it_comes(reader: Layer) -> bool:
     """Whether it computes with its first input itself, no view and no copy of another type; what draws has none."""
     first = reader.stages[0]
-    if not first.views:
+    if reader.end or not first.views or first.view or first.views[0] or reader.specs[0].dtype != first.space.out.dtype:
         return False
-    return not reader.end and not first.view and not first.views[0] and reader.specs[0].dtype == first.space.out.dtype
+    return isinstance(first.op, (Conv, Pool))  # whose halos are thin; gathered channels would live longer
 
 
 def _kept(stage: Stage) -> Kept:
