@@ -66,7 +66,7 @@ class Overlaps:
         self.owned, self.needing = selections(edge.owners, graph, watched), selections(edge.needers, graph, watched)
         dimensions = range(self.needing.degrees.shape[1])
         self.spare = [i for i in dimensions if i not in sources]  # along these the need is replicated
-        self.sums = [_sums(edge, j) for j in range(len(edge.shape))]
+        self.sums = [_sums(edge, j) for j in range(len(edge.held))]
         self._products: dict[tuple[int, int], list[list[_Factor]]] = {}
 
     def between(self, s: int, t: int, rows: slice) -> Floats:
@@ -136,4 +136,4 @@ def _sums(edge: Edge, j: int) -> Sums:
     a_values = edge.owners.distinct[j][0]
     b_values = (1,) if axis.source is None else edge.needers.distinct[axis.source][0]
     dim = Dim(None, 1) if axis.source is None else edge.dims[axis.source]
-    return sums(edge.shape[j], edge.units[j], a_values, axis, dim, b_values)
+    return sums(edge.held[j], a_values, axis, dim, b_values)

@@ -6,8 +6,8 @@ which end at x, own of what the first j of b cells need
     sum over q < j of |[0, x) & [lo_q, hi_q)| = H(m_1) - L(m_2) + x (m_2 - m_1),    m_1 = min(j, #(hi_q <= x)),
                                                                                     m_2 = min(j, #(lo_q < x)),
 
-H and L being the sums of the first hi_q and lo_q. Overlaps are counted likewise: of the cells that own, q overlaps
-[first_q, end_q), and of these i are the first, with the same m_1 and m_2.
+H and L being the sums of the first hi_q and lo_q. Overlaps are counted likewise: of the cells that own anything, q
+overlaps [first_q, end_q), and of these so many are among the first i, with the same m_1 and m_2.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ import numpy as np
 from layerwise.geometry import AxisMap, boundaries
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.facts import Dim
+from layerwise.partition.edge import Held
 
 TABLE = 1 << 16  # sums that are tabulated: they are asked for again and again; more are worked out when asked for
 
 
 class Sums:
-    """Of a dimension of `extent`, in cells of multiples of `unit`: a degree of `a_values` that owns, of `b_values` that
-    needs what `axis` makes of its cells of `dim`."""
+    """Of a dimension that is `held`: a degree of `a_values` that owns, of `b_values` that needs what `axis` makes of
+    its cells of `dim`."""
 
     def __init__(
-        self, extent: int, unit: int, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
+        self, held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]
     ) -> None:
         self._a, self._b = np.array(a_values, np.int64), np.array(b_values, np.int64)
         self._a_begin, self._b_begin = _begin(self._a), _begin(self._b)
-        owned = [boundaries(extent, a, unit) for a in a_values]
+        owned = [held.cuts(a) for a in a_values]
         needed = [_needed(axis, dim, b) for b in b_values]
         self._x = np.concatenate(owned)
+        # How many cells before each end are not empty, as those are of which nothing is read.
+        self._full = np.concatenate([np.insert((cuts[1:] > cuts[:-1]).cumsum(), 0, 0) for cuts in owned])
         # (b_values, ends of what is owned): how many of what is needed end there or before, and begin before.
         self._ended = np.stack([hi.searchsorted(self._x, "right") for _, hi in needed])
         self._begun = np.stack([lo.searchsorted(self._x, "left") for lo, _ in needed])
@@ -81,14 +84,14 @@ class Sums:
         m_1 += b_begin
         m_2 += b_begin
         elements = self._hi[m_1] - self._lo[m_2] + self._x[x][:, :, None] * both
-        overlaps = self._end[row, m_1] - self._first[row, m_2] + i[:, :, None] * both
+        overlaps = self._end[row, m_1] - self._first[row, m_2] + self._full[x][:, :, None] * both
         return np.stack([elements, overlaps]).astype(np.float64)
 
 
 @lru_cache(maxsize=1024)
-def sums(extent: int, unit: int, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]) -> Sums:
+def sums(held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]) -> Sums:
     """`Sums` of these."""
-    return Sums(extent, unit, a_values, axis, dim, b_values)
+    return Sums(held, a_values, axis, dim, b_values)
 
 
 def _begin(degrees: Ints) -> Ints:
@@ -110,7 +113,8 @@ def _needed(axis: AxisMap, dim: Dim, degree: int) -> tuple[Ints, Ints]:
 
 
 def _cells(cuts: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """The cells [first, end) between these cuts that each interval [lo, hi) overlaps."""
-    first = cuts[1:].searchsorted(lo, "right")
-    end = np.where(hi > lo, cuts[:-1].searchsorted(hi, "left"), first)
+    """The cells [first, end) between these cuts that each interval [lo, hi) overlaps, of those that are not empty."""
+    full = np.unique(cuts)
+    first = full[1:].searchsorted(lo, "right")
+    end = np.where(hi > lo, full[:-1].searchsorted(hi, "left"), first)
     return first, end

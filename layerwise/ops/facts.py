@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.geometry import AxisMap, Box
+from layerwise.geometry import AxisMap, Box, Lattices
 from layerwise.ops.random import Seed
 from layerwise.tensor import TensorSpec
 
@@ -105,6 +105,7 @@ class Space:
     needs: tuple[Maps, ...]
     parameters: tuple[Parameter, ...]
     epilogue_inputs: tuple[bool, ...]
+    lattices: tuple[Lattices, ...] = ()  # of each input, which positions are read at all; (): all of all
 
     @property
     def reductions(self) -> range:
@@ -114,6 +115,10 @@ class Space:
     def index(self, label: str) -> int | None:
         """Which dimension can be split under `label`."""
         return next((i for i, d in enumerate(self.dims) if d.label == label), None)
+
+    def lattice(self, slot: int) -> Lattices:
+        """Which positions of an input are read at all."""
+        return self.lattices[slot] if self.lattices else ()
 
     def max_degree(self, label: str) -> int:
         """The largest degree of the dimension `label`; 1 where there is none."""

@@ -135,4 +135,5 @@ def is_halo(source: Config, target: Config) -> bool:
 
 def is_replicating(model: CostModel, name: EdgeName, source: Config, target: Config) -> bool:
     """Whether an edge takes elements to several devices each (an all-gather), so that its adjoint has to add."""
-    return bool(model.edge(name, (source,), (target,)).needed_volume[0] > model.graph[name[0]].out.volume)
+    edge = model.edge(name, (source,), (target,))
+    return bool(edge.needed_volume[0] > edge.volume)

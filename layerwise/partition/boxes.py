@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,6 +61,11 @@ class Boxes:
     def needs(self, maps: Maps) -> Boxes:
         """The boxes of a tensor that `maps` need for these."""
         return Boxes(*needed(maps, self.lo, self.hi), self.active)
+
+    def numbered(self, numbers: Maps) -> Boxes:
+        """Of a tensor's boxes, those of the numbers that they hold (`geometry.lattice`)."""
+        cuts = tuple(axis.cuts(own) for axis, own in zip(numbers, self.cuts, strict=False))
+        return replace(self.needs(numbers), cuts=cuts)
 
     def overlap(self, other: Boxes) -> Floats:
         """(N,) elements of a device's box that are also in its box of the other kind."""

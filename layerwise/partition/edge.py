@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
-from layerwise.geometry import whole
+from layerwise.geometry import AxisMap, Lattices, boundaries, numbering, through, whole
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.layout import Cells
 from layerwise.partition.volumes import all_boxes, largest_box
 from layerwise.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A dimension of a tensor, as cells of its owners have it. What is not read at all is left out."""
+
+    extent: int
+    unit: int = 1  # granularity
+    numbers: AxisMap | None = None  # of the positions that are read, by their own (`geometry.lattice`); None: of all
+
+    def cuts(self, degree: int) -> Ints:
+        """The boundaries of so many cells."""
+        cuts = boundaries(self.extent, degree, self.unit)
+        return cuts if self.numbers is None else self.numbers.cuts(cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +34,7 @@ class Edge:
     Names of layers and labels of dimensions are no part of it: equal edges cost the same.
     """
 
-    shape: tuple[int, ...]  # of the tensor; a scalar counts as one dimension of extent 1
-    units: tuple[int, ...]  # its granularity, a dimension each
+    held: tuple[Held, ...]  # the tensor's dimensions; a scalar counts as one dimension of extent 1
     item_bytes: int
     maps: Maps  # which box of the tensor a cell of the consumer needs
     dims: tuple[Dim, ...]  # that a cell of the consumer is cut from, without labels
@@ -28,11 +42,19 @@ class Edge:
     needers: Cells  # of `dims`
 
     @staticmethod
-    def of(source: TensorSpec, owners: Cells, maps: Maps, dims: tuple[Dim, ...], needers: Cells) -> Edge:
-        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`."""
+    def of(
+        source: TensorSpec, owners: Cells, maps: Maps, dims: tuple[Dim, ...], needers: Cells, lattices: Lattices = ()
+    ) -> Edge:
+        """`source` goes from its owners to those who need `maps` of it for their cells of `dims`.
+
+        lattices: which positions of it they read at all.
+        """
         shape, units = source.shape or (1,), source.units or (1,)
+        counted = numbering(shape, lattices)
+        rows = zip(shape, units, counted, strict=True)
+        held = tuple(Held(extent, unit, axis if axis.parts else None) for extent, unit, axis in rows)
         unlabelled = tuple(Dim(None, d.extent, d.unit) for d in dims)
-        return Edge(shape, units, source.item_bytes, maps or (whole(1),), unlabelled, owners, needers)
+        return Edge(held, source.item_bytes, through(maps or (whole(1),), counted), unlabelled, owners, needers)
 
     def to(self, columns: Ints) -> Edge:
         """To some of the consumer's configurations only."""
@@ -42,6 +64,11 @@ class Edge:
     def pairs(self) -> tuple[int, int]:
         """(C_u, C_v)."""
         return len(self.owners.degrees), len(self.needers.degrees)
+
+    @property
+    def volume(self) -> int:
+        """Elements that are read at all."""
+        return prod(int(held.cuts(1)[-1]) for held in self.held)
 
     @property
     def largest_bytes(self) -> Floats:

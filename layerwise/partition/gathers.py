@@ -63,7 +63,7 @@ def _on_device_0(edge: Edge) -> tuple[Ints, Ints]:
     tables, wanted = list[tuple[Ints, Ints, Ints]](), np.ones(len(members), np.int64)
     for j, axis in enumerate(edge.maps):
         degrees, which = edge.owners.distinct[j]
-        end = np.array([boundaries(edge.shape[j], degree, edge.units[j])[1] for degree in degrees], np.int64)
+        end = np.array([edge.held[j].cuts(degree)[1] for degree in degrees], np.int64)
         lo, hi, column = _first_cells(edge, axis)
         tables.append((np.maximum(np.minimum(end[:, None], hi) - lo, 0), which, column))
         wanted *= (hi - lo)[column]
@@ -179,8 +179,9 @@ def needers(edge: Edge) -> Ints:
 
 def _owned(edge: Edge, devices: Ints | None = None) -> tuple[Ints, Ints]:
     """(C_u, N, J) what each device owns; see `_boxes`."""
-    dims = [Dim(None, extent, unit) for extent, unit in zip(edge.shape, edge.units, strict=True)]
-    return _boxes(tuple(identity(dim.extent, j) for j, dim in enumerate(dims)), dims, edge.owners, devices)
+    dims = [Dim(None, held.extent, held.unit) for held in edge.held]
+    maps = tuple(held.numbers or identity(held.extent, j) for j, held in enumerate(edge.held))
+    return _boxes(maps, dims, edge.owners, devices)
 
 
 def _boxes(maps: Maps, dims: Sequence[Dim], cells: Cells, devices: Ints | None = None) -> tuple[Ints, Ints]:

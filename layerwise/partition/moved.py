@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.geometry import interval_overlap
+from layerwise.geometry import Lattices, interval_overlap, numbering, through
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Maps
 from layerwise.partition.boxes import Boxes
@@ -27,8 +27,11 @@ class Moved:
     back: Floats  # of what it sends back, likewise
 
 
-def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
-    """What travels from those who own a tensor to those who need `maps` of it for their box `target`."""
+def moved(source: Place, maps: Maps, target: Boxes, lattices: Lattices = ()) -> Moved:
+    """What travels from those who own a tensor to those who need `maps` of it for their box `target`.
+
+    lattices: which positions of it are read at all. Where something travels only these do, and only these are needed.
+    """
     own, need = source.owned, target.needs(maps)
     volume = need.volume
     kept = own.overlap(need)
@@ -36,8 +39,14 @@ def moved(source: Place, maps: Maps, target: Boxes) -> Moved:
     zero = np.zeros_like(kept)
     if local:
         return Moved(volume, kept, zero, zero, True, zero, zero)
+    forth = np.zeros(len(kept), np.bool_)
+    if lattices:
+        shape = tuple(int(cuts[-1]) for cuts in own.cuts)
+        counted, all_own = numbering(shape, lattices), own.volume
+        maps, own, need = through(maps, counted), own.numbered(counted), need.numbered(counted)
+        volume, kept, forth = need.volume, own.overlap(need), own.volume < all_own
     sent = np.where(own.active, 1.0, 0.0)
-    forth, back = np.zeros(len(kept), np.bool_), np.zeros(len(kept), np.bool_)
+    back = np.zeros(len(kept), np.bool_)
     for j, axis in enumerate(maps):
         lo, hi = np.zeros(1, np.int64), np.ones(1, np.int64)
         if axis.source is not None and target.cuts:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from layerwise.config import Config
+from layerwise.geometry import Lattices
 from layerwise.geometry.arrays import Ints
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
@@ -99,6 +100,11 @@ def input_maps(layer: Layer, slot: int) -> tuple[Maps, bool]:
         return space.needs[slot], space.epilogue_inputs[slot]
     parameter = space.parameters[layer.tied[slot - len(layer.specs)]]
     return parameter.maps, parameter.epilogue
+
+
+def lattices_of(layer: Layer, slot: int) -> Lattices:
+    """Which positions of its input `slot` a layer reads at all: where it travels these do, and nothing else."""
+    return layer.space.lattice(slot) if slot < len(layer.specs) else ()
 
 
 def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:

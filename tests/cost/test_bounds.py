@@ -24,7 +24,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import load
 from layerwise.partition.moved import moved
-from layerwise.partition.place import input_maps, place
+from layerwise.partition.place import input_maps, lattices_of, place
 from layerwise.search.baselines import baseline
 from layerwise.search.limit.variants import Forms
 from tests.cost import brute
@@ -80,7 +80,7 @@ def test_travels_are_what_moves_under_every_pair(network: LayerGraph, data: st.D
             place(network[n], configs[n][i], 6, "sample", unfed=n in network.unfed)
             for n, i in ((source, u), (target, v))
         ]
-        one = moved(ends[0], maps, ends[1].at(epilogue))
+        one = moved(ends[0], maps, ends[1].at(epilogue), lattices_of(network[target], slot))
         assert local[u, v] == one.local
         if not one.local:
             where = np.array(u), np.array(v), np.arange(6)

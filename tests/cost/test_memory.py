@@ -64,9 +64,10 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             if name in network.unfed and config.total == 1:
                 continue
             maps, epilogue = brute.input_of(layer, slot)
-            table = brute.exchanged(source.space, config, layer.space, maps, epilogue, strategy[layer.name], 6)
-            at = place(layer, strategy[layer.name], 6, "sample")
-            found = moved(place(source, config, 6, "sample"), maps, at.at(epilogue))
+            at, lattices = place(layer, strategy[layer.name], 6, "sample"), brute.lattices_of(layer, slot)
+            found = moved(place(source, config, 6, "sample"), maps, at.at(epilogue), lattices)
+            ends = source.space, config, layer.space, maps, epilogue, strategy[layer.name], 6
+            table = brute.exchanged(*ends, () if found.local else lattices)  # what lies here is not packed
             kept = np.diag(table)
             assert found.need.tolist() == table.sum(1).tolist()
             assert found.kept.tolist() == kept.tolist()

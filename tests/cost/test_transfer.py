@@ -70,8 +70,9 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
                 if any(name in network.unfed and c.total == 1 for name, c in zip(edge[:2], (u, v), strict=True)):
                     continue
                 ends = (source.space, u, target.space, *brute.input_of(target, edge[2]), v, graph.count)
-                table = brute.exchanged(*ends)
-                assert i or j or (brute.by_pieces(*ends) == table).all()
+                lattices = brute.lattices_of(target, edge[2])
+                table = brute.exchanged(*ends, lattices)
+                assert i or j or (brute.by_pieces(*ends, lattices) == table).all()
                 check(_pair(found, i, j), table, source.out.item_bytes, graph)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from layerwise.geometry import Box, boundaries
+from layerwise.geometry import Box, Lattices, boundaries
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Maps, Space
 from layerwise.tensor import TensorSpec
@@ -88,6 +88,14 @@ def outside(t: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
     return out
 
 
+def read(spec: TensorSpec, lattices: Lattices) -> tuple[slice, ...]:
+    """The index of those positions of an input that are read at all."""
+    rows = zip(spec.shape, lattices or (None,) * len(spec.shape), strict=True)
+    return tuple(
+        slice(extent) if n is None else slice(n.first, n.first + n.count * n.step, n.step) for extent, n in rows
+    )
+
+
 def check_needs(
     op: Op,
     specs: Sequence[TensorSpec],
@@ -110,8 +118,14 @@ def check_needs(
     box = Box(cell.lo[: full.ndim], cell.hi[: full.ndim])
     needs = [needed(m, cell) for m in where.needs]
     holds = {p.name: needed(p.maps, cell) for p in where.parameters}
+    given = [outside(t, b, poison if t.is_floating_point() else 0) for t, b in zip(inputs, needs, strict=True)]
+    for i, (t, spec) in enumerate(zip(given, specs, strict=True)):
+        if lattices := where.lattice(i):
+            there = read(spec, lattices)
+            given[i] = torch.full_like(t, poison)
+            given[i][there] = t[there]
     poisoned = reference(
-        *(outside(t, b, poison if t.is_floating_point() else 0) for t, b in zip(inputs, needs, strict=True)),
+        *given,
         **{k: outside(t, holds[k], poison) for k, t in params.items()},
     )
     torch.testing.assert_close(poisoned[box.slices()], full[box.slices()], rtol=1e-12, atol=1e-12)

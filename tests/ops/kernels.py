@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -21,7 +21,7 @@ from layerwise.geometry import Box, boundaries, nests
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Space
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import Reference, needed, values
+from tests.ops.harness import Reference, needed, read, values
 from tests.ops.harness import parameters as random_parameters
 
 
@@ -53,6 +53,8 @@ def check_kernel(
     given. Buffers (parameters that are not trainable) that the reference changes must be changed alike in every cell.
     """
     where, name = space(op, tuple(specs)), f"{op}, cut {tuple(cuts)}"
+    if where.lattices:
+        check_packed(op, specs, cuts, reference, inputs, parameters)
     given = list(inputs) if inputs is not None else values(specs)
     held = parameters if parameters is not None else random_parameters(where)
     trained = {p.name: p.trainable for p in where.parameters}
@@ -97,6 +99,33 @@ def check_kernel(
         close(grad, gradient(t), tolerance, f"{name}: gradient of input {i}")
     for k, t in held_leaves.items():
         close(held_grads[k], gradient(t), tolerance, f"{name}: gradient of {k}")
+
+
+def check_packed(
+    op: Op,
+    specs: Sequence[TensorSpec],
+    cuts: Sequence[int],
+    reference: Reference,
+    inputs: Sequence[Tensor] | None,
+    parameters: dict[str, Tensor] | None,
+) -> None:
+    """The same, given only what is read at all: the others are zeros to the reference."""
+    where = space(op, tuple(specs))
+    slots = [slot for slot in range(len(specs)) if where.lattice(slot)]
+    there = [read(spec, where.lattice(slot)) for slot, spec in enumerate(specs)]
+    packed = [replace(x, shape=tuple(torch.empty(x.shape)[at].shape)) for x, at in zip(specs, there, strict=True)]
+
+    def unpacked(*given: Tensor, **held: Tensor) -> Tensor:
+        whole = [t.new_zeros(spec.shape) for t, spec in zip(given, specs, strict=True)]
+        for t, at, mine in zip(whole, there, given, strict=True):
+            t[at] = mine
+        return reference(*whole, **held)
+
+    op = op.packed(specs, slots)
+    assert space(op, tuple(packed)).out == where.out
+    assert not space(op, tuple(packed)).lattices, "nothing is left out once more"
+    taken = None if inputs is None else [t[at] for t, at in zip(inputs, there, strict=True)]
+    check_kernel(op, packed, cuts, unpacked, inputs=taken, parameters=parameters)
 
 
 @dataclass

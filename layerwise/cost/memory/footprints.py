@@ -15,7 +15,7 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.moved import Moved, moved, outputs
-from layerwise.partition.place import Place, input_maps, place
+from layerwise.partition.place import Place, input_maps, lattices_of, place
 from layerwise.partition.within import kept_within
 
 Layered = tuple[int | str, Config]
@@ -27,7 +27,7 @@ class Footprints:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._places: dict[Layered, Place] = {}
-        self._stages: dict[Layered, list[StageMemory]] = {}
+        self._stages: dict[tuple[Layered, tuple[int, ...]], list[StageMemory]] = {}
         self._held: dict[Layered, list[Held]] = {}
         self._moved: dict[tuple[int, int, int, Config, Config], Moved] = {}
 
@@ -50,12 +50,12 @@ class Footprints:
             self._places[key] = place(layer, config, devices, self.model.options.io, unfed=unfed)
         return self._places[key]
 
-    def stages(self, layer: Layer, config: Config) -> list[StageMemory]:
-        """What its kernels make and keep."""
-        key = self.model.kind(layer), config.cells
+    def stages(self, layer: Layer, config: Config, packed: tuple[int, ...]) -> list[StageMemory]:
+        """What its kernels make and keep. packed: inputs of which only what is read at all is there."""
+        key = (self.model.kind(layer), config.cells), packed
         if key not in self._stages:
-            flows = self.model.graph.flows_back(layer)
-            self._stages[key] = stages_of(layer, self.place(layer, config), flows, config["k"] > 1)
+            flows, given = self.model.graph.flows_back(layer), layer.packed(packed)
+            self._stages[key] = stages_of(given, self.place(layer, config), flows, config["k"] > 1)
         return self._stages[key]
 
     def held(self, layer: Layer, config: Config) -> list[Held]:
@@ -82,4 +82,4 @@ class Footprints:
             loss = graph[layer.inputs[slot]].main.loss is not None
             return outputs(owner, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
         maps, epilogue = input_maps(layer, slot)
-        return moved(owner, maps, target.at(epilogue))
+        return moved(owner, maps, target.at(epilogue), lattices_of(layer, slot))

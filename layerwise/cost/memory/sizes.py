@@ -38,7 +38,8 @@ class Sizes:
         self.stages = {layer.name: self._stages(layer) for layer in graph.inner}
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
-        first, *rest = self.footprints.stages(layer, self.strategy[layer.name])
+        packed = tuple(slot for slot in layer.skipping if not self.edge(layer, slot).local)
+        first, *rest = self.footprints.stages(layer, self.strategy[layer.name], packed)
         travels = bool(first.padded.any()) and not self.edge(layer, 0).local
         return [first.given_padded() if travels else first, *rest]
 

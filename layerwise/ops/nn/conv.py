@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import AxisMap, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
 from layerwise.ops.base import Op, volumes
 from layerwise.ops.facts import Dim, Extents, Gemm, Kept, Local, Maps, Parameter
-from layerwise.ops.nn.windows import given, interval, margins, padded
+from layerwise.ops.nn.windows import closed, given, interval, margins, padded, skipping
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ class Conv(Op):
             )
         )
         return ((identity(x.shape[0], 0), _channels(self, x, out), *spatial),)
+
+    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
+        (x,) = inputs
+        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
+
+    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
+        (lattices,) = self.lattices(inputs)
+        return replace(self, stride=closed(self.stride, lattices))
 
     def parameters(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> tuple[Parameter, ...]:
         per_group = inputs[0].shape[1] // self.groups

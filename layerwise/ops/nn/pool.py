@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, inf, prod
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -12,11 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import identity, window
+from layerwise.geometry import Lattices, identity, window
 from layerwise.geometry.arrays import Mask
 from layerwise.ops.base import Op, volumes
 from layerwise.ops.facts import Counts, Extents, Kept, Local, Maps
-from layerwise.ops.nn.windows import Interval, along, constant, given, interval, margins, padded
+from layerwise.ops.nn.windows import (
+    Interval,
+    along,
+    closed,
+    constant,
+    given,
+    interval,
+    margins,
+    padded,
+    skipping,
+)
 from layerwise.ops.specs import resized
 from layerwise.tensor import TensorSpec
 
@@ -67,6 +77,16 @@ class Pool(Op):
             )
         )
         return (_leading(x, lead) + spatial,)
+
+    def lattices(self, inputs: Sequence[TensorSpec]) -> tuple[Lattices, ...]:
+        (x,) = inputs
+        if self.mode == "lp" or self.ceil_mode:  # then what they keep follows from what they are given
+            return ()
+        return (skipping(x, self.output(x).shape, self.kernel, self.stride, self.padding),)
+
+    def packed(self, inputs: Sequence[TensorSpec], slots: Collection[int]) -> Op:
+        (lattices,) = self.lattices(inputs)
+        return replace(self, stride=closed(self.stride, lattices))
 
     def flops(self, inputs: Sequence[TensorSpec], extents: Extents) -> Counts:
         return Op.flops(self, inputs, extents) * prod(self.kernel)

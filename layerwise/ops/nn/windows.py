@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layerwise.geometry import Lattice, Lattices
 from layerwise.ops.facts import Local
+from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +27,26 @@ def interval(local: Local, dim: int) -> Interval:
 def given(local: Local, dim: int, slot: int = 0) -> Interval:
     """What the kernel is given of one dimension of an input."""
     return local.needs[slot].lo[dim], local.needs[slot].hi[dim]
+
+
+def skipping(
+    x: TensorSpec, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[tuple[int, int]]
+) -> Lattices:
+    """The positions of x that windows read, in the last dimensions: those of one position, further apart than that.
+
+    None where there is padding: then needs may end between two positions that are read.
+    """
+    lead, unpadded = len(x.shape) - len(kernel), not any(map(any, padding))
+    apart = [
+        Lattice(0, s, count) if unpadded and k == 1 and s > 1 and count > 1 and unit == 1 else None
+        for k, s, count, unit in zip(kernel, stride, out[lead:], x.units[lead:], strict=True)
+    ]
+    return (*(None,) * lead, *apart) if any(apart) else ()
+
+
+def closed(stride: Sequence[int], lattices: Lattices) -> tuple[int, ...]:
+    """Strides over what lies on lattices."""
+    return tuple(1 if lattice else s for s, lattice in zip(stride, lattices[-len(stride) :], strict=True))
 
 
 def margins(cell: Interval, need: Interval, stride: int, first: int, last: int) -> tuple[int, int]:

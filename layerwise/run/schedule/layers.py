@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from layerwise.comm.base import Comm, Group, Kind
+from layerwise.geometry import Box, Lattices, numbering, slices
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.tensor.cells import Cells
@@ -16,13 +17,13 @@ from layerwise.partition.ahead import begun_before, weights_late
 from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import mirrors, statistics
-from layerwise.partition.place import input_maps, of_all_classes
+from layerwise.partition.place import input_maps, lattices_of, of_all_classes
 from layerwise.partition.transfer import Transfer, groups_of, transfer
 from layerwise.partition.within import kept_within
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import places
-from layerwise.run.schedule.redistribute import Redistribution
+from layerwise.run.schedule.redistribute import Positions, Redistribution
 from layerwise.run.schedule.work import Work, work
 
 
@@ -146,8 +147,10 @@ class Schedule:
                 self.statistics.update(group for group in groups if group)
                 if layer.remembered:
                     self.statistics.update({mirrors(place, rank)} - {()})
-            mine = work(layer, number, place, self.comm, local_batch_norm=local)
         edges = [self._edge(layer, slot) for slot in range(len(layer.inputs))]
+        if layer.role is Role.COMPUTE:
+            packed = [slot for slot in layer.skipping if edges[slot].travels]
+            mine = work(layer.packed(packed), number, place, self.comm, local_batch_norm=local)
         if mine is not None and edges and edges[0].travels and (around := mine.margins) and edges[0].needs:
             margins = tuple(around.get(dim, (0, 0)) for dim in range(len(layer.specs[0].shape)))
             edges[0] = replace(edges[0], redistribution=replace(edges[0].redistribution, margins=margins))
@@ -175,13 +178,20 @@ class Schedule:
             need = self._sink_need(layer, slot)
         else:
             maps, epilogue = input_maps(layer, slot)
-            need = self.places[layer.name].at(epilogue).needs(maps).each
-        part = transfer(place.owned.each, need, self.comm.rank, everywhere=place.everywhere)
+            wanted = self.places[layer.name].at(epilogue).needs(maps)
+            need = wanted.each
+        owned, positions = place.owned.each, None
+        part = transfer(owned, need, self.comm.rank, everywhere=place.everywhere)
+        if part.pattern != "local" and (lattices := lattices_of(layer, slot)):
+            counted, box = numbering(layer.specs[slot].shape, lattices), part.own
+            owned, need = place.owned.needs(counted).each, wanted.needs(counted).each
+            part = transfer(owned, need, self.comm.rank)
+            positions = _positions(lattices, box, part.own)
         if self.comm.collectives and not place.everywhere:
-            self.groups |= groups_of(place.owned.each, need)
+            self.groups |= groups_of(owned, need)
         own = sink and self.boxes and self._keeps_its_box(layer, slot)
         kind: Kind = "io" if sink and self.free and not own else "transfers"
-        redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind)
+        redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
         ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
@@ -222,6 +232,11 @@ class Schedule:
         if not layer.out.differentiable and layer.end:
             return None
         return self.options.element_type(layer.out.dtype, self.graph)
+
+
+def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> Positions | None:
+    """Of a rank's box those whose numbers are `own`."""
+    return None if box is None or own is None else Positions(box.shape, slices(lattices, box, own))
 
 
 def _holds_all(part: Transfer) -> bool:

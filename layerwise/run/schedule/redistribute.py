@@ -37,6 +37,19 @@ def landed(x: Tensor | None) -> Flight:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """Which of a rank's box are read at all, where others are not (`geometry.lattice`). The transfer is of these."""
+
+    shape: tuple[int, ...]  # of the box
+    slices: tuple[slice, ...]
+
+    @property
+    def all(self) -> bool:
+        """Whether it has no others."""
+        return self.shape == tuple(len(range(*s.indices(n))) for s, n in zip(self.slices, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Redistribution:
     """A rank's part of moving a tensor from the boxes that ranks own to those that they need."""
 
@@ -45,6 +58,7 @@ class Redistribution:
     what: str  # for error messages
     kind: Kind = "transfers"  # what its bytes are counted as
     margins: tuple[tuple[int, int], ...] = ()  # zeros (low, high) around the box `need`, by dimension; (): none
+    positions: Positions | None = None  # of this rank's tensor, those that the box `own` counts; None: all of it
 
     @property
     def room(self) -> Box | None:
@@ -83,6 +97,8 @@ class Redistribution:
             return landed(self.kept(x, like))
         if x is None and t.own is not None:
             x = like.new_zeros(t.own.shape)
+        elif x is not None:
+            x = self._read(x)
         received, room = [(peer, like.new_empty(box.shape)) for peer, box in t.receives], self.room
 
         def land() -> Tensor | None:
@@ -104,7 +120,7 @@ class Redistribution:
         """Starts `adjoint`."""
         t = self.transfer
         if t.pattern == "local":
-            return landed(None if t.own is None else _own_part(t, g, t.need, like, own_only=True))
+            return landed(None if t.own is None else self._own_part(g, t.need, like, own_only=True))
         room = self.room
         if g is None and room is not None:
             g = like.new_zeros(room.shape)
@@ -116,9 +132,9 @@ class Redistribution:
         def land() -> Tensor | None:
             if t.own is None:
                 return None
-            total = _own_part(t, g, room, like, own_only=not received)
+            total = self._own_part(g, room, like, own_only=not received)
             for (_, box), (_, part) in zip(t.sends, received, strict=True):
-                total[box.slices(t.own)] += part
+                self._read(total)[box.slices(t.own)] += part
             return total
 
         sent = [(peer, _part(g, room, box)) for peer, box in t.receives]
@@ -152,28 +168,31 @@ class Redistribution:
         parts = torch.stack([_part(g, self.room, boxes[peer]).flatten() for peer in t.group])
         out, shape, kept = like.new_empty(parts.shape[1:]), t.kept.shape, t.kept
         handle = self.comm.reduce_scatter(out, parts, t.group, self.kind, f"{self.what}, backward")
-        return Flight(handle, lambda: _own_part(t, out.view(shape), kept, like, own_only=True))
+        return Flight(handle, lambda: self._own_part(out.view(shape), kept, like, own_only=True))
+
+    def _own_part(self, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:
+        """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
+
+        origin: the box that `g` is of.
+        """
+        t, positions = self.transfer, self.positions
+        assert t.own is not None
+        if g is not None and t.kept == t.own and (positions is None or positions.all):
+            part = _part(g, origin, t.kept)
+            return part if own_only else part.clone()
+        total = like.new_zeros(t.own.shape if positions is None else positions.shape)
+        if g is not None and t.kept is not None:
+            self._read(total)[t.kept.slices(t.own)] = _part(g, origin, t.kept)
+        return total
+
+    def _read(self, total: Tensor) -> Tensor:
+        """Of this rank's tensor, what the box `own` is of."""
+        return total if self.positions is None else total[self.positions.slices]
 
 
 def _take_rows(rows: Tensor, group: Group, received: Messages) -> None:
     for peer, part in received:
         part.copy_(rows[group.index(peer)].view_as(part))
-
-
-def _own_part(t: Transfer, g: Tensor | None, origin: Box | None, like: Tensor, *, own_only: bool) -> Tensor:
-    """What this rank's own gradient adds to its own box; a fresh tensor unless nothing else will be added.
-
-    origin: the box that `g` is of.
-    """
-    assert t.own is not None
-    if g is None or t.kept is None:
-        return like.new_zeros(t.own.shape)
-    part = _part(g, origin, t.kept)
-    if t.kept == t.own:
-        return part if own_only else part.clone()
-    total = like.new_zeros(t.own.shape)
-    total[t.kept.slices(t.own)] = part
-    return total
 
 
 def _part(x: Tensor | None, origin: Box | None, box: Box) -> Tensor:

@@ -13,11 +13,12 @@ from layerwise.cost.memory.bounds.stacked import Stacked, inside, stacked
 from layerwise.cost.memory.bounds.travels import Travel
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.model import Configs, CostModel, EdgeName
+from layerwise.geometry import numbering, through
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.graph.layer import Layer
 from layerwise.partition.ahead import EdgeEnd, begun_before
 from layerwise.partition.blocks import blocks
-from layerwise.partition.place import input_maps
+from layerwise.partition.place import input_maps, lattices_of
 from layerwise.partition.within import kept_within
 
 WEIGHTS = -2  # instead of a slot: the copies of weights
@@ -118,10 +119,10 @@ class Followed:
             self.ledger.drop(coming)
 
     def _stages(self, layer: Layer) -> list[StageMemory]:
-        """With arrays (V, N)."""
+        """With arrays (V, N). They keep no less where what they read has not travelled (`Layer.packed`)."""
         where, flows = self.at[layer.name], self.model.graph.flows_back(layer)
         split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
-        rows = []
+        rows, layer = [], layer.packed(layer.skipping)
         whole = stages_of(layer, where.place, flows, False)
         parts = stages_of(layer, where.place, flows, True) if split.any() else whole
         for stage, part in zip(whole, parts, strict=True):
@@ -153,10 +154,12 @@ class Followed:
         return where.table(where.place.owned.volume * self.model.graph[name].out.item_bytes)
 
     def _need(self, layer: Layer, slot: int) -> Floats:
-        maps, epilogue = input_maps(layer, slot)
+        """(V, N) bytes, as few as where it travels."""
+        (maps, epilogue), x = input_maps(layer, slot), self.model.graph[layer.inputs[slot]].out
+        if lattices := lattices_of(layer, slot):
+            maps = through(maps, numbering(x.shape, lattices))
         where = self.at[layer.name]
-        volume = where.place.at(epilogue).needs(maps).volume
-        return where.table(volume * self.model.graph[layer.inputs[slot]].out.item_bytes)
+        return where.table(where.place.at(epilogue).needs(maps).volume * x.item_bytes)
 
     def _locality(self, layer: Layer, slot: int) -> Mask:
         """(C_u, C_v) where nothing travels, by cells; else there is a `Travel`."""
@@ -175,5 +178,5 @@ class Followed:
         maps, epilogue = input_maps(layer, slot)
         need = target.place.at(epilogue).needs(maps)
         local = inside(source.place.owned, need, (source.shape[0], target.shape[0])) | source.everywhere[:, None]
-        item_bytes = self.model.graph[layer.inputs[slot]].out.item_bytes
-        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local)
+        item_bytes, lattices = self.model.graph[layer.inputs[slot]].out.item_bytes, lattices_of(layer, slot)
+        return local, None if local.all() else Travel(source, target, maps, epilogue, item_bytes, local, lattices)

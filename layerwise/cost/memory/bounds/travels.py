@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.cost.memory.bounds.stacked import Stacked, intervals
-from layerwise.geometry import boundaries, interval_overlap
+from layerwise.geometry import Lattices, boundaries, interval_overlap, numbering, through
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.ops.facts import Dim, Maps
 from layerwise.partition.boxes import Boxes
@@ -23,11 +23,20 @@ class Travel:
     """An edge on which something travels under some pairs of configurations (tests/cost/test_bounds.py)."""
 
     def __init__(
-        self, source: Stacked, target: Stacked, maps: Maps, epilogue: bool, item_bytes: int, local: Mask
+        self,
+        source: Stacked,
+        target: Stacked,
+        maps: Maps,
+        epilogue: bool,
+        item_bytes: int,
+        local: Mask,
+        lattices: Lattices = (),
     ) -> None:
-        self.source, self.target, self.maps, self.epilogue = source, target, maps, epilogue
+        self.numbers = numbering(tuple(dim.extent for dim in source.dims[: len(maps)]), lattices)
+        self.source, self.target, self.maps, self.epilogue = source, target, through(maps, self.numbers), epilogue
         self.item_bytes, self.local = item_bytes, local
-        self.own, self.need = source.place.owned, target.place.at(epilogue).needs(maps)
+        self.own = source.place.owned.numbered(self.numbers) if lattices else source.place.owned
+        self.need = target.place.at(epilogue).needs(self.maps)
 
     def bytes(self, part: Part, u: Ints, v: Ints, d: Ints) -> Floats:
         """On devices d under configurations u and v of its ends; they are broadcast."""
@@ -36,7 +45,7 @@ class Travel:
             found = np.where(self._scattered(u, v, d), self._of_target(self.need.volume)[v, d] - kept, 0.0)
         else:
             sent = np.maximum(self._wanted(u, v, d) - kept, 0.0)
-            own = self._of_source(self.own.volume)[u, d]
+            own = self._of_source(self.source.place.owned.volume)[u, d]
             found = sent if part == "sent" else np.where((kept == own) & (sent == 0), 0.0, own)
         size: Floats = np.where(self.local[u, v], 0.0, found * self.item_bytes)
         return size
@@ -96,7 +105,7 @@ class Travel:
             values, which = np.unique(degrees[:, j], return_inverse=True)
             dim, flags = self.source.dims[j], []
             for degree in values.tolist():
-                cuts = boundaries(dim.extent, degree, dim.unit)
+                cuts = self.numbers[j].cuts(boundaries(dim.extent, degree, dim.unit))
                 flags.append(_scattered(self.need, j, cuts))
             rows.append((self._of_target(np.stack(flags, axis=1)), which.reshape(-1)))
         return rows

@@ -1,0 +1,140 @@
+"""What a stride skips does not travel: shortcuts of ResNets, pooling with windows of one, slices with a step."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
+from layerwise.cost.edges import transfer_bytes
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.machine import load as load_profile
+from layerwise.plan import Plan
+from tests.comm.thread import run_threads
+from tests.run.plans import Case, Trained, case, check_equal, priced, random_plan, recomputed, train
+
+
+class Block(nn.Module):
+    """ResNet's, whose input two convolutions of stride 2 read. bottleneck: of ResNet-50, else of ResNet-18."""
+
+    def __init__(self, channels: int, out: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        if bottleneck:
+            self.way = nn.Sequential(
+                nn.Conv2d(channels, 4, 1, bias=False),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Conv2d(4, 4, 3, 2, 1, bias=False),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Conv2d(4, out, 1, bias=False),
+                nn.BatchNorm2d(out),
+            )
+        else:
+            self.way = nn.Sequential(nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, 2, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.way(x) + self.shortcut(x))
+
+
+class Strided(nn.Module):
+    """Everything that skips positions, of sizes that no stride divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.first, self.second = Block(8, 6, bottleneck=False), Block(6, 8, bottleneck=True)
+        self.thirds = nn.Conv2d(4, 4, (1, 3), (3, 2), groups=2)
+        self.last = nn.Linear(8 * 3 * 3 + 4 * 5 * 6 + 4 * 5 * 5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        every = torch.cat([x[:, :, 1::2, ::2], functional.max_pool2d(x, 1, 2)[:, :, :6]], 1)
+        y = self.second(self.first(functional.pad(every, (2, 1, 3, 2))))
+        pooled = functional.avg_pool2d(x, 1, (3, 2))
+        wide = self.thirds(x)
+        return self.last(torch.cat([y.flatten(1), pooled.flatten(1), wide.flatten(1)], 1))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def strided() -> tuple[Case, Trained]:
+    torch.manual_seed(0)
+    given = case(Strided(), (3, 13, 11), 4)
+    return given, train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+
+
+def test_what_is_skipped() -> None:
+    """By layer and input, of each dimension in space the first position that is read, the step and how many."""
+    found = {
+        (layer.name, slot): [n and (n.first, n.step, n.count) for n in layer.space.lattice(slot)[2:]]
+        for layer in strided()[0].graph.layers
+        for slot in layer.skipping
+    }
+    assert found == {
+        ("max_pool2d", 0): [(0, 2, 7), (0, 2, 6)],
+        ("cat", 0): [(1, 2, 6), (0, 2, 6)],
+        ("first.shortcut.0", 0): [(0, 2, 6), (0, 2, 5)],
+        ("second.shortcut.0", 0): [(0, 2, 3), (0, 2, 3)],
+        ("avg_pool2d", 0): [(0, 3, 5), (0, 2, 6)],
+        ("thirds", 0): [(0, 3, 5), None],
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_equal_one_device(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 3:  # gradients of weights are made late, as on a GPU
+        monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+    given, single = strided()
+    ranks, free = 2 + seed % 3, seed % 2 == 0
+    plan = random_plan(given.graph, ranks, seed, "free" if free else "sample")
+    if seed % 4 == 3:
+        plan = recomputed(plan, given.graph, seed)
+    check_equal(run_threads(ranks, lambda comm: train(given, plan, comm), collectives=seed % 4 > 1), single, plan)
+
+
+SPATIAL = ({"h": 4}, {"w": 4}, {"h": 2, "w": 2}, {"h": 3}, {"c": 2, "h": 2}, {"n": 2, "w": 2}, {"n": 4}, {"c": 4})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_space_is_split_anew_before_every_layer(seed: int) -> None:
+    """Nearly everything travels."""
+    given, single = strided()
+    turn = iter(range(seed, 1000))
+
+    def choose(configs: list[Config]) -> Config:
+        wanted = [Config.of(degrees) for degrees in SPATIAL]
+        legal = [config for config in wanted if config in configs]
+        return legal[next(turn) * 3 % len(legal)] if legal else configs[0]
+
+    plan = random_plan(given.graph, 4, seed, "free", choose)
+    check_equal(run_threads(4, lambda comm: train(given, plan, comm), collectives=seed % 2 == 1), single, plan)
+
+
+def test_a_shortcut_is_sent_what_it_reads() -> None:
+    """Of 9 x 9 positions 5 x 5, which lie in a box of 9 x 9, to devices that have a quarter of the channels."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, 2), nn.Flatten(), nn.Linear(100, 5))
+    given = case(body, (3, 9, 9), 4)
+    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+    whole = {layer.name: Config() for layer in given.graph.inner}
+    sent = {}
+    for name, target in (("channels", {"c": 4}), ("space", {"h": 2, "w": 2}), ("samples", {"n": 4})):
+        strategy = whole | {"0": Config.of({"c": 4}), "1": Config.of(target)}
+        plan = priced(Plan("test", given.graph.digest, 4, 4, 4, "free", True, strategy), given.graph)
+        ranks = run_threads(4, lambda comm, plan=plan: train(given, plan, comm))
+        check_equal(ranks, single, plan)
+        model = CostModel(given.graph, load_profile("cpu").device_graph(4), CostOptions(io="free"))
+        sent[name] = transfer_bytes(model, model.edge(("0", "1", 0), (strategy["0"],), (strategy["1"],)), 1)
+    read = 4 * 8 * 5 * 5 * 8  # bytes of all samples and channels
+    assert sent == {"channels": 3 * read, "space": 0.75 * read, "samples": 0.75 * read}
