@@ -16,7 +16,9 @@ from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
+from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import load_model
 from layerwise.machine import DeviceGraph, load
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.ops.tensor.view import Expand, Reshape
@@ -205,6 +207,22 @@ def test_all_pairs_at_once_are_each_pair_by_itself(
             single = traffic(Edge.of(source, u, maps, over, layout((config,), target, 6).computed), graph)
             for name in ("bytes", "messages", "total_bytes", "received_bytes"):
                 assert (getattr(at_once, name)[i, j] == getattr(single, name)[0, 0]).all(), (name, us[i], config)
+
+
+@pytest.mark.parametrize(
+    ("shortcut", "times"),
+    [("layer2.0.downsample.0", 3.86), ("layer3.0.downsample.0", 3.72), ("layer4.0.downsample.0", 3.45)],
+)
+def test_shortcuts_get_a_quarter_of_their_boxes(shortcut: str, times: float) -> None:
+    """ResNet-50's, from space to samples: of 7 x 7 positions in a box of 13 x 13 the last one."""
+    network = fuse(load_model("resnet50", 64))
+    model, layer = CostModel(network, load("v100").device_graph(16)), network[shortcut]
+    name, u, v = (layer.inputs[0], shortcut, 0), (Config.of({"h": 4, "w": 4}),), (Config.of({"n": 16}),)
+    edge, boxes = model.edge(name, u, v), layer.space.needs[0]
+    whole = Edge.of(layer.specs[0], edge.owners, boxes, layer.space.dims, edge.needers)
+    packed, box = (traffic(one, model.devices).total_bytes.sum() for one in (edge, whole))
+    assert packed == 64 * layer.specs[0].shape[1] * layer.out.shape[2] ** 2 * 15 / 16 * 4
+    assert box / packed == pytest.approx(times, abs=0.01)
 
 
 @pytest.mark.parametrize(

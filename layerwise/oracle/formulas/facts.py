@@ -196,9 +196,13 @@ def _layer(graph: LayerGraph, layer: Layer, forward_s: float, backward_s: float)
 
 
 def _gathered(graph: LayerGraph, layer: Layer) -> list[int]:
-    """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside)."""
+    """Items a sample of the inputs of which a cell of output channels needs all channels (tied parameters aside).
+
+    Of what is read at all.
+    """
     own, items = layer.space.index("c"), []
-    for source, spec, maps in zip(layer.inputs, layer.specs, layer.space.needs, strict=False):
+    read = layer.packed(layer.skipping).specs
+    for source, spec, maps in zip(layer.inputs, read, layer.space.needs, strict=False):
         channel = graph[source].space.index("c")
         if not graph[source].end and channel is not None and (own is None or maps[channel].source != own):
             items.append(spec.volume // graph.batch)
