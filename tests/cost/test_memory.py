@@ -78,6 +78,22 @@ def test_what_travels_is_what_every_element_says(network: LayerGraph, data: st.D
             assert (found.back <= found.received).all()
 
 
+@pytest.mark.parametrize(("stride", "read"), [(1, 25), (2, 9)])
+def test_what_is_picked_out_is_copied_before_it_is_sent(stride: int, read: int) -> None:
+    """From channels to samples: those of others lie together, but not every second row and column of them."""
+    b = GraphBuilder("shortcut")
+    x = b.input("x", TensorSpec((4, 8, 5, 5), ("n", "c", "h", "w")))
+    x = networks.add(b, "first", networks.pointwise_conv(8, 2), [x])
+    second = Conv(4, (1, 1), (stride, stride), ((0, 0),) * 2, (1, 1))
+    network = b.finish([networks.add(b, "second", second, [x])])
+    source, target = place(network["first"], Config.of({"c": 4}), 4, "sample"), network["second"]
+    needs, lattices = target.space.needs[0], target.space.lattice(0)
+    found = moved(source, needs, place(target, Config.of({"n": 4}), 4, "sample").computed, lattices)
+    assert found.need.tolist() == [8 * read] * 4
+    assert found.sent.tolist() == found.received.tolist() == [3 * 2 * read] * 4
+    assert found.forth.tolist() == ([0] * 4 if stride == 1 else found.sent.tolist())
+
+
 # ---- steps by hand ---------------------------------------------------------------------------------------------------
 
 

@@ -124,17 +124,18 @@ def test_space_is_split_anew_before_every_layer(seed: int) -> None:
 def test_a_shortcut_is_sent_what_it_reads() -> None:
     """Of 9 x 9 positions 5 x 5, which lie in a box of 9 x 9, to devices that have a quarter of the channels."""
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, 2), nn.Flatten(), nn.Linear(100, 5))
+    first, shortcut = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, 2)
+    body = nn.Sequential(first, nn.ReLU(), shortcut, nn.Flatten(), nn.Linear(100, 5))
     given = case(body, (3, 9, 9), 4)
     single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
     whole = {layer.name: Config() for layer in given.graph.inner}
     sent = {}
     for name, target in (("channels", {"c": 4}), ("space", {"h": 2, "w": 2}), ("samples", {"n": 4})):
-        strategy = whole | {"0": Config.of({"c": 4}), "1": Config.of(target)}
+        strategy = whole | {"0": Config.of({"c": 4}), "2": Config.of(target)}
         plan = priced(Plan("test", given.graph.digest, 4, 4, 4, "free", True, strategy), given.graph)
         ranks = run_threads(4, lambda comm, plan=plan: train(given, plan, comm))
         check_equal(ranks, single, plan)
         model = CostModel(given.graph, load_profile("cpu").device_graph(4), CostOptions(io="free"))
-        sent[name] = transfer_bytes(model, model.edge(("0", "1", 0), (strategy["0"],), (strategy["1"],)), 1)
+        sent[name] = transfer_bytes(model, model.edge(("0", "2", 0), (strategy["0"],), (strategy["2"],)), 1)
     read = 4 * 8 * 5 * 5 * 8  # bytes of all samples and channels
     assert sent == {"channels": 3 * read, "space": 0.75 * read, "samples": 0.75 * read}
