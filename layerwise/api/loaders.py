@@ -99,7 +99,7 @@ class Feeding:
         layers, batch = module.graph.layers, module.graph.batch
         self._by_sample = [layer.out.index("n") == 0 for layer in layers if type(layer.op) is Input]
         sink = layers[-1]
-        losses = any(module.graph[name].main.loss for name in sink.inputs)
+        losses = any(name in module.graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Regions, Types, typed
@@ -218,6 +218,17 @@ class LayerGraph:
         for source, target, slot in self.edges():
             graph.add_edge(source, target, key=slot)
         return graph
+
+    @cached_property
+    def losses(self) -> dict[str, Literal["mean", "sum"]]:
+        """The layers that give a number of each sample, and what the loss is of them; also losses scaled and added."""
+        found: dict[str, Literal["mean", "sum"]] = {}
+        for layer in self.layers:
+            followed = (found[source] for source in layer.inputs if source in found and not layer.end)
+            loss = layer.main.loss or next(followed, None)
+            if loss is not None:
+                found[layer.name] = loss
+        return found
 
     @cached_property
     def returned(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ def returned(schedule: Schedule, outputs: Sequence[Tensor], structure: Structure
     """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples."""
     made = list(outputs)
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
-        loss = schedule.graph[name].main.loss
+        loss = schedule.graph.losses.get(name)
         if loss is not None:
             made[i] = made[i].sum() if loss == "sum" else made[i].mean()
     if structure is not None:

@@ -167,7 +167,7 @@ class ParallelModule(nn.Module):
         """The box of each of the whole batch's outputs that this rank is returned; of a loss, a scalar's."""
         sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
         pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
-        return tuple(Box((), ()) if graph[name].main.loss else boxes[self.comm.rank] for name, boxes in pairs)
+        return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
 
     def shards(self) -> list[Shard]:
         """Every parameter and buffer that this rank holds; their tensors may be written to."""

@@ -19,7 +19,7 @@ def of_all_classes(model: CostModel) -> frozenset[str]:
     return frozenset(
         source.name
         for source in sources
-        if source.out.index("n") == 0 and len(source.out.shape) > 1 and source.main.loss is None
+        if source.out.index("n") == 0 and len(source.out.shape) > 1 and source.name not in graph.losses
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -102,3 +103,46 @@ def test_devices_reduce_what_they_have(name: str) -> None:
     assert large
     for layer in large:
         assert all(layer.space.max_degree(label) >= 13 for label in "dhw"), layer.name
+
+
+class Reported(Segments):
+    """A sum of two losses, and one of the two by itself."""
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.last(torch.relu(self.norm(self.first(x))))
+        entropy = F.cross_entropy(y, t)
+        return soft_dice(y, t, self.weight) + 0.5 * entropy, entropy
+
+
+@pytest.mark.parametrize("io", ["sample", "free", "boxes"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_losses_that_are_scaled_and_added_by_layers_of_their_own(io: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = Reported(soft_dice).double()
+    x, t = torch.randn(2, 1, 6, 6, 6).double(), torch.randint(0, 3, (2, 6, 6, 6))
+    network = network_of(copy.deepcopy(model), (x, t), 2, "test")
+    graph = fuse(network.graph) if fused else network.graph
+    wanted = model(x, t)
+    wanted[0].backward()
+    plan = replace(random_plan(graph, 2, 1, io), fused=fused)
+
+    def run(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        share = slice(comm.rank, comm.rank + 1) if io == "sample" else slice(None)
+        inputs = (x[share], t[share])
+        if io == "boxes":
+            inputs = tuple(a[box.slices()] for a, box in zip((x, t), module.read_boxes().values(), strict=True))
+        total, entropy = module(*inputs)
+        total.backward()
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        return total.detach(), entropy.detach(), module.full_state_dict()["last.weight"]
+
+    torch.set_num_threads(1)
+    ranks = run_threads(2, run)
+    for slot in range(2):
+        of_ranks = torch.stack([made[slot] for made in ranks])
+        assert of_ranks.shape == (2,)
+        torch.testing.assert_close(of_ranks.mean(), wanted[slot].detach(), rtol=1e-9, atol=1e-9)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for *_, last in ranks:
+        torch.testing.assert_close(last, model.last.weight.detach(), rtol=1e-9, atol=1e-9)

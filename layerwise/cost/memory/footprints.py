@@ -79,7 +79,7 @@ class Footprints:
         """What travels to one of a layer's inputs, of the place of the layer that makes it and its own."""
         io, graph = self.model.options.io, self.model.graph
         if layer.role is Role.SINK and io != "sample":
-            loss = graph[layer.inputs[slot]].main.loss is not None
+            loss = layer.inputs[slot] in graph.losses
             return outputs(owner, layer.specs[slot], io, alone=len(layer.specs) == 1, loss=loss)
         maps, epilogue = input_maps(layer, slot)
         return moved(owner, maps, target.at(epilogue), lattices_of(layer, slot))

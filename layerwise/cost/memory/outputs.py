@@ -28,7 +28,7 @@ def leave(
     _drop(tracker, received)
     scored: list[Floats] = []
     for size, name, spec in zip(sizes, sink.inputs, sink.specs, strict=True):
-        ends = not spec.differentiable or len(spec.shape) < 2 or model.graph[name].main.loss is not None
+        ends = not spec.differentiable or len(spec.shape) < 2 or name in model.graph.losses
         scored.append(0 * size if ends else size)
         if not ends:
             elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes

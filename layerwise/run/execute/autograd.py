@@ -218,7 +218,7 @@ class _Ends(torch.autograd.Function):
 
 def factors(graph: LayerGraph, part: float) -> list[float]:
     """What makes gradients those of the mean over the global batch, where a rank's loss is the mean over its `part`."""
-    losses = [graph[name].main.loss for name in graph.layers[-1].inputs]
+    losses = [graph.losses.get(name) for name in graph.layers[-1].inputs]
     return [1.0 if loss == "sum" else part for loss in losses]
 
 

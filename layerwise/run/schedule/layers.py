@@ -214,7 +214,7 @@ class Schedule:
 
     def _keeps_its_box(self, sink: Layer, slot: int) -> bool:
         """Of io boxes: whether a rank gets its own box of an output, not all of it, as of a loss or a class's Dice."""
-        return sink.specs[slot].index("n") is not None and self.graph[sink.inputs[slot]].main.loss is None
+        return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
         """Layers of which this rank has a part that is differentiated on other ranks only: nobody reads this one."""

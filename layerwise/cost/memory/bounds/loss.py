@@ -34,7 +34,7 @@ def scored(model: CostModel, sink: Layer, slot: int, configs: tuple[Config, ...]
     rows = [_moved(model, sink, slot, config, ends[0]) for config in cells]
     size = np.stack([row.need for row in rows])[which] * spec.item_bytes
     local = np.array([row.local for row in rows])
-    ends_here = not spec.differentiable or len(spec.shape) < 2 or model.graph[name].main.loss is not None
+    ends_here = not spec.differentiable or len(spec.shape) < 2 or name in model.graph.losses
     twice = spec.item_bytes == 2
     score = np.zeros_like(size) if ends_here else size * (1 + twice)
     elements = np.full_like(size, spec.volume) if free else size / spec.item_bytes
@@ -47,7 +47,7 @@ def _moved(model: CostModel, sink: Layer, slot: int, config: Config, end: Config
     source = place(layer, config, devices, options.io, unfed=layer.name in model.graph.unfed)
     if options.io != "sample":
         return outputs(
-            source, sink.specs[slot], options.io, alone=len(sink.specs) == 1, loss=layer.main.loss is not None
+            source, sink.specs[slot], options.io, alone=len(sink.specs) == 1, loss=layer.name in model.graph.losses
         )
     maps, epilogue = input_maps(sink, slot)
     return moved(source, maps, place(sink, end, devices, options.io).at(epilogue))
