@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.built_in import SAMPLES, written_graph
+from layerwise.importers.with_loss import parted, with_loss
 from layerwise.models import find, names
 from layerwise.ops.base import Role
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from layerwise.importers.torch.structure import Structure
 
 HELP = (
-    f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube); a .onnx or .pt2 file; "
+    f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
+    "+dice or +dice+ce for a loss behind it; a .onnx or .pt2 file; "
     "or package.module:callable that returns a module, or a module and its example inputs"
 )
 SUFFIXES = (".onnx", ".pt2", ".pt", ".pth")
@@ -58,7 +60,7 @@ def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None
     `input_shape`, of one sample, is for a callable that returns a module without example inputs. For a built-in network
     no torch is imported: its graph is written down.
     """
-    written = written_graph(spec) if input_shape is None else None
+    written = written_graph(spec) if input_shape is None and parted(spec)[1] is None else None
     return load_network(spec, batch, input_shape).graph if written is None else written.rebatch(batch)
 
 
@@ -121,13 +123,18 @@ def names_code(spec: str) -> bool:
 
 
 def _built_in(spec: str, batch: int) -> Network:
-    model = find(spec)  # first: a wrong name needs no torch
+    own, loss = parted(spec)
+    model = find(own)  # first: a wrong name needs no torch
     import torch
 
     with torch.device("meta"):
         network = model.build()
+    inputs = model.example_inputs(SAMPLES)
+    if loss is not None:
+        network, target = with_loss(network, inputs, own, loss)
+        inputs = (*inputs, target)
     # Exported with few samples: tracing is independent of the batch, and `rebatch` infers the shapes of any.
-    return network_of(network, model.example_inputs(SAMPLES), batch, spec, trusted=True)
+    return network_of(network, inputs, batch, spec, trusted=True)
 
 
 def network_of(

@@ -32,6 +32,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.files import check_writable, read_json
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model, names_code
+from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DeviceGraph, load
 from layerwise.mlp_grid import report as grid_report
 from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
@@ -83,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("model", metavar="MODEL", help=HELP)
+    p.add_argument(
+        "--loss",
+        choices=list(LOSSES),
+        help="behind a built-in network, of the classes of positions, its target an input: MODEL+LOSS (default: none)",
+    )
     machine_arguments(p)
     training_arguments(p)
     g = p.add_argument_group("search space")
@@ -164,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, search, print."""
     args = parser().parse_args(argv)
+    args.model = model_with(args.model, args.loss)
     devices = load(args.profile).device_graph(args.gpus, args.gpus_per_node)
     devices.processor.peak(args.dtype)
     batch = global_batch(args.batch, args.global_batch, args.gpus)

@@ -204,7 +204,7 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
     The last batch is filled up to the plan's size with samples that do not count. Every rank calls this.
     """
     task, held = data.task, data.held_out
-    if held is None or task.loss is not None:
+    if held is None or task.own:
         return None
     right, positions = 0.0, held.count * math.prod(task.target_sample)
     loss, training = module.loss, module.training
@@ -222,6 +222,27 @@ def evaluate(module: ParallelModule, data: Data) -> float | None:
         module.train(training)
     everyone: list[float] = module.comm.all_gather_object(right)
     return (everyone[0] if module.io != "sample" else sum(everyone)) / positions
+
+
+def held_out_loss(module: ParallelModule, data: Data) -> float | None:
+    """The mean of the model's own loss over held-out batches; None where it has none, or no batch is held out."""
+    task, held, size = data.task, data.held_out, module.plan.batch
+    if held is None or not task.own or held.count < size:
+        return None
+    mine, training, count = 0.0, module.training, held.count // size
+    module.eval()
+    try:
+        for first in range(0, count * size, size):
+            numbers = torch.arange(first, first + size)[module.share(size)]
+            inputs, _ = task.feed(*_own(module, task, held, numbers), module.options.dtype)
+            with torch.no_grad():
+                mine += float(tensors(module(*(x.to(module.device) for x in inputs)))[task.answer].mean())
+    finally:
+        module.train(training)
+    summed = task.loss is not None and task.loss.reduction == "sum"
+    everyone: list[float] = module.comm.all_gather_object(mine)
+    total = everyone[0] if module.io != "sample" else sum(everyone) / (1 if summed else len(everyone))
+    return total / count
 
 
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:

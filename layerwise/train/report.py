@@ -32,6 +32,7 @@ class Result:
     sent: Mapping[Kind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
     planned: Mapping[Kind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
     compare: Difference | None
+    held_out_loss: float | None = None  # the model's own, the mean of held-out batches; None where it has none
 
     @property
     def step_time_s(self) -> float | None:
@@ -54,6 +55,7 @@ class Result:
             "steps": len(self.steps),
             "losses": [_finite(step.loss) for step in self.steps],
             "accuracy": self.accuracy,
+            "held_out_loss": None if self.held_out_loss is None else _finite(self.held_out_loss),
             "step_time_s": self.step_time_s,
             "bytes_sent": None if self.sent is None else {kind: _whole(self.sent[kind]) for kind in KINDS},
             "bytes_predicted": self.predicted,
@@ -95,6 +97,8 @@ def ending(result: Result, allowed: float, dtype: str) -> Table:
         table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate_text(rate)}")
     if result.accuracy is not None:
         table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
+    if result.held_out_loss is not None:
+        table.add_row("held-out loss", f"{result.held_out_loss:.6g}")
     if result.sent is not None:
         for kind in KINDS:
             known = result.predicted[kind]

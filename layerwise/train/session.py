@@ -21,7 +21,7 @@ from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
-from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, sampler
+from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, held_out_loss, sampler
 from layerwise.train.report import KINDS, Result
 from layerwise.version import __version__
 
@@ -56,7 +56,7 @@ class Session:
         self.sampler = sampler(plan, self.data.train.count, settings.accumulate, options.seed)
         comm.handshake({"data": self.data.fingerprint()[:12]})
         wanted = self.data.task
-        if plan.io == "boxes" and wanted.loss is None and (len(wanted.predictions) > 1 or wanted.rows > 1):
+        if plan.io == "boxes" and not wanted.own and (len(wanted.predictions) > 1 or wanted.rows > 1):
             raise LayerwiseError(
                 f"the plan has io 'boxes', where no rank has whole outputs, and {plan.model} has neither a loss of its "
                 "own nor one output (samples, classes, ...): end the model in a loss, or search with --io free"
@@ -129,7 +129,8 @@ class Session:
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
         accuracy = evaluate(self.module, self.data)
         predicted = self.module.predicted_bytes(self.sampler.accumulate)
-        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare)
+        scored = held_out_loss(self.module, self.data)
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare, scored)
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""

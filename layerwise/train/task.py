@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from layerwise.ops.ends import Input
 from layerwise.ops.nn.embed import Embedding
 from layerwise.ops.nn.loss import Loss
 from layerwise.tensor import TensorSpec
+from layerwise.volumes.classes import classes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +40,30 @@ class Task:
 
     batch: int
     inputs: tuple[ModelInput, ...]  # without the target
-    predictions: tuple[TensorSpec, ...]  # (rows · samples, classes, ...), what the loss is taken of
-    loss: Loss | None = None  # the model's own
+    predictions: tuple[TensorSpec, ...]  # (rows · samples, classes, ...), what the loss is taken of; () not known
+    loss: Loss | None = None  # the model's own, where that is one of PyTorch's
     target: ModelInput | None = None  # the input that is its target
     slot: int = 0  # that input's number
     answer: int = 0  # the number of the output that is the loss
 
     @property
+    def own(self) -> bool:
+        """Whether the model makes its loss itself."""
+        return self.target is not None
+
+    @property
     def classes(self) -> int:
         """How many classes the prediction tells apart; 0 where it is no classifier."""
+        if not self.predictions:
+            assert self.target is not None
+            return 0 if self.target.spec.differentiable else self.target.values
         spec = self.predictions[0]
         return spec.shape[1] if (self.loss is None or self.loss.classes) and len(spec.shape) > 1 else 0
 
     @property
     def rows(self) -> int:
         """Rows of the prediction a sample: 1, but for outputs that were flattened to (n · s, classes)."""
-        return self.predictions[0].shape[0] // self.batch
+        return self.predictions[0].shape[0] // self.batch if self.predictions else 1
 
     @property
     def labels(self) -> bool:
@@ -104,6 +113,8 @@ def task(graph: LayerGraph) -> Task:
     for answer, end in enumerate(ends):
         if end.main.loss is not None:
             return _with_own_loss(graph, feeds, end if isinstance(end.main, Loss) else graph[end.inputs[0]], answer)
+        if len(feeds) > 1 and end.out.differentiable and (not end.out.shape or end.name in graph.losses):
+            return _with_written_loss(graph, feeds, answer)
     first = ends[0].out
     for end in ends:
         spec = end.out
@@ -127,6 +138,15 @@ def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answe
     prediction = end.stages[0].specs[0]
     inputs = (*feeds[:slot], *feeds[slot + 1 :])
     return Task(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
+
+
+def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) -> Task:
+    """A number of the whole batch, such as one less its Dice: the target is the one input of classes, or the last."""
+    whole = [slot for slot, feed in enumerate(feeds) if not feed.spec.differentiable]
+    slot = whole[0] if len(whole) == 1 else len(feeds) - 1
+    known = [classes.count for classes in classes_of(graph, feeds[slot].name)]
+    target = replace(feeds[slot], values=min(known, default=feeds[slot].values))
+    return Task(graph.batch, (*feeds[:slot], *feeds[slot + 1 :]), (), None, target, slot, answer)
 
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:

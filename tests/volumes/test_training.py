@@ -16,12 +16,15 @@ from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.load import network_of
+from layerwise.graph.fuse import fuse
+from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import Network, network_of
+from layerwise.importers.with_loss import with_loss
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.train import crops
 from layerwise.train.data import Data, load_data
-from layerwise.train.loop import Settings, Trainer, cross_entropy, evaluate, sampler
+from layerwise.train.loop import Settings, Trainer, cross_entropy, evaluate, held_out_loss, sampler
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
 
@@ -108,3 +111,40 @@ def test_a_loss_needs_all_classes(brain: tuple[Case, Data]) -> None:
 
     with pytest.raises(LayerwiseError, match="splits dimension 1 of the output, of which the loss needs all 3"):
         run_threads(2, run)
+
+
+@cache
+def scored_unet(loss: str) -> tuple[Network, LayerGraph]:
+    torch.manual_seed(0)
+    model = find("unet3d").build(width=0.05).double()
+    x = (torch.randn(2, 1, 16, 16, 16).double(),)
+    network, target = with_loss(model, x, "unet3d", loss)
+    made = network_of(network, (*x, target), 2, "scored", trusted=True)
+    return made, fuse(made.graph)
+
+
+@pytest.mark.parametrize("loss", ["dice", "dice+ce"])
+@pytest.mark.parametrize("io", ["sample", "boxes"])
+def test_a_dice_loss_trains_as_one_device(brain: tuple[Case, Data], loss: str, io: str) -> None:
+    """`unet3d+dice`: also where the loss is of the whole batch, and on what is held out."""
+    network, graph = scored_unet(loss)
+    assert "network" not in "".join(network.keys)
+    data = load_data("mni152", graph)
+    assert (data.task.own, data.task.classes, data.task.target_sample) == (True, 3, (16, 16, 16))
+
+    def run(comm: Comm) -> tuple[list[float], float | None, float | None]:
+        plan = random_plan(graph, comm.size, 3, io)
+        module = load(plan, network, comm=comm, dtype=torch.float64)
+        settings = Settings("sgd", accumulate=2)
+        steps = sampler(plan, data.train.count, settings.accumulate)
+        trainer = Trainer(module, data, steps, settings.build(module.parameters()), settings)
+        losses = [step.loss for step in trainer.run(2)]
+        return losses, held_out_loss(module, data), evaluate(module, data)
+
+    losses, held_out, accuracy = run(SoloComm())
+    assert accuracy is None
+    assert held_out is not None
+    assert len(set(losses)) == 2
+    for mine, value, _ in run_threads(2, run):
+        assert mine == pytest.approx(losses, rel=1e-9)
+        assert value == pytest.approx(held_out, rel=1e-9)
