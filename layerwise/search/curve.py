@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from layerwise.cache import Answers
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.search.find import search
+from layerwise.search.halos import reading_s, search_halos
 from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 POINTS = 16  # at most: limits are then this far apart, by a factor
@@ -17,11 +19,15 @@ POINTS = 16  # at most: limits are then this far apart, by a factor
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits."""
+    """A limit, what a search under it found, and the fastest plan of that and of all smaller limits, if one fits.
+
+    Where the profile says how fast a device reads samples, the fastest is that with reading (`search.halos`).
+    """
 
     limit_bytes: float
     result: SearchResult
     best: Candidate | None
+    halos_sent: tuple[str, ...] = ()  # of which inputs that plan sends them
 
 
 def memory_curve(
@@ -45,11 +51,11 @@ def memory_curve(
     """
     seconds = timeline_s if objective == "timeline" else step_time_s
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)
-    limit, results = most_bytes, list[tuple[float, SearchResult]]()
+    limit, results = most_bytes, list[tuple[float, SearchResult, float]]()
     while True:
-        result = search(
-            model,
-            space,
+        found = partial(
+            search,
+            space=space,
             objective=objective,
             memory_bytes=memory_bytes,
             memory_limit_bytes=limit,
@@ -57,16 +63,17 @@ def memory_curve(
             progress=progress,
             answers=answers,
         )
-        results.append((limit, result))
+        planned, result = search_halos(model, found)
+        results.append((limit, result, seconds(result.best) + reading_s(planned, result.best)))
         need = result.best.price.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
         limit = max(min(limit * factor, need - 1), least_bytes)
-    curve, best = list[Point](), None
-    for limit, result in reversed(results):
-        if result.best.fits and (best is None or seconds(result.best) <= seconds(best)):
-            best = result.best
-        curve.append(Point(limit, result, best))
+    curve, best, sent, least_s = list[Point](), None, tuple[str, ...](), float("inf")
+    for limit, result, step_s in reversed(results):
+        if result.best.fits and step_s <= least_s:
+            best, sent, least_s = result.best, result.halos_sent, step_s
+        curve.append(Point(limit, result, best, sent))
     return curve[::-1]
 
 

@@ -36,12 +36,17 @@ def search_halos(model: CostModel, search: Callable[[CostModel], SearchResult]) 
     other = CostModel(with_cells(model.graph, inputs), model.devices, model.options)
     instead = search(other)
     most = most_read_bytes(model, result.best), most_read_bytes(other, instead.best)
-    read_s, sent_s = (
-        found.best.timeline.total_s + size / rate for found, size in zip((result, instead), most, strict=True)
-    )
+    read_s = result.best.timeline.total_s + reading_s(model, result.best)
+    sent_s = instead.best.timeline.total_s + reading_s(other, instead.best)
     sent = (not instead.best.fits, sent_s) < (not result.best.fits, read_s)
     halos = Halos(inputs, sent, read_s, sent_s, *most)
     return (other, replace(instead, halos=halos)) if sent else (model, replace(result, halos=halos))
+
+
+def reading_s(model: CostModel, found: Candidate) -> float:
+    """Seconds until the busiest device has read its boxes; 0 where the profile or the io says nothing of reading."""
+    rate = model.devices.processor.read_bytes_per_s
+    return 0.0 if model.options.io != "boxes" or rate is None else most_read_bytes(model, found) / rate
 
 
 def read_elements(model: CostModel, strategy: Mapping[str, Config]) -> dict[str, Floats]:

@@ -40,8 +40,7 @@ def make_plan(
     plan = replace(plan, predicted={**plan.predicted, **searched}, provenance={**plan.provenance, **proof})
     if result.halos is None:
         return plan
-    sent = result.halos.inputs if result.halos.sent else ()
-    return replace(plan, halos_sent=sent, provenance={**plan.provenance, "halos": asdict(result.halos)})
+    return replace(plan, halos_sent=result.halos_sent, provenance={**plan.provenance, "halos": asdict(result.halos)})
 
 
 def _bound(result: SearchResult) -> dict[str, object]:

@@ -89,6 +89,11 @@ class SearchResult:
         """Of the simulated plans, by `preferred`: where `best` is data parallelism, what it was kept against."""
         return preferred(self.simulated)
 
+    @property
+    def halos_sent(self) -> tuple[str, ...]:
+        """The inputs of which `best` sends halos."""
+        return self.halos.inputs if self.halos is not None and self.halos.sent else ()
+
     def _repr_html_(self) -> str:
         return html(self)
 

@@ -25,9 +25,12 @@ from layerwise.machine import save
 from layerwise.plan import load_plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
+from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
-from layerwise.search.halos import search_halos
+from layerwise.search.halos import reading_s, search_halos
+from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
+from layerwise.search.report.memory import curve_dict, curve_table
 from layerwise.search.report.text import halo_lines
 from layerwise.search.result import SearchResult
 from layerwise.train.report import KINDS, Result
@@ -163,3 +166,24 @@ def test_there_is_a_choice_only_where_reading_is_known(rate: float | None, io: s
 def test_an_input_that_is_not_there() -> None:
     with pytest.raises(LayerwiseError, match="sends halos of 'y', which is no input of the model: search again"):
         with_cells(segments(2)[2], ["y"])
+
+
+def test_a_memory_curve_sends_halos_where_that_is_cheaper() -> None:
+    """With reading, no limit's plan is slower than what a search under it chooses."""
+    for rate, sent in ((1e3, True), (1e12, False)):
+        model = found(rate)[0]
+        model = CostModel(without_cells(model.graph), model.devices, model.options)
+        alone = search_halos(model, partial(search, space=SearchSpace(4)))[1]
+        most = 2 * alone.best.price.memory_bytes
+        curve = memory_curve(model, SearchSpace(4), most / 4, most, offer=OFFERS, points=3)
+        first = curve[0].best
+        assert first is not None
+        assert alone.halos is not None
+        assert any(point.halos_sent for point in curve) == sent
+        for point in curve:
+            assert point.best is None or ("x.cells" in point.best.strategy) == bool(point.halos_sent)
+        planned = CostModel(with_cells(model.graph, curve[0].halos_sent), model.devices, model.options)
+        with_reading_s = first.timeline.total_s + reading_s(planned, first)
+        assert with_reading_s <= min(alone.halos.read_s, alone.halos.sent_s)
+        assert curve_dict(curve)[0]["halos_sent"] == list(curve[0].halos_sent)
+        assert curve_table(curve).columns[-1].header == "halos"

@@ -43,6 +43,9 @@ def curve_table(curve: Sequence[Point]) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False)
     for heading in ("limit", "memory", "step time", "with overlap", "against no limit", "recompute", "shard", "proof"):
         table.add_column(heading, justify="right" if heading != "proof" else "left", no_wrap=True)
+    chosen = any(point.result.halos for point in curve)
+    if chosen:
+        table.add_column("halos")
     for point in curve:
         result, best = point.result, point.best
         limit = units(point.limit_bytes, "B")
@@ -59,6 +62,7 @@ def curve_table(curve: Sequence[Point]) -> Table:
             str(_count(best, "recompute")),
             str(_count(best, "states")),
             proof(result),
+            *(["sent" if point.halos_sent else "read"] if chosen else []),
         )
     return table
 
@@ -89,6 +93,7 @@ def curve_dict(curve: Sequence[Point]) -> list[dict[str, Any]]:
             "least_memory_bytes": None if point.result.least is None else point.result.least.bytes,
             "recompute": _count(point.best, "recompute"),
             "shard": _count(point.best, "states"),
+            "halos_sent": list(point.halos_sent),
         }
         for point in curve
     ]
