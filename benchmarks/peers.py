@@ -143,13 +143,18 @@ def main() -> None:
         which, name, gpus = args.row
         print(json.dumps(ours(name, int(gpus)) if which == "ours" else toulbar2(name, int(gpus), which)))
         return
-    if args.checkout is None or not (args.checkout / "scheduler.py").is_file():
-        raise SystemExit("give the path of a checkout of github.com/baidu-research/PaSE")
-    peers = [peer for peer in ("pase", "all", "left") if peer in args.peers.split(",")]
     titles = {"ours": "layerwise", "pase": "PaSE", "all": "toulbar2, all", "left": "toulbar2, what is left"}
+    peers, models = args.peers.split(","), args.models.split(",")
+    for flag, given, known in (("--peers", peers, ("pase", "all", "left")), ("--models", models, tuple(OURS))):
+        if unknown := [word for word in given if word not in known]:
+            parser.error(f"{flag} {unknown[0]!r}: there are {', '.join(known)}")
+    if wrong := [word for word in args.gpus.split(",") if not word.isdecimal() or word == "0"]:
+        parser.error(f"--gpus {wrong[0]!r} is no number of GPUs")
+    if "pase" in peers and (args.checkout is None or not (args.checkout / "scheduler.py").is_file()):
+        parser.error("give the path of a checkout of github.com/baidu-research/PaSE, or other --peers")
     console = Console(width=140)
     columns = "layers", "configurations", "tables", "search", "both", "times ours", "peak"
-    for name in args.models.split(","):
+    for name in models:
         for gpus in args.gpus.split(","):
             table = Table(f"{name} at {gpus}", *columns, box=None)
             least: Row = {}
