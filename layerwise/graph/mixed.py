@@ -18,11 +18,19 @@ from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.graph.types import Types, autocast_within
 from layerwise.ops.base import Op, Role, space
 from layerwise.ops.facts import Local
+from layerwise.ops.nn.conv import Conv, ConvTranspose
+from layerwise.ops.nn.linear import Linear
+from layerwise.ops.nn.norm import BatchNorm
+from layerwise.ops.nn.pool import AdaptivePool, Pool
 from layerwise.ops.stages import needed_box
+from layerwise.ops.tensor.combine import Concat
+from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
 from layerwise.tensor import TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+KEEPING = frozenset({"relu", "leaky_relu", "tanh", "hardtanh", "add"})  # functions that autocast leaves alone
 
 
 def mixed(graph: LayerGraph, autocast: str | None, device: str, dtype: str | None = None) -> LayerGraph:
@@ -79,6 +87,8 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
     where = space(op, specs)
     if not where.out.differentiable:
         return where.out.dtype
+    if (known := _known(op, specs, weights, autocast, device)) is not None:
+        return known
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -98,6 +108,23 @@ def made_by(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str |
         except (LayerwiseError, RuntimeError):  # there is no kernel, or it reads values
             return where.out.dtype
     return str(out.dtype).removeprefix("torch.")
+
+
+def _known(op: Op, specs: tuple[TensorSpec, ...], weights: str, autocast: str | None, device: str) -> str | None:
+    """`made_by` of what built-in networks are made of, as planning for these imports no torch; None: ask the kernels.
+
+    A test asks them: tests/graph/test_mixed.py.
+    """
+    read = {spec.dtype for spec in specs}
+    if autocast is None or weights != "float32" or read not in ({"float32"}, {autocast}):
+        return None
+    if isinstance(op, Conv | ConvTranspose | Linear):
+        return autocast
+    keeps: bool = isinstance(op, BatchNorm | Concat | Dropout)
+    keeps |= isinstance(op, Unary) and op.fn in KEEPING
+    keeps |= isinstance(op, Binary) and op.fn in KEEPING and op.parameter is None
+    keeps |= isinstance(op, Pool | AdaptivePool) and device == "cuda"  # a CPU has some of them in float32
+    return specs[0].dtype if keeps else None
 
 
 @contextmanager

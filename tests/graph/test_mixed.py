@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from layerwise.models import names
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layerwise.graph import mixed as module
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
-from layerwise.graph.mixed import mixed
+from layerwise.graph.mixed import made_by, mixed
 from layerwise.graph.types import TRACED, Region
-from layerwise.importers.load import network_of
+from layerwise.importers.load import load_model, network_of
+from layerwise.ops.base import Op
 
 
 class Model(nn.Module):
@@ -52,6 +57,26 @@ def test_types_of_a_device(device: str, fused: bool) -> None:
     assert {item_bytes for layer in found.layers for _, _, item_bytes in layer.held()} == {4}
     assert (found.digest, found.dtype) == (plain.digest, F32)
     assert mixed(found, BF16, device) is found
+
+
+@pytest.mark.parametrize("device", OUTPUTS)
+def test_what_is_known_without_torch_is_what_the_kernels_say(device: str) -> None:
+    """Of every kind of operator of the built-in networks, on inputs of either type."""
+    graphs = [load_model(name, 2) for name in names()]
+    stages = [(stage.op, stage.specs) for g in graphs for layer in g.inner for stage in layer.stages]
+    kinds = {(re.sub(r"\d+", "", repr(op)), len(specs[0].shape)): (op, specs) for op, specs in stages}
+    known = set[type[Op]]()
+    for op, specs in kinds.values():
+        for autocast in ("bfloat16", "float16"):
+            for dtype in (F32, autocast):
+                given = tuple(replace(spec, dtype=dtype) for spec in specs)
+                answer = module._known(op, given, F32, autocast, device)
+                if answer is not None:
+                    known.add(type(op))
+                    with mock.patch.object(module, "_known", return_value=None):
+                        asked = made_by.__wrapped__(op, given, F32, autocast, device)
+                    assert answer == asked, (op, given, autocast)
+    assert len(known) == (10 if device == "cuda" else 8)
 
 
 def test_types_stay_at_another_batch_and_in_float64() -> None:
