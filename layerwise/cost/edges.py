@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, reduce_scatter_s
 from layerwise.cost.setting import Setting
 from layerwise.cost.transfer import port_seconds, seconds, traffic
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
 from layerwise.partition.gathers import are_gathers, coincide, driven, needers
@@ -22,10 +24,10 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     graph, link_model = setting.devices, setting.options.link_model
     if link_model != "port":
         return directions * seconds(traffic(edge, graph), graph, link_model)
-    messages: Floats = directions * port_seconds(edge, graph, watched)
+    messages: Floats = directions * _messages_s(edge, graph, watched)
     if not graph.collectives:
         return messages
-    gathers = are_gathers(edge, roughly=watched is not None)
+    gathers = _gathers(edge, watched is not None)
     columns = np.flatnonzero(gathers.any(0))  # few
     if len(columns):
         collective = gather_s(edge, columns, graph, directions)
@@ -33,6 +35,16 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
             collective = np.minimum(collective, messages[:, columns])
         messages[:, columns] = np.where(gathers[:, columns], collective, messages[:, columns])
     return messages
+
+
+@lru_cache(maxsize=1)  # of an edge both directions are asked for, and then one once more: what is recomputed
+def _messages_s(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None) -> Floats:
+    return port_seconds(edge, graph, watched)
+
+
+@lru_cache(maxsize=1)
+def _gathers(edge: Edge, roughly: bool) -> Mask:
+    return are_gathers(edge, roughly=roughly)
 
 
 def transfer_bytes(setting: Setting, edge: Edge, directions: int) -> float:

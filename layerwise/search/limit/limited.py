@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from layerwise.search.limit.rest import Bounded, Known, Rest
 from layerwise.search.solve.prune import SLACK
 
 T = TypeVar("T")  # what has a peak
+Effort = Literal["bound", "look", "prove"]
 GAP = 0.005  # nearer to its bound, no more is looked for
 SPARE = 0.001  # of the time: what is that near to another choice, and needs no less, may be left out
 FAVOURED = 3  # times that rows are added, near the peak of a choice that did not fit
@@ -69,35 +69,39 @@ def fastest_within(
     memory_bytes: float = 2.0**31,
     known: Iterable[Choice] = (),
     met: Iterable[Choice] = (),
-    prove: bool = True,
+    effort: Effort = "prove",
 ) -> Limited:
     """The choice that takes the least time of those whose peak is at most `limit` bytes.
 
-    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. prove:
-    enumerate all that a proof takes.
+    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. effort:
+    how far it goes: the best multipliers, a look at the best of what bounds leave, or all that a proof takes.
     """
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
     begin = Multipliers.begun(problem, met)
-    prices = _priced(problem, limit, begin, minimise) if prove else best_multipliers(problem, limit, minimise, begin)
+    begun = best_multipliers if effort == "bound" else _priced
+    prices = begun(problem, limit, minimise, begin)
     if prices.bound < np.inf:
         tighten(seen, prices, minimise)
-        prices = _nearer(seen, prices, minimise) if prove else prices
+        prices = prices if effort == "bound" else _nearer(seen, prices, minimise)
     lower = prices.bound
-    if lower == np.inf or not prove:
+    if lower == np.inf or effort == "bound":
         return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
     before = seen.problem
-    if seen.cost > lower * (1 + GAP):
-        lower = max(lower, branch(seen, prices, partial(_priced, minimise=minimise), _look, GAP))
+    if effort == "prove" and seen.cost > lower * (1 + GAP):
+        lower = max(
+            lower,
+            branch(seen, prices, lambda problem, limit, begin: _priced(problem, limit, minimise, begin), _look, GAP),
+        )
         if seen.problem is not before:
-            prices = _priced(seen.problem, limit, prices.over(seen.problem), minimise)
+            prices = _priced(seen.problem, limit, minimise, prices.over(seen.problem))
     if seen.cost > lower * SLACK:
-        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes))
+        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes, effort))
     return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
 
 
-def _priced(problem: Problem, limit: float, begin: Multipliers | None, minimise: Minimise) -> Multipliers:
+def _priced(problem: Problem, limit: float, minimise: Minimise, begin: Multipliers | None) -> Multipliers:
     """The best multipliers, of which the bound is inf where nothing fits."""
     prices = best_multipliers(problem, limit, minimise, begin)
     if not any(met.rows.max() <= limit for met in prices.met):
@@ -118,28 +122,29 @@ def _nearer(seen: Known, prices: Multipliers, minimise: Minimise) -> Multipliers
         if seen.misfit is None:
             break
         seen.problem = seen.problem.nearer(seen.misfit)
-        prices = _priced(seen.problem, seen.limit, prices.over(seen.problem), minimise)
+        prices = _priced(seen.problem, seen.limit, minimise, prices.over(seen.problem))
         tighten(seen, prices, minimise)
     return prices
 
 
-def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float) -> float:
+def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float, effort: Effort) -> float:
     """Looks for the fastest choice among all that bounds leave: a lower bound of all that fit."""
-    found = _beams(seen, prices, seen.limit, memory_bytes)
-    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0:
+    shares = ROOM if effort == "prove" else ROOM[:1]
+    found = _beams(seen, prices, seen.limit, memory_bytes, shares)
+    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0 and effort == "prove":
         target = seen.limit - found.missed
-        _beams(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes)
+        _beams(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes, shares)
     lower = found.lower_s
-    if found.complete and seen.cost > lower * SLACK:
+    if found.complete and seen.cost > lower * SLACK and effort == "prove":
         rest = Rest.of(seen.problem, prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
         lower = lower if rest is None else max(lower, rest.fastest(seen))
     return lower
 
 
-def _beams(seen: Known, prices: Multipliers, limit: float, memory_bytes: float) -> Bounded:
+def _beams(seen: Known, prices: Multipliers, limit: float, memory_bytes: float, shares: Iterable[float]) -> Bounded:
     """Enumerates what no other choice beats, first the best of it, then with more room, until the gap is closed."""
     lower, missed, complete = prices.bound, 0.0, True
-    for share in ROOM if prices.price else ():
+    for share in shares if prices.price else ():
         if seen.cost <= lower * SLACK:
             break
         spare, cost = SPARE * lower, seen.cost

@@ -107,6 +107,12 @@ class Variants:
         """The indices of a strategy's configurations."""
         return {name: configs.index(strategy[name]) for name, configs in self.configs.items()}
 
+    def choices(self, strategies: Iterable[Strategy]) -> list[Choice]:
+        """Those of which all configurations are here."""
+        places = {name: {config: i for i, config in enumerate(configs)} for name, configs in self.configs.items()}
+        here = (s for s in strategies if all(s[name] in place for name, place in places.items()))
+        return [{name: place[s[name]] for name, place in places.items()} for s in here]
+
     def strategy(self, choice: Choice) -> Strategy:
         """The configurations of these indices."""
         return {name: configs[choice[name]] for name, configs in self.configs.items()}
@@ -148,6 +154,10 @@ class Memory:
         """Of a step."""
         return Memory([MemoryBounds(model, variants.configs, variants.base)])
 
+    def restrict(self, keep: Mapping[str, Mask], variants: Variants) -> Memory:
+        """Over the variants that are kept."""
+        return Memory([self.bounds[0].restrict(keep, variants.base)])
+
     def nearer(self, choice: Choice) -> Memory:
         """With more rows, which are near the memory of a choice; those that there are keep their numbers."""
         more = Memory([*self.bounds, self.bounds[0].near(choice)])
@@ -168,4 +178,4 @@ class Memory:
 
     def rows(self, choice: Choice) -> Floats:
         """(R,) bytes of one choice."""
-        return np.concatenate([bounds.at(choice).ravel() for bounds in self.bounds])
+        return np.concatenate([found.ravel() for found in MemoryBounds.at_each(self.bounds, choice)])

@@ -17,8 +17,17 @@ from layerwise.config import Config, States
 from layerwise.cost.memory.bounds import MemoryBounds
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, CostTables, Progress
-from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
+from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
+from layerwise.geometry.arrays import Floats
+from layerwise.search.limit.additive import (
+    Choice,
+    Costs,
+    Problem,
+    by_messages,
+    inside,
+    least_by_base,
+    lower_bounds,
+)
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
@@ -73,6 +82,10 @@ class LimitedSearch:
         self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
         self._footprints = Footprints(model)
+        self._edges: dict[str, list[EdgeName]] = {name: [] for name in self.cells}
+        for edge in model.graph.edges():
+            for end in dict.fromkeys(edge[:2]):
+                self._edges[end].append(edge)
         self._peaks: dict[object, float] = {}
         self._costs: dict[object, tuple[float, float]] = {}
 
@@ -82,19 +95,19 @@ class LimitedSearch:
         The first weight is 1, and its answer is proven or has a lower bound. known: strategies over `cells` to begin
         with.
         """
-        known = self._small_enough(limit, [formed for strategy in known for formed in self.formed(strategy)])
-        hands = [self._in_hand(limit, weight, known) for weight in weights]
-        space = Variants.of(self._cells_within(weights, [cost for _, cost in hands]), self.forms)
+        hand = self._begun(limit, weights[0], known)
+        uppers = [np.inf if hand is None else self.cost(hand, weight) for weight in weights]
+        space = Variants.of(self._cells_within(weights, uppers), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
         keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
         found, met = list[Choice | None](), list[list[Choice]]()
         paid: list[tuple[MemoryPrice, ...]] = []
-        for weight, (strategy, _) in zip(weights, hands, strict=True):
+        for weight in weights:
             node = weighted(self.model, space.configs, [weight])[0]
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
             seen = Known(problem, limit)
-            if strategy is not None:
-                seen.see(space.choice(strategy))
+            if hand is not None:
+                seen.see(space.choice(hand))
             prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met[-1] if met else ()))
             tighten(seen, prices, by_messages)
             left = possible(problem, prices.criteria(problem, limit, seen.cost))
@@ -107,32 +120,50 @@ class LimitedSearch:
                 keep[name] |= mask
         fitting = [inside([] if choice is None else [choice], keep) for choice in found]
         near = [inside(choices, keep) for choices in met]
-        within = self._exact(space.restrict(keep), limit, weights, fitting, near)
+        small = space.restrict(keep)
+        within = self._exact(
+            small,
+            memory.restrict(keep, small),
+            limit,
+            weights,
+            fitting,
+            near,
+            lambda strategy: float(memory.rows(space.choice(strategy)).max()),
+        )
         # Of what is left all may fit: then memory has the price that it had among all.
         return within if within.prices else replace(within, prices=paid[0])
 
     def _exact(
         self,
         space: Variants,
+        memory: Memory,
         limit: float,
         weights: Sequence[float],
         known: Sequence[list[Choice]],
         met: Sequence[list[Choice]],
+        least: Callable[[Strategy], float],
     ) -> Within:
-        """With transfers as they are. known: by weight, what may fit; met: what is near the best."""
-        tables, memory = self.model.tables(space.bases, self.progress), Memory.of(self.model, space)
+        """With transfers as they are.
+
+        known: by weight, what may fit; met: what is near the best; least: see `plainer`.
+        """
+        tables = self.model.tables(space.bases, self.progress)
         results: list[Limited] = []
         for weight, begin, near in zip(weights, known, met, strict=True):
             costs = Costs(weighted(self.model, space.configs, [weight])[0], tables.transfer)
             problem = space.problem(costs.node, costs.edge, memory, self.peak)
             begin = begin + [result.choice for result in results[:1] if result.choice is not None]
             found = fastest_within(
-                problem, limit, memory_bytes=self.memory_bytes, known=begin, met=near, prove=not results
+                problem,
+                limit,
+                memory_bytes=self.memory_bytes,
+                known=begin,
+                met=near,
+                effort="bound" if results else "prove",
             )
             results.append(found)
         strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
-        strategies = [self.plainer(strategy, limit) for strategy in strategies]
-        strategies = list({tuple(strategy.values()): strategy for strategy in strategies}.values())
+        strategies = _distinct(self.plainer(strategy, limit, least) for strategy in _distinct(strategies))
         strategies.sort(key=self._costing(1.0))
         cost = min([results[0].cost_s, *(self.cost(strategy, 1.0) for strategy in strategies)])
         return Within(
@@ -154,44 +185,61 @@ class LimitedSearch:
     def least(self, known: Sequence[Strategy]) -> Least[Strategy]:
         """The least memory of all strategies. known: strategies over `cells` to begin with."""
         space = Variants.of(self.cells, self.forms)
-        problem = self._memory_alone(space)
+        memory = Memory.of(self.model, space)
+        problem = self._memory_alone(space, memory)
         game = least_rows(problem, by_messages)
         met = sorted(game.met, key=lambda met: float(met.rows.max()))[:LOOKS]
         formed = [space.choice(s) for strategy in known for s in self.formed(strategy)]
         least = min([*formed, *(m.choice for m in met)], key=problem.peak)
         keep = possible(problem, game.mixed(problem.peak(least)))
         small, begin = space.restrict(keep), inside([least], keep)
-        found = least_memory(self._memory_alone(small), memory_bytes=self.memory_bytes, known=begin)
+        found = least_memory(
+            self._memory_alone(small, memory.restrict(keep, small)), memory_bytes=self.memory_bytes, known=begin
+        )
         bound = max(found.lower_bound_bytes, game.bound)
         return Least(small.strategy(found.best), found.bytes, min(bound, found.bytes))
 
-    def _memory_alone(self, space: Variants) -> Problem:
+    def _memory_alone(self, space: Variants, memory: Memory) -> Problem:
         """Where time does not matter."""
         nothing = {name: np.zeros(len(configs)) for name, configs in space.configs.items()}
         edges = self.model.graph.edges()
         transfer = {e: np.zeros((len(space.bases[e[0]]), len(space.bases[e[1]]))) for e in edges}
-        return space.problem(nothing, transfer, Memory.of(self.model, space), self.peak)
+        return space.problem(nothing, transfer, memory, self.peak)
 
     def formed(self, strategy: Strategy) -> list[Strategy]:
         """The strategy in each form that is offered, on all layers for which it means anything."""
         forms = self.forms
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
-        return list({tuple(s.values()): s for s in every}.values())
+        return _distinct(every)
 
-    def plainer(self, strategy: Strategy, limit: float) -> Strategy:
+    def plainer(self, strategy: Strategy, limit: float, least: Callable[[Strategy], float] | None = None) -> Strategy:
         """Without the forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
 
-        Bounds take longer steps for equal within a gap, so a choice may have some.
+        Bounds take longer steps for equal within a gap, so a choice may have some. least: bytes that no peak is below,
+        which take less time than peaks.
         """
         for name in [name for name in strategy if name not in self.forms.fixed]:
-            others = [{**strategy, name: plain} for plain in _plainer(strategy[name])]
-            self._price(others)
-            for other in others:
-                slower = any(self.cost(other, weight) > self.cost(strategy, weight) for weight in (0.0, 1.0))
-                if not slower and self.peak(other) <= limit:
+            plain = list(_plainer(strategy[name]))
+            now, *costs = self._of_layer(strategy, name, [strategy[name], *plain]) if plain else [np.zeros(2)]
+            for config, cost in zip(plain, costs, strict=True):
+                if cost[0] > now[0] or cost.sum() > now.sum():
+                    continue
+                other = {**strategy, name: config}
+                if (least is None or least(other) <= limit * SLACK) and self.peak(other) <= limit:
                     strategy = other
                     break
         return strategy
+
+    def _of_layer(self, strategy: Strategy, name: str, configs: Sequence[Config]) -> Floats:
+        """(configs, 2) what a layer and its edges cost under each of these, all else as it is: without t_S, and t_S."""
+        own = tuple(configs)
+        node = self.model.node_cost(self.model.graph[name], own)
+        rest, sync = node.total - node.overlapped, node.overlapped
+        for edge in self._edges[name]:
+            u, v, _ = edge
+            pairs = [(c if u == name else strategy[u], c if v == name else strategy[v]) for c in own]
+            rest = rest + np.asarray(self.model.pair_costs(edge, pairs), np.float64)
+        return np.stack([rest, sync], axis=1)
 
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
@@ -214,33 +262,44 @@ class LimitedSearch:
     def _costing(self, weight: float) -> Callable[[Strategy], float]:
         return lambda strategy: self.cost(strategy, weight)
 
-    def _in_hand(self, limit: float, weight: float, known: Sequence[Strategy]) -> tuple[Strategy | None, float]:
-        """Of the strategies in hand the fastest that fits."""
-        for strategy in sorted(known, key=self._costing(weight)):
-            if self.peak(strategy) <= limit:
-                return strategy, self.cost(strategy, weight)
-        return None, np.inf
-
-    def _small_enough(self, limit: float, known: Sequence[Strategy]) -> list[Strategy]:
-        """Without the strategies whose lower bounds say that they do not fit: true peaks take longer."""
-        space = Variants.grouped({name: tuple(dict.fromkeys(s[name] for s in known)) for name in self.cells})
-        memory = Memory.of(self.model, space)
-        return [strategy for strategy in known if memory.rows(space.choice(strategy)).max() <= limit * SLACK]
+    def _begun(self, limit: float, weight: float, known: Sequence[Strategy]) -> Strategy | None:
+        """A fast strategy that fits, of the cells of those that are known, in whatever forms."""
+        kept = self.forms.fixed
+        cells = {n: tuple(dict.fromkeys(s[n] if n in kept else s[n].cells for s in known)) for n in self.cells}
+        space = Variants.of(cells, self.forms)
+        tables, memory = self.model.tables(space.bases), Memory.of(self.model, space)
+        node = weighted(self.model, space.configs, [weight])[0]
+        problem = space.problem(node, tables.transfer, memory, self.peak)
+        formed = space.choices(f for strategy in known for f in self.formed(strategy))
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, effort="look").choice
+        for choice in sorted(formed, key=problem.cost) if found is None else ():
+            if memory.rows(choice).max() <= limit * SLACK and problem.peak(choice) <= limit:
+                found = choice
+                break
+        return None if found is None else space.strategy(found)
 
     def _cells_within(self, weights: Sequence[float], uppers: Sequence[float]) -> Configs:
         """The cells that a strategy of at most these costs can have, in whatever form."""
-        if not np.isfinite(uppers).all():
-            return self.cells
-        space = Variants.of(self.cells, self.forms)
-        rough = rough_tables(self.model, self.cells, self.progress)
-        keep: Keep = {name: np.zeros(len(cells), bool) for name, cells in self.cells.items()}
-        everywhere = {name: np.arange(len(cells)) for name, cells in self.cells.items()}
-        for weight, upper in zip(weights, uppers, strict=True):
-            node = weighted(self.model, space.configs, [weight])[0]
-            own = {name: least_by_base(node[name], space.cell[name])[0] for name in node}
-            for name, lower in lower_bounds(Costs(own, rough.transfer), everywhere).items():
-                keep[name] |= lower <= upper * SLACK
-        return {n: tuple(c for c, k in zip(cells, keep[n], strict=True) if k) for n, cells in self.cells.items()}
+        cells = self.cells
+        for watched in ((0,), None) if np.isfinite(uppers).all() else ():  # as in `narrow`
+            tables = (
+                self.model.tables(cells, self.progress, watched)
+                if watched
+                else rough_tables(self.model, cells, self.progress)
+            )
+            space = Variants.of(cells, self.forms)
+            keep: Keep = {name: np.zeros(len(these), bool) for name, these in cells.items()}
+            everywhere = {name: np.arange(len(these)) for name, these in cells.items()}
+            for node, upper in zip(weighted(self.model, space.configs, weights), uppers, strict=True):
+                own = {name: least_by_base(node[name], space.cell[name])[0] for name in node}
+                for name, lower in lower_bounds(Costs(own, tables.transfer), everywhere).items():
+                    keep[name] |= lower <= upper * SLACK
+            cells = {n: tuple(c for c, k in zip(these, keep[n], strict=True) if k) for n, these in cells.items()}
+        return cells
+
+
+def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
+    return list({tuple(strategy.values()): strategy for strategy in strategies}.values())
 
 
 def _plainer(config: Config) -> Iterator[Config]:
@@ -254,5 +313,6 @@ def _plainer(config: Config) -> Iterator[Config]:
 
 
 def _prices(memory: Memory, price: Mapping[int, float]) -> tuple[MemoryPrice, ...]:
-    """Of rows of bytes."""
-    return tuple(MemoryPrice(*memory.where(row), seconds) for row, seconds in price.items())
+    """Of rows of bytes, the dearest first."""
+    dearest = sorted(price.items(), key=lambda row: (-row[1], row[0]))
+    return tuple(MemoryPrice(*memory.where(row), seconds) for row, seconds in dearest)

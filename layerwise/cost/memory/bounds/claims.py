@@ -7,7 +7,7 @@ instant its bytes are divided among those who may hold it then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -16,7 +16,7 @@ import numpy as np
 
 from layerwise.cost.memory.bounds.travels import Part
 from layerwise.cost.setting import EdgeName
-from layerwise.geometry.arrays import Floats
+from layerwise.geometry.arrays import Floats, Mask
 
 Owner = str | EdgeName  # whose configurations bytes follow from: a layer's, or those of both ends of an edge
 # sure: whatever the configurations; own: where `source` is not 0, and nobody else counts it there; shared: perhaps.
@@ -41,6 +41,20 @@ class Claim:
     last: int = -1  # it has not ended
     part: Part | None = None  # of an edge where it is not local: bytes are those of `Travel`, and source a factor
 
+    def restrict(self, keep: Mapping[str, Mask], local: Mapping[EdgeName, Mask]) -> Claim | None:
+        """Over the configurations that are kept (V_l,); None where nothing is held. local: (V_u, V_v) of these."""
+        source, target = self.source, self.target
+        if isinstance(self.owner, str):
+            source = _kept(source, keep[self.owner])
+        elif (local[self.owner] == self.local).any():
+            source = _kept(source, keep[self.owner[0]])
+            target = None if target is None else _kept(target, keep[self.owner[1]])
+        else:
+            return None
+        if not source.any() or (target is not None and not target.any()):
+            return None
+        return replace(self, source=source, target=target)
+
 
 Holds = Callable[[Claim], bool]
 
@@ -50,6 +64,11 @@ class Storage:
     """Memory that tensors share, with all who may ever hold it."""
 
     claims: list[Claim] = field(default_factory=list)
+
+    @property
+    def shared(self) -> bool:
+        """Whether it depends on who is likely to hold it how it is divided."""
+        return any(claim.kind not in ("sure", "own") for claim in self.claims)
 
     def entries(self, end: int, holds: Holds) -> Iterator[Claim]:
         """What may be added up: claims weighted in such a way that at no instant they exceed the storage."""
@@ -102,6 +121,11 @@ def _largest(claims: tuple[Claim, ...]) -> Claim:
         elif claim.target is not None and best.target is not None and np.array_equal(claim.source, best.source):
             best = replace(best, target=np.maximum(best.target, claim.target))
     return best
+
+
+def _kept(sizes: Floats, keep: Mask) -> Floats:
+    """Of (V, N), or of (1, N) for all."""
+    return sizes[keep] if len(sizes) > 1 else sizes
 
 
 def _size(claim: Claim) -> tuple[bool, float]:
@@ -161,7 +185,18 @@ class Ledger:
             if claim.last < 0:
                 claim.last = self.now
 
-    def entries(self, holds: Holds = lambda _: False) -> Iterator[Claim]:
-        """Of all storages. holds: who is likely to hold what several may hold."""
+    def entries(self, shared: bool, holds: Holds = lambda _: False) -> Iterator[Claim]:
+        """Of all storages that are `shared`, or of all others. holds: who is likely to hold what several may hold."""
         for storage in self.storages:
-            yield from storage.entries(self.now, holds)
+            if storage.shared == shared:
+                yield from storage.entries(self.now, holds)
+
+    def restrict(self, keep: Mapping[str, Mask], local: Mapping[EdgeName, Mask]) -> Ledger:
+        """Over the configurations that are kept (V_l,). local: (V_u, V_v) of these."""
+        other = Ledger()
+        other.instants = self.instants
+        for storage in self.storages:
+            new = Storage([small for claim in storage.claims if (small := claim.restrict(keep, local))])
+            if new.claims:
+                other.storages.append(new)
+        return other

@@ -7,14 +7,14 @@ every instant and on every device the sum of the tables is at most what `step.pe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from layerwise.cost.memory.bounds.claims import Claim, Holds
+from layerwise.cost.memory.bounds.claims import Claim, Ledger
 from layerwise.cost.memory.bounds.lifetimes import Lifetimes
 from layerwise.cost.memory.bounds.travels import Part
 from layerwise.cost.model import Configs, CostModel, EdgeName
@@ -70,6 +70,30 @@ class _Sums:
         return sums
 
 
+class _Weighed:
+    """Claims of which the bytes may be added up."""
+
+    def __init__(self, claims: Iterable[Claim], devices: int) -> None:
+        self.claims: dict[str | EdgeName, list[Claim]] = {}
+        self.parts: dict[tuple[EdgeName, Part], list[Claim]] = {}
+        for claim in claims:
+            if claim.part is None:
+                self.claims.setdefault(claim.owner, []).append(claim)
+            elif not isinstance(claim.owner, str):
+                self.parts.setdefault((claim.owner, claim.part), []).append(claim)
+        self.rows = {owner: _stack(claims, devices) for owner, claims in self.claims.items()}
+        everyone = [claim for claims in self.claims.values() for claim in claims]
+        self._first = _Sums([claim.first for claim in everyone])
+        self._last = _Sums([claim.last for claim in everyone])
+
+    def add(self, change: Floats, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> None:
+        """To what is held at (instants + 1, devices) more than an instant before, under one choice; but of parts."""
+        if self.rows:
+            sizes = np.concatenate([_bytes(owner, rows, choice, local) for owner, rows in self.rows.items()])
+            change[self._first.at] += self._first.of(sizes)
+            change[self._last.at] -= self._last.of(sizes)
+
+
 class MemoryBounds:
     """Lower bounds of the memory of all strategies over some configurations.
 
@@ -83,85 +107,82 @@ class MemoryBounds:
         base: (V_l,) groups of these, counted from 0, which have the same cells: tables of edges are over the groups,
         with the least of each. By default each is its own.
         """
-        lifetimes = self._lifetimes = Lifetimes(model, configs)
-        self._bases = {
-            name: _Bases(np.arange(len(rows)) if base is None else base[name], lifetimes.at[name].rows)
-            for name, rows in configs.items()
-        }
+        lifetimes = Lifetimes(model, configs)
         self.instants: tuple[str, ...] = tuple(lifetimes.ledger.instants)
         self.devices = model.devices.count
-        self._counts = {name: len(rows) for name, rows in configs.items()}
         self._known: dict[tuple[EdgeName, Part, int, int], Floats] = {}
         self._index = {name: i for i, name in enumerate(self.instants)}
         twice = {n for n in self.instants if self.instants.count(n) > 1}
         assert not twice, f"two instants of one name: {sorted(twice)}"
-        self._local = lifetimes.local
+        self._local = lifetimes.local  # by cells, as they were counted first
         self._travels = lifetimes.travels
-        self._weigh(lambda _: False)
+        cells = {name: lifetimes.at[name].rows for name in configs}
+        self._over(cells, base, lifetimes.ledger)
+
+    def _over(self, cells: Mapping[str, Ints], base: Mapping[str, Ints] | None, ledger: Ledger) -> None:
+        """cells: (V_l,) which each configuration has."""
+        self._counts = {name: len(rows) for name, rows in cells.items()}
+        self._bases = {
+            name: _Bases(np.arange(len(rows)) if base is None else base[name], rows) for name, rows in cells.items()
+        }
+        self._ledger = ledger
+        self._alone = _Weighed(ledger.entries(shared=False), self.devices)
+        self._shared = _Weighed(ledger.entries(shared=True), self.devices)
+
+    def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> MemoryBounds:
+        """Over the configurations that are kept (V_l,), and groups of these: tighter, and sooner made than anew."""
+        other = copy(self)
+        cells = {name: bases.cells[keep[name]] for name, bases in self._bases.items()}
+        local = {edge: mask[np.ix_(cells[edge[0]], cells[edge[1]])] for edge, mask in self._local.items()}
+        other._over(cells, base, self._ledger.restrict(keep, local))
+        return other
 
     def near(self, favour: Mapping[str, int]) -> MemoryBounds:
         """Other bounds, which are near the memory of one strategy: the index of each layer's configuration."""
         other = copy(self)
-        other._weigh(partial(self._holds, favour))
+        entries = self._ledger.entries(shared=True, holds=partial(self._holds, favour))
+        other._shared = _Weighed(entries, self.devices)
         return other
-
-    def _weigh(self, holds: Holds) -> None:
-        """Divides storages among those who may hold them. holds: who is likely to."""
-        self._claims: dict[str | EdgeName, list[Claim]] = {name: [] for name in self._counts}
-        self._parts: dict[tuple[EdgeName, Part], list[Claim]] = {}
-        for claim in self._lifetimes.ledger.entries(holds):
-            if claim.part is None:
-                self._claims.setdefault(claim.owner, []).append(claim)
-            elif not isinstance(claim.owner, str):
-                self._parts.setdefault((claim.owner, claim.part), []).append(claim)
-        self._rows = {owner: self._stack(claims) for owner, claims in self._claims.items() if claims}
-        everyone = [claim for claims in self._claims.values() for claim in claims]
-        self._first = _Sums([claim.first for claim in everyone])
-        self._last = _Sums([claim.last for claim in everyone])
 
     def _holds(self, choice: Mapping[str, int], claim: Claim) -> bool:
         """Whether there is anything of a claim under a strategy."""
         if isinstance(claim.owner, str) or claim.target is None:
             return bool(_row(claim.source, choice[str(claim.owner)]).any())
-        if self._is_local(claim.owner, choice) != claim.local:
-            return False
         u, v = (choice[end] for end in claim.owner[:2])
+        if self._local[claim.owner][self._bases[claim.owner[0]].cells[u], self._bases[claim.owner[1]].cells[v]] != (
+            claim.local
+        ):
+            return False
         return bool((_row(claim.source, u) * _row(claim.target, v)).any())
-
-    def _stack(self, claims: list[Claim]) -> _Rows:
-        one, n = claims[0], self.devices
-        source = [np.broadcast_to(c.source, (len(c.source), n)) for c in claims]
-        rows = max(map(len, source))
-        sources = np.stack([np.broadcast_to(s, (rows, n)) for s in source], axis=1)
-        targets = None if one.target is None else _stack_targets(claims, n)
-        return _Rows(sources, targets, np.array([claim.local for claim in claims], np.bool_))
 
     def tables(self, instant: str, device: int) -> MemoryTables:
         """Of one of the `instants` on one device."""
         now = self._index[instant]
-        node: dict[str, Floats] = {}
+        node = {name: np.zeros(count) for name, count in self._counts.items()}
         edge: dict[EdgeName, Floats] = {}
-        for owner, claims in self._claims.items():
-            alive = [i for i, claim in enumerate(claims) if claim.first <= now < claim.last]
-            if isinstance(owner, str):
-                none = np.zeros(self._counts[owner])
-                node[owner] = sum((self._rows[owner].source[:, i, device] for i in alive), none)
-            elif alive:
-                edge[owner] = self._edge_table(owner, alive, device)
-        for (name, part), claims in self._parts.items():
-            if any(claim.first <= now < claim.last for claim in claims):
-                u, v = (np.arange(count) for count in self._local[name].shape)
-                cells = self._travels[name].bytes(part, u[:, None], v[None], np.array(device))
-                travelling = cells[self._pairs(name)]
-                edge[name] = edge[name] + travelling if name in edge else travelling
+        for weighed in (self._alone, self._shared):
+            for owner, claims in weighed.claims.items():
+                alive = [i for i, claim in enumerate(claims) if claim.first <= now < claim.last]
+                rows = weighed.rows[owner]
+                if isinstance(owner, str):
+                    node[owner] = sum((rows.source[:, i, device] for i in alive), node[owner])
+                elif alive:
+                    table = self._edge_table(owner, rows, alive, device)
+                    edge[owner] = edge[owner] + table if owner in edge else table
+            for (name, part), claims in weighed.parts.items():
+                if any(claim.first <= now < claim.last for claim in claims):
+                    u, v = (np.arange(count) for count in self._local[name].shape)
+                    cells = self._travels[name].bytes(part, u[:, None], v[None], np.array(device))
+                    travelling = cells[self._pairs(name)]
+                    edge[name] = edge[name] + travelling if name in edge else travelling
         return MemoryTables(instant, device, node, {name: table for name, table in edge.items() if table.any()})
 
     def _pairs(self, edge: EdgeName) -> tuple[Ints, ...]:
         """Of a table over cells those of the (B_u, B_v) bases."""
         return np.ix_(self._bases[edge[0]].of_base, self._bases[edge[1]].of_base)
 
-    def _edge_table(self, owner: EdgeName, alive: list[int], device: int) -> Floats:
-        rows, mask = self._rows[owner], self._local[owner][self._pairs(owner)]
+    def _edge_table(self, owner: EdgeName, rows: _Rows, alive: list[int], device: int) -> Floats:
+        mask = self._local[owner][self._pairs(owner)]
         assert rows.target is not None
         source, target = (self._bases[end] for end in owner[:2])
         table = np.zeros(mask.shape)
@@ -172,46 +193,57 @@ class MemoryBounds:
 
     def at(self, choice: Mapping[str, int]) -> Floats:
         """(instants, devices) bytes: the sums of all tables under one strategy, the index of each layer's own."""
-        parts = [self._bytes(owner, rows, choice) for owner, rows in self._rows.items()]
-        sizes = np.concatenate(parts)
-        change = np.zeros((len(self.instants) + 1, self.devices))
-        change[self._first.at] += self._first.of(sizes)
-        change[self._last.at] -= self._last.of(sizes)
-        for (name, part), claims in self._parts.items():
-            if not self._is_local(name, choice):
-                size = self._travelling(name, part, choice)
+        return self.at_each([self], choice)[0]
+
+    @staticmethod
+    def at_each(bounds: Sequence[MemoryBounds], choice: Mapping[str, int]) -> list[Floats]:
+        """`at` of bounds of which all but the first are `near` some strategy: what nobody shares is the same."""
+        first = bounds[0]
+        cells = {name: int(bases.cells[choice[name]]) for name, bases in first._bases.items()}
+        local = {edge: bool(mask[cells[edge[0]], cells[edge[1]]]) for edge, mask in first._local.items()}
+        change = np.zeros((len(first.instants) + 1, first.devices))
+        first._alone.add(change, choice, local)
+        for (edge, part), claims in first._alone.parts.items():
+            if not local[edge]:
+                size = first._travelling(edge, part, cells[edge[0]], cells[edge[1]])
                 for claim in claims:
                     change[claim.first] += size
                     change[claim.last] -= size
-        total: Floats = change[:-1].cumsum(0)
-        return total
+        found = list[Floats]()
+        for each in bounds:
+            changes = change.copy()
+            each._shared.add(changes, choice, local)
+            found.append(changes[:-1].cumsum(0))
+        return found
 
-    def _travelling(self, edge: EdgeName, part: Part, choice: Mapping[str, int]) -> Floats:
-        """(N,)."""
-        u, v = self._cells(edge, choice)
+    def _travelling(self, edge: EdgeName, part: Part, u: int, v: int) -> Floats:
+        """(N,), by cells of the ends."""
         if (edge, part, u, v) not in self._known:
             size = self._travels[edge].bytes(part, np.array(u), np.array(v), np.arange(self.devices))
             self._known[edge, part, u, v] = size
         return self._known[edge, part, u, v]
 
-    def _cells(self, edge: EdgeName, choice: Mapping[str, int]) -> tuple[int, int]:
-        u, v = (int(self._bases[end].cells[choice[end]]) for end in edge[:2])
-        return u, v
 
-    def _is_local(self, edge: EdgeName, choice: Mapping[str, int]) -> bool:
-        return bool(self._local[edge][self._cells(edge, choice)])
+def _stack(claims: list[Claim], devices: int) -> _Rows:
+    one = claims[0]
+    source = [np.broadcast_to(c.source, (len(c.source), devices)) for c in claims]
+    rows = max(map(len, source))
+    sources = np.stack([np.broadcast_to(s, (rows, devices)) for s in source], axis=1)
+    targets = None if one.target is None else _stack_targets(claims, devices)
+    return _Rows(sources, targets, np.array([claim.local for claim in claims], np.bool_))
 
-    def _bytes(self, owner: str | EdgeName, rows: _Rows, choice: Mapping[str, int]) -> Floats:
-        """(K, N)."""
-        if isinstance(owner, str):
-            alone: Floats = rows.source[choice[owner]]
-            return alone
-        assert rows.target is not None
-        u, v = choice[owner[0]], choice[owner[1]]
-        here = rows.local == self._is_local(owner, choice)
-        source = rows.source[u if len(rows.source) > 1 else 0]
-        result: Floats = source * rows.target[v if len(rows.target) > 1 else 0] * here[:, None]
-        return result
+
+def _bytes(owner: str | EdgeName, rows: _Rows, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> Floats:
+    """(K, N)."""
+    if isinstance(owner, str):
+        alone: Floats = rows.source[choice[owner]]
+        return alone
+    assert rows.target is not None
+    u, v = choice[owner[0]], choice[owner[1]]
+    here = rows.local == local[owner]
+    source = rows.source[u if len(rows.source) > 1 else 0]
+    result: Floats = source * rows.target[v if len(rows.target) > 1 else 0] * here[:, None]
+    return result
 
 
 def _row(sizes: Floats, number: int) -> Floats:
