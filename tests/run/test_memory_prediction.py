@@ -24,6 +24,9 @@ CASES = [
     ("lenet5", "data, sharded", "adam", 2),
     pytest.param("unet3d", "data, gathered", "adam", 2, marks=pytest.mark.slow),  # lenet5 is the quick one
     pytest.param("vgg16", "data, sharded", "sgd", 2, marks=pytest.mark.slow),
+    pytest.param("vgg16", "data, gathered", "sgd", 2, marks=pytest.mark.slow),
+    pytest.param("alexnet-like", "data, gathered", "sgd", 2, marks=pytest.mark.slow),
+    ("lenet5", "data, gathered", "sgd", 2),
     pytest.param("resnet18", "data, gathered", "momentum", 2, marks=pytest.mark.slow),
     ("unet3d, one sample", "searched", "sgd", 2),
     ("unet3d, one sample", "space", "sgd", 2),  # halos: one copy of what a convolution and the ReLU before it keep

@@ -78,6 +78,15 @@ def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: 
     return Share(key, boxes.volume * item_bytes, found.boxes.volume * item_bytes, row, row * found.members)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """The gradient of one parameter; arrays are (N,), in bytes."""
+
+    size: Floats
+    alone: Floats  # of those that nobody shares
+    share: Share | None
+
+
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """Gradients that travel together, and parameters that are gathered together."""
@@ -96,12 +105,12 @@ class Parameters:
     model: CostModel
     tracker: AllocationTracker
     of: dict[str, list[Share]] = field(default_factory=dict)  # what is shared out
-    _trained: dict[str, list[tuple[Floats, Floats]]] = field(default_factory=dict)  # bytes: all, of those nobody shares
+    _trained: dict[str, list[_Trained]] = field(default_factory=dict)
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
     _next: dict[bool, dict[str, str]] = field(default_factory=dict)  # whose are gathered after whose, forward and back
     _buckets: list[_Bucket] = field(default_factory=list)
     _in: dict[int, _Bucket] = field(default_factory=dict)  # by the share's id
-    _whole: dict[str, Ref] = field(default_factory=dict)  # what a layer computes with
+    _whole: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
     _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
 
     def hold(self, layer: Layer, parameters: Sequence[Held]) -> None:
@@ -114,26 +123,38 @@ class Parameters:
                 self.tracker.new(share.kept * states, "states")
                 if not share.gathered:
                     self.tracker.new(share.whole, "gathered")
-                rows.append((p.size, 0 * p.size))
+                rows.append(_Trained(p.size, 0 * p.size, share))
                 self._updated.append(share.kept)
                 continue
             self.tracker.new(p.size, "parameters")
             if p.trained:
                 self.tracker.new(states * p.size, "states")
                 self.tracker.new(p.shared, "gradients")
-                rows.append((p.size, p.size - p.shared))
+                rows.append(_Trained(p.size, p.size - p.shared, None))
                 self._updated.append(p.size)
 
     def gradients(self, layer: Layer) -> list[Ref]:
-        """Of a layer's, as they are made."""
-        made = [self.tracker.new(size, "gradients") for size, _ in self._trained[layer.name]]
-        self.fill_rows(layer)
+        """Of a layer's, as they are made; those that are summed later go into their rows."""
+        made = [self.tracker.new(one.size, "gradients") for one in self._trained[layer.name]]
+        self._fill([share for share in self.of.get(layer.name, ()) if not share.gathered])
         return made
+
+    def put(self, layer: Layer, made: Sequence[Ref]) -> None:
+        """Gradients go, one after the other, when what they were made of is gone.
+
+        The first makes room for the rows of all that are gathered, the last begins their sum; parameters that are
+        gathered for the layer go as soon as they have a gradient.
+        """
+        for one, gradient in zip(self._trained[layer.name], made, strict=True):
+            if one.share is not None and one.share.gathered:
+                self.tracker.drop(self._whole[layer.name].pop(id(one.share)))
+                self._fill([one.share])
+            self.tracker.drop(gradient)
 
     def hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
-        for _, alone in self._trained[layer.name]:
-            self.tracker.new(alone, "gradients")
+        for one in self._trained[layer.name]:
+            self.tracker.new(one.alone, "gradients")
         self.leave(layer)
 
     def begin(self) -> None:
@@ -174,7 +195,7 @@ class Parameters:
     def _gather(self, name: str) -> None:
         if name not in self._whole:
             shares = [share for share in self.of[name] if share.gathered]
-            self._whole[name] = self.tracker.new(np.sum([share.whole for share in shares], axis=0), "gathered")
+            self._whole[name] = {id(share): self.tracker.new(share.whole, "gathered") for share in shares}
             self._coming[name] = self._travelling(shares)
 
     def _travelling(self, shares: Sequence[Share]) -> Ref:
@@ -183,11 +204,16 @@ class Parameters:
 
     def leave(self, layer: Layer) -> None:
         """It has computed."""
-        self.tracker.drop(self._whole.pop(layer.name, NOBODY))
+        for whole in self._whole.pop(layer.name, {}).values():
+            self.tracker.drop(whole)
 
     def fill_rows(self, layer: Layer) -> None:
-        """The gradients of what is shared out go into the rows, which leave when they are full."""
-        for share in self.of.get(layer.name, ()):
+        """The gradients of all that a layer has shared out go into the rows."""
+        self._fill(self.of.get(layer.name, ()))
+
+    def _fill(self, shares: Sequence[Share]) -> None:
+        """Rows leave when they are full."""
+        for share in shares:
             bucket = self._in[id(share)]
             if not bucket.flat:
                 bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0), "gradients")

@@ -249,7 +249,8 @@ class _Step:
         running, inward = self.gradients.pop(layer.name, NOBODY), [NOBODY] * len(layer.inputs)
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
-            stage, before, slots, parameters, weights = stages[number], NOBODY, stages[number].slots, [NOBODY], NOBODY
+            stage, before, slots, weights = stages[number], NOBODY, stages[number].slots, NOBODY
+            parameters = list[Ref]()
             late = number == 0 and self._weights_late(layer)
             if number == tracked[0]:
                 slots = self._slots(layer, 0) if number == 0 else slots
@@ -272,7 +273,9 @@ class _Step:
             self._drop([between, part(read, ~two)])
             if weights:
                 parameters = self.parameters.gradients(layer)
-            self._drop([*parameters, weights])
+            tracker.drop(weights)
+            if number == tracked[0] and not late:
+                self.parameters.put(layer, parameters)
             running = before
         tracker.drop(running)
         if not self.late:
@@ -286,7 +289,9 @@ class _Step:
 
     def _make_weights(self, layer: Layer) -> None:
         copies = self.tracker.new(self.stages[layer.name][0].weights)
-        self._drop([*self.parameters.gradients(layer), copies, *self.late])
+        made = self.parameters.gradients(layer)
+        self._drop([copies, *self.late])
+        self.parameters.put(layer, made)
         self.late = []
         self.parameters.hand_out(layer)
 

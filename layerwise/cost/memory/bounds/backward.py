@@ -62,18 +62,16 @@ class Backward(Forward):
         tracked = [number for number, stage in enumerate(stages) if stage.tracked]
         for number in reversed(tracked):
             stage, slots, made = stages[number], stages[number].slots, list[Claim]()
-            weights, rows = list[Claim](), list[Claim]()
+            weights = list[Claim]()
             if number == tracked[0]:
                 slots = self._slots(layer, 0) if number == 0 else slots
                 weights = self._unless_late(layer, stage.weights, late)
                 made = [] if weights else self._parameters(layer, late)
-                rows = [] if weights or late else self._others(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             copies = self._new(name, sum(cast, stage.between - stage.padded)) + self._copy(layer, number)
             read = self.saved[name][number] + (running.claims if running else [])
-            if copies or rows:
+            if copies:
                 ledger.instant(f"backward {name} {number} first")
-                ledger.drop(rows)
                 if late and number == 0:
                     waiting += self._waiting(layer, read, stage.between > 0)
                 alone = (stage.padded > 0) & (stage.between == stage.padded)
@@ -98,6 +96,8 @@ class Backward(Forward):
             running = before
         ledger.drop(gathered + (running.claims if running else []))
         self.waiting = waiting
+        if not late:
+            self._sum_gathered(layer)
         return inward
 
     def _disjoint(
@@ -158,21 +158,19 @@ class Backward(Forward):
         """Their gradients."""
         held = self.parameters[layer.name]
         made = self._unless_late(layer, held.gradients, late)
-        if held.rows_last.any():  # those of the layer before may have left
-            self.ledger.drop(self.last)
-        return made if late else made + self._rows(layer)
+        return made if late else made + self._new(layer.name, held.rows)
 
-    def _rows(self, layer: Layer) -> list[Claim]:
-        """Gradients that are to be summed, where they stay until the backward pass has ended, or until others come."""
+    def _sum_gathered(self, layer: Layer, *, late: bool = False) -> None:
+        """Gradients of what is gathered for a layer go into rows, of which some stay until others come."""
         held = self.parameters[layer.name]
         if held.rows_last.any():
+            self.ledger.drop(self.last)  # those of the layer before may have left
             self.last = self._new(layer.name, held.rows_last)
-        return self._new(layer.name, held.rows)
-
-    def _others(self, layer: Layer) -> list[Claim]:
-        """Those that leave at once."""
-        held = self.parameters[layer.name]
-        return self._new(layer.name, np.maximum(held.rows_gathered - held.rows_last, 0.0))
+            if not late:  # else they may have been made long before
+                beside = held.gradient_last + held.part_gathered * self.all_leave
+                alone = self._new(layer.name, beside)
+                self.ledger.instant(f"backward {layer.name} sums")
+                self.ledger.drop(alone)
 
     def _unless_late(self, layer: Layer, size: Floats, late: bool) -> list[Claim]:
         if not late:
@@ -183,9 +181,10 @@ class Backward(Forward):
         """While the gradient of the input travels, which is a flight by now."""
         stage, edge, held = self.stages[layer.name][0], (layer.inputs[0], layer.name, 0), self.parameters[layer.name]
         claims = self._of_edge(self.ledger.storage(), edge, ALWAYS, held.gradients + stage.weights, local=False)
-        claims += self._rows(layer)
+        claims += self._new(layer.name, held.rows)
         self.ledger.instant(f"backward {layer.name} weights")
         self.ledger.drop(claims + self.waiting)
+        self._sum_gathered(layer, late=True)
 
     def _hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay, and a device's part of the sums of others."""

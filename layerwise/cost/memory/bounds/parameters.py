@@ -27,8 +27,8 @@ class Parameters:
     gathered: Floats  # parameters that are whole while their layer computes only
     coming: Floats  # what arrives of those that are gathered for the whole step, before the step begins
     rows: Floats  # gradients that are summed for each device's part, where they stay until the backward pass has ended
-    rows_gathered: Floats  # where they go sooner
-    rows_last: Floats  # of these, those that stay at least until the next layer's have been made
+    rows_last: Floats  # of those that are summed sooner, what stays at least until the next layer's have been made
+    gradient_last: Floats  # of the last parameter of these, which lasts until the sum of all has begun
     part: Floats  # a device's own part of those sums, which stays
     part_gathered: Floats  # of that, what is there as soon as its layer's gradients are summed
     updated: list[Floats] = field(default_factory=list, kw_only=True)  # of each parameter that is trained
@@ -59,7 +59,7 @@ def parameters(
         found.gathered += size * sooner
         found.coming += (all_rows + row) * stays
         found.rows += all_rows * stays
-        found.rows_gathered += all_rows * sooner
+        found.gradient_last = np.where(sooner, size, found.gradient_last)
         found.part += row
         found.part_gathered += row * sooner
         last.add(boxes, (2 * all_rows - row if arrive else all_rows) * sooner, sooner)
