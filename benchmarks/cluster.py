@@ -5,14 +5,19 @@ takes its turn on the same links; a step's time is the median. The compute : com
 of data parallelism: a step of one rank's share without communication, and the gradients' time on the wire alone. A
 speed-up means nothing without it. Ratios are what counts: a rank here is a core or less.
 
-    python -m benchmarks.cluster                                    # everything: about 15 minutes
+    python -m benchmarks.cluster                                    # everything: about 45 minutes
     python -m benchmarks.cluster --only alexnet --nodes 4 --rates 1gbit
+    python -m benchmarks.cluster --only unet,unet2 --nodes 2,4,8 --json volumes.json    # volumes: about an hour
+
+Of volumes a plan rests on links and layers that the ranks measure first; a rank has an equal part of four fifths of the
+cores, and keeps what it allocates (see benchmarks.common.launch).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.common.launch import launch
 from benchmarks.emulate import parse_rate
+from benchmarks.predictions import STANDARD, quota_of
 from benchmarks.ranks.cluster import Job
 from layerwise.quantities import units
 
@@ -33,7 +39,7 @@ class Kind:
 
     variants: tuple[str, ...]
     against: str  # the variant that all others are compared with
-    cpu_quota: float | None = None
+    measured: bool = False  # links and layers are, by ranks of which each has an equal part of the cores
     nodes: int | None = None  # only this number of them
     rate: str | None = None
     network: str | None = None  # default: that of the part's name
@@ -45,9 +51,11 @@ KINDS = {
     "states": Kind(
         ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", None, 4, "1gbit", "alexnet"
     ),
-    "unet": Kind(("one rank", "together", "fixed d", "searched"), "one rank", 0.5),
-    "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank", 0.5, None, "1gbit"),
+    "unet": Kind(("one rank", "fixed d", "searched"), "one rank", measured=True),
+    "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank", measured=True),
 }
+VOLUMES = ("unet", "unet2")
+NOISE = 0.95  # of the speed of another plan: as fast
 MEANING = {
     "alone": "no communication: a rank's share alone",
     "DDP": "DistributedDataParallel",
@@ -75,13 +83,16 @@ def run(kind: str, nodes: int, rate: str, args: argparse.Namespace) -> Cell:
         args.rounds,
         kind == "states",
         args.cprofile,
+        args.measure_seconds if KINDS[kind].measured else None,
     )
-    quota = args.cpu_quota or KINDS[kind].cpu_quota
+    quota = args.cpu_quota or (quota_of(f"{nodes}x1") if KINDS[kind].measured else None)
     flags = ["--nodes", str(nodes), "--rate", rate, "--quiet"]
     flags += ["--cpu-quota", str(quota)] if quota else []
     flags += ["--wait-quiet", str(args.wait_quiet)] if args.wait_quiet else []
+    flags += ["--timeout", str(args.timeout)]
     title = f"{kind} at {nodes} nodes of {rate}"
-    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title)
+    keep = KINDS[kind].measured  # as a layer that is measured again and again does
+    cell: Cell = launch("benchmarks.ranks.cluster", asdict(job), *flags, title=title, keep_memory=keep)
     return cell | {"kind": kind, "nodes": nodes, "link": rate, "cpu_quota": quota}
 
 
@@ -89,6 +100,11 @@ def speed(cell: Cell, variant: str, against: str) -> float | None:
     """How many times as fast as another variant of the same run; None where one of them is missing."""
     rows = cell["variants"]
     return rows[against]["step_s"] / rows[variant]["step_s"] if {variant, against} <= set(rows) else None
+
+
+def error(row: Cell) -> float:
+    """Of the predicted time, relative to the measured one."""
+    return row["predicted_s"] / row["step_s"] - 1
 
 
 def ratio(cell: Cell) -> str:
@@ -130,10 +146,31 @@ def table(cell: Cell) -> Table:
             units(row["sent_bytes"], "B") + ("" if row.get("as_predicted", True) else " ≠ predicted"),
             units(row["busiest_link_bytes"], "B"),
             "" if use is None else f"{use:.0%}",
-            units(row["predicted_s"], "s") if "predicted_s" in row else "",
+            f"{units(row['predicted_s'], 's')} {error(row):+.0%}" if "predicted_s" in row else "",
             *([units(row["live_bytes"], "B")] if "memory" in head else []),
         )
     return result
+
+
+def parts(cell: Cell) -> Iterator[str]:
+    """Of plans whose parts were traced: seconds of each, over all layers, predicted / measured."""
+    for name, row in cell["variants"].items():
+        if "parts" in row:
+            totals = row["parts"]["totals"]
+            texts = [f"{units(p['predicted_s'] or 0.0, 's')} / {units(p['measured_s'], 's')}" for p in totals.values()]
+            told = ", ".join(f"{key.removesuffix('_s')} {text}" for key, text in zip(totals, texts, strict=True))
+            waiting = sum(part.get("waiting_s", 0.0) for part in totals.values())
+            yield f"{MEANING[name]}: {told}, waiting {units(waiting, 's')}"
+
+
+def show(cell: Cell, console: Console) -> None:
+    """All of a run."""
+    console.print(table(cell))
+    console.print(*parts(cell), sep="\n", highlight=False)
+    for name, row in cell["variants"].items():
+        if "plan" in row:
+            console.print(f"[dim]{MEANING[name]}: {row['plan']}[/dim]", highlight=False)
+    console.print()
 
 
 def aims(cells: list[Cell]) -> Table:
@@ -141,7 +178,9 @@ def aims(cells: list[Cell]) -> Table:
     wanted = [
         ("data-parallel plan / DDP", "data", "DDP", ("alexnet", "vgg"), 0.98, lambda cell: True),
         ("searched plan / DDP", "searched", "DDP", ("alexnet",), 2.2, lambda cell: cell["link"] == "100mbit"),
-        ("searched plan / one rank", "searched", "one rank", ("unet", "unet2"), 3.5, lambda cell: cell["nodes"] == 4),
+        ("searched plan / one rank", "searched", "one rank", VOLUMES, 3.5, lambda cell: cell["nodes"] == 4),
+        ("searched plan / DDP", "searched", "DDP", VOLUMES, NOISE, lambda cell: True),
+        ("searched plan / all along depth", "searched", "fixed d", VOLUMES, NOISE, lambda cell: True),
     ]
     result = Table("", "", "aim", "", title="aims", title_justify="left", box=None)
     for title, variant, against, kinds, least, applies in wanted:
@@ -150,7 +189,21 @@ def aims(cells: list[Cell]) -> Table:
             if cell["kind"] in kinds and applies(cell) and faster is not None:
                 where = f"{cell['network']}, {cell['nodes']} nodes at {cell['link']}"
                 result.add_row(f"{title}: {where}", f"{faster:.2f}", f"≥ {least}", "" if faster >= least else "missed")
+    rows = [row for cell in cells if cell["kind"] in VOLUMES for row in cell["variants"].values() if "plan" in row]
+    if rows:
+        near = sum(abs(error(row)) <= STANDARD for row in rows)
+        missed = "" if near == len(rows) else "missed"
+        result.add_row(f"predictions of volumes within {STANDARD:.0%}", f"{near}", f"≥ {len(rows)}", missed)
     return result
+
+
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """Parts, numbers of nodes and rates."""
+    for kind in args.only:
+        for nodes in map(int, args.nodes):
+            for rate in args.rates:
+                if KINDS[kind].nodes in (None, nodes) and KINDS[kind].rate in (None, rate):
+                    yield kind, nodes, rate
 
 
 def words(text: str) -> list[str]:
@@ -166,31 +219,36 @@ def main() -> None:
     p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
     p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
     p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
-    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: 0.5 for U-Net, else no limit)")
+    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part for U-Net, else all)")
+    p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="U-Net: for links and layers")
+    p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")
-    p.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
     args = p.parse_args()
     if unknown := [kind for kind in args.only if kind not in KINDS]:
         p.error(f"--only: no {unknown[0]!r}, there are {', '.join(KINDS)}")
     for rate in args.rates:
         parse_rate(rate)
-    console, cells = Console(width=150), []
-    for kind in args.only:
-        limits = KINDS[kind]
-        for nodes in map(int, args.nodes):
-            for rate in args.rates:
-                if limits.nodes not in (None, nodes) or limits.rate not in (None, rate):
-                    continue
-                cells.append(run(kind, nodes, rate, args))
-                console.print(table(cells[-1]))
-                for name, row in cells[-1]["variants"].items():
-                    if "plan" in row:
-                        console.print(f"[dim]{MEANING[name]}: {row['plan']}[/dim]", highlight=False)
-                console.print()
+    console, kept = Console(width=150), Path(args.json) if args.json else None
+    cells: list[Cell] = json.loads(kept.read_text()) if kept and kept.exists() else []
+    known, missing = {(cell["kind"], cell["nodes"], cell["link"]) for cell in cells}, []
+    for cell in cells:
+        show(cell, console)
+    for kind, nodes, rate in wanted(args):
+        if (kind, nodes, rate) in known:
+            continue
+        try:
+            cells.append(run(kind, nodes, rate, args))
+        except SystemExit as reason:  # the others go on
+            missing.append(str(reason))
+            continue
+        if kept:
+            kept.write_text(json.dumps(cells, indent=1))
+        show(cells[-1], console)
     console.print(aims(cells))
-    if args.json:
-        Path(args.json).write_text(json.dumps(cells, indent=1))
+    if missing:
+        raise SystemExit("\n".join(missing))
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ class Network:
 
 
 # On a CPU PyTorch 2.13 computes a 3-D convolution of one sample by oneDNN only where channels x depth x height is more
-# than 20,480 (else by im2col, 2 to 8 times as slow). A cell that is cut along d or h may lie below where the whole is
-# above: only the last dimension leaves the kernel as it is. The analytic cost model knows nothing of that.
+# than 20,480 (else by im2col, 2 to 8 times as slow). A cell that is cut along n, d or h may lie below where the whole
+# is above. The analytic cost model knows nothing of that: layers are measured.
 def _unet() -> nn.Module:
     return UNet3d(width=0.25)
 
@@ -104,7 +104,7 @@ def _unet() -> nn.Module:
 NETWORKS = {
     "alexnet": Network("AlexNet-like", lambda: convolutional(ALEXNET, 2, 2), (3, 32, 32), 10, per_rank=32),
     "vgg": Network("VGG-like", lambda: convolutional(VGG, 1, 1), (3, 32, 32), 10, per_rank=32),
-    "unet": Network("3-D U-Net, batch 1", _unet, (1, 64, 64, 128), 3, batch=1, dims=("n", "c", "w")),
+    "unet": Network("3-D U-Net, batch 1", _unet, (1, 64, 64, 128), 3, batch=1),
     "unet2": Network("3-D U-Net, batch 2", _unet, (1, 64, 64, 64), 3, batch=2),
 }
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,13 +23,18 @@ import torch.distributed as dist
 
 from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
-from benchmarks.ranks.cluster_plan import Measured, in_short, plans
+from benchmarks.ranks.cluster_plan import Measured, calibrated_model, in_short, measured_model, plans
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
+from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
+from layerwise.cost.model import Strategy
 from layerwise.run.execute.predicted_bytes import PREDICTED
+from layerwise.run.trace import Trace
+from layerwise.train.compare_times import WARM, compare_times
 
 PATIENCE_S = 300
 SLOW_S = 4.0  # a first step longer than this is no different from the next
+LINKS = 0.1  # of the time for measuring is for links
 BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it is the next one's turn
 
 
@@ -43,6 +48,7 @@ class Job:
     rounds: int | None = None  # None: as many as the budget allows, at least 2
     memory: bool = False  # measure it, too
     profile: str | None = None  # the variant whose time on rank 0 is listed by function
+    measure_s: float | None = None  # seconds for measuring links and layers; None: a roofline, calibrated by a step
 
 
 def wire() -> tuple[int, int]:
@@ -100,6 +106,15 @@ def live_bytes(variant: Variant) -> int:
     return live.peak
 
 
+def by_part(variant: Ours, comm: Comm) -> dict[str, object]:
+    """Predicted beside measured seconds of every layer's parts, in further steps of which two do not count."""
+    variant.module.trace = trace = Trace()
+    record = Record()
+    block(variant, WARM + 2, record)
+    variant.module.trace = None
+    return compare_times(trace, variant.module, record.times, comm).as_dict()
+
+
 def by_function(variant: Variant) -> None:
     """Five more steps under cProfile: the functions that take rank 0 longest."""
     profile = cProfile.Profile()
@@ -128,7 +143,7 @@ def latency_s() -> float:
     return agreed(statistics.median(times) / 2 / max(1, (dist.get_world_size() - 1).bit_length()))
 
 
-def take_turns(job: Job, variants: dict[str, Variant], first: str, records: dict[str, Record]) -> None:
+def take_turns(job: Job, variants: dict[str, Variant], first: str | None, records: dict[str, Record]) -> None:
     """Every variant's blocks of steps, one after the other, again and again. `first` has had its warm-up."""
     seconds: dict[str, float] = {}
     for name, variant in variants.items():  # the first two steps: buffers, connections, DDP's second set of buckets
@@ -153,20 +168,30 @@ def measure(job: Job) -> dict[str, object]:
     network, world = NETWORKS[job.network], dist.get_world_size()
     rate = float(os.environ["EMU_RATE_BPS"]) or None
     batch = network.global_batch(world)
-    first = "alone" if batch >= world else "together"
     comm = join_default_group(torch.device("cpu"), PATIENCE_S)
-    alone, record = build(job.network, {}, first, comm), Record()
-    block(alone, 1, Record())
-    measured = Measured(agreed(block(alone, 1, record)), len(alone.x), rate, latency_s())
-    made = plans(job.network, world, measured)  # every rank finds the same: it starts from the same numbers
-    variants = {name: alone if name == first else build(job.network, made, name, comm) for name in job.variants}
-    del alone
-    records = {name: record if name == first else Record() for name in variants}
+    variants, records = dict[str, Variant](), {name: Record() for name in job.variants}
+    known = list[Strategy]()
+    if job.measure_s is None:
+        first = "alone" if batch >= world else "together"
+        alone = variants[first] = build(job.network, {}, first, comm)
+        block(alone, 1, Record())
+        step_s = agreed(block(alone, 1, records.setdefault(first, Record())))
+        model = calibrated_model(job.network, world, Measured(step_s, len(alone.x), rate, latency_s()))
+        del alone
+    else:
+        first = None
+        model, known = measured_model(job.network, comm, LINKS * job.measure_s, (1 - LINKS) * job.measure_s)
+    made = plans(model, job.network, job.variants, known)  # every rank finds the same: it starts from the same numbers
+    variants = {name: variants.get(name) or build(job.network, made, name, comm) for name in job.variants}
     take_turns(job, variants, first, records)
     for name, variant in variants.items():
         if job.memory and dist.get_rank() in variant.ranks:
             records[name].live_bytes = live_bytes(variant)
         dist.barrier()
+    parts = {}
+    for name, variant in variants.items():
+        if job.measure_s is not None and isinstance(variant, Ours):
+            parts[name] = by_part(variant, comm)
     if job.profile in variants:
         by_function(variants[job.profile])
     of_ranks: list[dict[str, Record]] = [{}] * world
@@ -177,8 +202,10 @@ def measure(job: Job) -> dict[str, object]:
         "batch": batch,
         "rate": rate,
         "parameter_bytes": parameter_bytes(network.build()),
-        "measured": asdict(measured),
-        "variants": {name: row(v, [each[name] for each in of_ranks], rate) for name, v in variants.items()},
+        "variants": {
+            name: row(v, [each[name] for each in of_ranks], rate) | ({"parts": parts[name]} if name in parts else {})
+            for name, v in variants.items()
+        },
     }
 
 
@@ -214,6 +241,9 @@ def main() -> None:
     """argv: the job as JSON, and where rank 0 writes the result."""
     job, out = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     torch.set_num_threads(1)
+    if job.measure_s is not None:  # an equal part of one core, as it is measured
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     result = measure(job)
     if dist.get_rank() == 0:

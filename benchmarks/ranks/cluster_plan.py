@@ -1,25 +1,35 @@
-"""Plans for the emulated cluster: its links, and this machine's speed as it was just measured."""
+"""Plans for the emulated cluster: its links, and this machine's speed as it was just measured.
+
+Of networks of volumes the layers are measured, each by itself: a roofline does not know which kernel PyTorch takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.common.calibrated import calibrated
 from benchmarks.common.networks import NETWORKS
+from benchmarks.ranks.predictions import profile_of, with_times
+from benchmarks.ranks.side_by_side import Layers
+from layerwise.api.measuring import ENOUGH
+from layerwise.comm.base import Comm
 from layerwise.config import Config, SearchSpace, States
-from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.model import CostModel, CostOptions, Strategy
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
-from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.from_torch import from_torch
 from layerwise.machine import Profile, load
+from layerwise.measure.layers.cells import Wanted, wanted_cells
 from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import candidate, search
-from layerwise.search.make_plan import make_plan
+from layerwise.search.make_plan import plan_for
 
 GOODPUT = 0.92  # of the nominal rate: what gloo's all_reduce of 16 MB reaches here, headers and all
 OPTIMIZER = "momentum"
@@ -43,7 +53,50 @@ def graph_of(name: str, batch: int) -> LayerGraph:
     return from_torch(module, examples, name=name).rebatch(batch)
 
 
-def profile_of(name: str, measured: Measured) -> Profile:
+def calibrated_model(name: str, ranks: int, measured: Measured) -> CostModel:
+    """The roofline's."""
+    return _model(name, calibrated_profile(name, measured), ranks)
+
+
+def _model(name: str, profile: Profile, ranks: int) -> CostModel:
+    batch = NETWORKS[name].global_batch(ranks)
+    io = "sample" if batch >= ranks else "free"
+    graph = fuse(graph_of(name, batch))
+    return CostModel(graph, profile.device_graph(ranks), CostOptions(io=io, optimizer=OPTIMIZER))
+
+
+def space_of(name: str, ranks: int) -> SearchSpace:
+    """What the search may choose from."""
+    return SearchSpace(ranks, NETWORKS[name].dims, spread=True)
+
+
+def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tuple[CostModel, list[Strategy]]:
+    """Over links and layers that all ranks have measured at once, as when they train; and the strategies whose layers
+    are all measured, the fastest first.
+
+    For `layers_s` the layers of the fixed splits and of data parallelism are measured, then those of the best plan,
+    until nothing is missing of it.
+    """
+    model, layers = _model(name, profile_of(comm, links_s), comm.size), Layers(comm, OPTIMIZER)
+    ends = time.perf_counter() + layers_s
+    wanted = [baseline(model, "data"), *(fixed for dim in "dhw" if (fixed := along(model, dim)) is not None)]
+    while True:
+        left = {cell.key: cell for strategy in wanted for cell in layers.measuring.left(_cells(model, strategy))}
+        budget_s = comm.all_gather_object(ends - time.perf_counter())[0]
+        if not left or budget_s <= 0:
+            break
+        layers.take(list(left.values()), budget_s)
+        model = with_times(model, layers.known)
+        wanted.append(search(model, space_of(name, comm.size)).best.strategy)
+    whole = [strategy for strategy in wanted if not layers.measuring.left(_cells(model, strategy))]
+    return model, sorted(whole, key=lambda strategy: timeline(model, strategy).total_s)
+
+
+def _cells(model: CostModel, strategy: Strategy) -> Collection[Wanted]:
+    return wanted_cells(model, {layer.name: [strategy[layer.name]] for layer in model.graph.inner}).values()
+
+
+def calibrated_profile(name: str, measured: Measured) -> Profile:
     """`cpu`, its speed scaled so that one rank's step takes as long as measured, and the links of the emulation."""
     node = load("cpu").levels[0]
     bandwidth = GOODPUT * measured.rate / 8 if measured.rate else node.bandwidth_bytes_per_s
@@ -54,43 +107,51 @@ def profile_of(name: str, measured: Measured) -> Profile:
 SHARED: Mapping[str, States] = {"sharded": "sharded", "gathered": "gathered"}  # how the data-parallel plan has states
 
 
-def plans(name: str, ranks: int, measured: Measured) -> Mapping[str, Plan]:
-    """`data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds.
+def plans(
+    model: CostModel, name: str, wanted: Collection[str], measured: Sequence[Strategy] = ()
+) -> Mapping[str, Plan]:
+    """Those of these that are `wanted` and possible.
 
+    `data`: samples over all ranks, local batch norm. `searched`: the best plan that layerwise finds; where less than
+    `ENOUGH` of its compute time is measured, the first of the `measured` strategies, if there are any: a fit does not
+    know PyTorch's kernels either, and what it takes for fast is what the search takes.
     `sharded`, `gathered`: as `data`, and each rank keeps its part of the optimizer's state, or of the parameters, too.
     `fixed d`: of volumes, all layers split along depth, as in Dryden et al., Channel and filter parallelism for
     large-scale CNN training, SC 2019 (DistConv), where one split of space is chosen for the whole network.
     """
-    devices = profile_of(name, measured).device_graph(ranks)
-    batch = NETWORKS[name].global_batch(ranks)
-    graph, space = fuse(graph_of(name, batch)), SearchSpace(ranks, NETWORKS[name].dims, spread=True)
-    io = "sample" if batch >= ranks else "free"
-    model = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER))
-    spec = f"benchmarks.common.networks:{name}"
-    found = search(model, space)
-    made = {"searched": make_plan(spec, "emulated", model, space, found, fused=True)}
-    if any(layer.space.max_degree("d") >= ranks for layer in graph.inner):
-        fixed = candidate(model, "fixed d", {layer.name: _along_d(layer, ranks) for layer in graph.inner})
-        made["fixed d"] = make_plan(spec, "emulated", model, space, replace(found, best=fixed), fused=True)
-    if batch >= ranks:
-        local = CostModel(graph, devices, CostOptions(io=io, optimizer=OPTIMIZER, local_batch_norm=True))
-        data = candidate(local, "data", baseline(local, "data"))
-        result = search(local, space)
-        made["data"] = make_plan(spec, "emulated", local, space, replace(result, best=data), fused=True)
+    graph, ranks, space = model.graph, model.devices.count, space_of(name, model.devices.count)
+    local = CostModel(graph, model.devices, replace(model.options, local_batch_norm=True))
+    strategies = dict[str, tuple[CostModel, Mapping[str, Config]]]()
+    if (fixed := along(model, "d")) is not None:
+        strategies["fixed d"] = model, fixed
+    if model.options.io == "sample":
+        data = baseline(local, "data")
+        strategies["data"] = local, data
         for key, states in SHARED.items():
-            strategy = {
-                layer.name: replace(config, states=states)
+            shared = {
+                layer.name: replace(data[layer.name], states=states)
                 for layer in graph.inner
-                if may_shard(layer, config := data.strategy[layer.name], ranks)
+                if may_shard(layer, data[layer.name], ranks)
             }
-            shared = candidate(local, key, {**data.strategy, **strategy})
-            made[key] = make_plan(spec, "emulated", local, space, replace(result, best=shared), fused=True)
-    return made
+            strategies[key] = local, {**data, **shared}
+    found = [(key, of, candidate(of, key, strategy)) for key, (of, strategy) in strategies.items() if key in wanted]
+    if "searched" in wanted:
+        best = search(model, space).best
+        if measured and best.measured < ENOUGH:
+            best = candidate(model, "measured", measured[0])
+        found.append(("searched", model, best))
+    spec = f"benchmarks.common.networks:{name}"
+    return {key: plan_for(spec, "emulated", of, space, one, fused=True) for key, of, one in found}
 
 
-def _along_d(layer: Layer, ranks: int) -> Config:
-    """Over as many ranks as it has slices for; what has no depth is on one."""
-    return Config.of({"d": min(ranks, layer.space.max_degree("d"))})
+def along(model: CostModel, dim: str) -> dict[str, Config] | None:
+    """Every layer split along one dimension of space over as many ranks as it has slices for, what has none is on one.
+
+    None where no layer has enough for all ranks.
+    """
+    ranks = model.devices.count
+    most = {layer.name: layer.space.max_degree(dim) for layer in model.graph.inner}
+    return {name: Config.of({dim: min(ranks, n)}) for name, n in most.items()} if max(most.values()) >= ranks else None
 
 
 def in_short(plan: Plan) -> str:

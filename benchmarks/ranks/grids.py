@@ -77,7 +77,7 @@ def first_loss(plan: Plan, network: Network, comm: Comm) -> float:
 
 def steps(job: Job, comm: Comm, budgets: predictions.Job) -> dict[str, object]:
     """Links; and of every width on every grid seconds a step, predicted and measured."""
-    profile = profile_of(comm, budgets)
+    profile = profile_of(comm, budgets.links_s)
     rows: list[dict[str, object]] = []
     for width in job.widths:
         network = network_of(width, job.batch)

@@ -59,12 +59,12 @@ class Job:
     plan_s: float  # of each plan's steps
 
 
-def profile_of(comm: Comm, job: Job) -> Profile:
+def profile_of(comm: Comm, links_s: float) -> Profile:
     """The `cpu` profile with the links of the emulation, measured now."""
     where = find_topology(comm)
     if comm.size == 1:
         return load("cpu")
-    measured = measure_links(comm, where, job.links_s)
+    measured = measure_links(comm, where, links_s)
     facts = comm.broadcast_text(json.dumps(conditions(comm, where)))  # a plan tells of the first rank's machine
     return with_links(load("cpu"), measured, where, json.loads(facts))
 
@@ -201,7 +201,7 @@ def each_network(
         links: dict[str, object] = {}
         for name in job.networks:
             # The links are measured anew for each: the machine's speed moves.
-            result[name], last = measured(comm, profile_of(comm, job), SMALL[name])
+            result[name], last = measured(comm, profile_of(comm, job.links_s), SMALL[name])
             links[name] = last and last.as_json()
             if comm.rank == 0:
                 out.write_text(json.dumps({"job": asdict(job), "links": links, "result": result}))

@@ -67,6 +67,7 @@ class Layers:
         for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
             scaled = replace(cost, forward_s=cost.forward_s / self.share, backward_s=cost.backward_s / self.share)
             self.measuring.add((name, ()), scaled)
+        self.measuring.known = self._as_first(self.known)
 
     @property
     def known(self) -> LayerTimes:
@@ -74,13 +75,16 @@ class Layers:
         return self.measuring.known
 
     def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
-        """Measures what fits into the budget; rank 0's times count."""
-        began = time.perf_counter()
-        for cell in cells:
+        """Measures what fits into the budget: each rank a part of the cells, all at the same time, for all of them."""
+        began, mine = time.perf_counter(), Measuring(LayerTimes(self.known.conditions), MODE, lambda _: None, 0.0)
+        for cell in cells[self.comm.rank :: self.comm.size]:
             if time.perf_counter() > began + budget_s:
                 break
-            self.measuring.add(cell.key, self._timed(cell, CELL_S))
-        self.measuring.known = self._as_first(self.known)
+            mine.add(cell.key, self._timed(cell, CELL_S))
+        for times in self.comm.all_gather_object(written([mine.known])):
+            for name, by_extents in read(Field("measured", "", times))[0].cells.items():
+                for extents, cost in by_extents.items():
+                    self.measuring.add((name, extents), cost)
 
     def turn_about(
         self, steps: Mapping[str, Step], cells: Sequence[Wanted], seconds: float, between: Step

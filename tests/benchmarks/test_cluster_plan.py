@@ -1,0 +1,117 @@
+"""Plans of the race on the emulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from benchmarks.ranks import cluster_plan
+from benchmarks.ranks.cluster_plan import (
+    ENOUGH,
+    Measured,
+    along,
+    calibrated_model,
+    calibrated_profile,
+    measured_model,
+    plans,
+    space_of,
+)
+from benchmarks.ranks.side_by_side import MODE
+from layerwise.comm.base import Comm
+from layerwise.cost.timeline.simulate import timeline
+from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
+from layerwise.measure.bench import CellSpec
+from layerwise.measure.layers.cells import Wanted
+from layerwise.measure.layers.measure import Measuring
+from layerwise.ops.stages import needed_box
+from layerwise.search.baselines import baseline
+from layerwise.search.find import search
+
+MEASURED = Measured(step_s=1.0, samples=2, rate=1e9, latency_s=1e-4)
+
+
+def test_all_layers_are_split_along_depth_as_far_as_they_have_slices() -> None:
+    model = calibrated_model("unet", 16, MEASURED)
+    fixed = along(model, "d")
+    assert fixed is not None
+    degrees = {layer.name: (fixed[layer.name].total, layer.out.shape[2]) for layer in model.graph.inner}
+    assert {degree for degree, _ in degrees.values()} == {8, 16}
+    assert all(degree == min(16, depth) for degree, depth in degrees.values())
+
+
+def test_a_network_of_images_has_no_depth() -> None:
+    assert along(calibrated_model("vgg", 2, MEASURED), "d") is None
+
+
+def test_only_what_is_wanted_and_possible_is_planned() -> None:
+    one = calibrated_model("unet", 4, MEASURED)  # one sample: nothing is data-parallel
+    assert list(plans(one, "unet", ["DDP", "fixed d", "data"])) == ["fixed d"]
+    two = calibrated_model("unet2", 2, MEASURED)
+    made = plans(two, "unet2", ["one rank", "data", "sharded"])
+    assert list(made) == ["data", "sharded"]
+    assert made["data"].provenance["cost_options"]["local_batch_norm"]
+    assert {config.states for config in made["sharded"].strategy.values()} == {"replicated", "sharded"}
+
+
+def test_a_calibrated_model_takes_one_rank_as_long_as_it_took() -> None:
+    model = calibrated_model("unet2", 1, MEASURED)
+    assert timeline(model, baseline(model, "data")).total_s == pytest.approx(MEASURED.step_s, rel=0.01)
+
+
+def truth(cell: Wanted) -> CellTime:
+    """The roofline's, but four times as long for one sample whose channels x depth x height are few."""
+    slow = 1.0
+    if isinstance(cell.spec, CellSpec) and cell.spec.layer.main.kind == "conv":
+        n, c, d, h, _ = needed_box(cell.spec.layer.space.needs[0], cell.spec.cell).shape
+        slow = 4.0 if n == 1 and c * d * h <= 20480 else 1.0
+    forward, backward = (slow * (w.kernels * 1e-6 + w.arithmetic_s + w.memory_s) for w in (cell.forward, cell.backward))
+    return CellTime(forward, backward, 0.0, 3, cell.forward, cell.backward)
+
+
+class FakeLayers:
+    """Stands in for `Layers`: knows the truth, and takes an hour for it, whatever is asked."""
+
+    def __init__(self, comm: Comm, optimizer: str) -> None:
+        self.measuring = Measuring(LayerTimes(Conditions("cpu", "2", "float32")), MODE, lambda _: None, 0.0)
+
+    @property
+    def known(self) -> LayerTimes:
+        return self.measuring.known
+
+    def take(self, cells: Sequence[Wanted], budget_s: float) -> None:
+        FakeLayers.now += 3600.0
+        for cell in cells:
+            self.measuring.add(cell.key, truth(cell))
+
+    now = 0.0
+
+
+@pytest.fixture
+def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
+    monkeypatch.setattr(cluster_plan, "Layers", FakeLayers)
+    monkeypatch.setattr(cluster_plan, "profile_of", lambda comm, links_s: calibrated_profile("unet2", MEASURED))
+    monkeypatch.setattr(cluster_plan.time, "perf_counter", lambda: FakeLayers.now)
+    return cast("Comm", SimpleNamespace(rank=0, size=4, all_gather_object=lambda value: [value]))
+
+
+def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm) -> None:
+    model, measured = measured_model("unet2", comm, 0.0, 1e9)
+    made = plans(model, "unet2", ["searched", "fixed d"], measured)
+    assert made["searched"].predicted["timeline_s"] <= made["fixed d"].predicted["timeline_s"]
+    assert made["searched"].provenance["compute_time"]["measured"] >= ENOUGH
+    roofline = search(calibrated_model("unet2", 4, MEASURED), space_of("unet2", 4)).best.strategy
+    assert timeline(model, roofline).total_s > made["searched"].predicted["timeline_s"]
+
+
+def test_what_nobody_had_the_time_to_measure_is_not_raced(comm: Comm) -> None:
+    model, measured = measured_model("unet2", comm, 0.0, 1.0)  # time for one turn
+    best = search(model, space_of("unet2", 4)).best
+    assert best.measured < ENOUGH
+    assert best.strategy not in measured
+    assert len(measured) == 4  # data parallelism, and the fixed splits
+    made = plans(model, "unet2", ["searched"], measured)
+    assert made["searched"].strategy == {layer.name: measured[0][layer.name] for layer in model.graph.inner}
+    assert made["searched"].predicted["timeline_s"] == min(timeline(model, one).total_s for one in measured)
