@@ -121,4 +121,21 @@ def test_it_bounds_the_search_under_a_limit(tmp_path: Path) -> None:
     assert within.prices
     tables, rows = limited.constrained(within)
     outside_s = solved(tables, tmp_path / "limited.cfn", rows, limit)
-    assert free.additive.price.step_time_s < outside_s <= within.cost_s * (1 + 1e-9)
+    assert free.additive.price.step_time_s < outside_s <= within.cost_s + rounding(tables)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2])
+@pytest.mark.parametrize("model", ["mlp:64x256x64", "mlp:96x64x128"])
+def test_it_finds_the_optimum_under_a_limit(tmp_path: Path, model: str, share: float) -> None:
+    """Rows of bytes are below true peaks: what is exported has all that the optimum takes."""
+    costs = CostModel(fuse(load_model(model, 64)), load("p100").device_graph(4), CostOptions(optimizer="adam"))
+    named = {name: complete(costs, baseline(costs, name)) for name in NAMES}
+    limited = LimitedSearch(costs, configurations(costs, SearchSpace(4), named, {}), offer=("shard",))
+    least = limited.least(list(named.values())).bytes
+    most = limited.peak(search(costs, SearchSpace(4), objective="additive", offer=()).additive.strategy)
+    within = limited.under(least + share * (most - least), [1.0], list(named.values()))
+    assert within.proven
+    assert within.prices
+    tables, rows = limited.constrained(within)
+    outside_s = solved(tables, tmp_path / "limited.cfn", rows, within.limit_bytes)
+    assert outside_s == pytest.approx(within.cost_s, rel=1e-9, abs=rounding(tables))
