@@ -32,6 +32,7 @@ from layerwise.run.guards.changes import Places, Version, check_frozen, check_un
 from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
 from layerwise.run.lean import lean
+from layerwise.run.means import OfParts, of_parts
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
 from layerwise.run.outputs import check_classes, global_loss, returned
@@ -64,6 +65,7 @@ class LayeredModule(WithTree):
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
         self.loss = loss
+        self._tried: OfParts | None = None
         self._original = None if network.module is None else Original(network.module)
         self._whole_classes = loss is not None
         self._executors: dict[tuple[int, int, frozenset[str], torch.dtype | None], Executor] = {}
@@ -195,8 +197,14 @@ class LayeredModule(WithTree):
         finally:
             run.token = token  # functions of the graph remember the pass, so it must not hold the graph
         if self.loss is not None and target is not None:
-            return global_loss(self.loss, executor.schedule, made, target)
+            return global_loss(self._of_parts(self.loss, target), executor.schedule, made, target)
         return returned(executor.schedule, made, shaped.structure)
+
+    def _of_parts(self, loss: LossFunction, target: Tensor) -> OfParts:
+        """The loss, tried when it is called first."""
+        if self._tried is None or self._tried.loss is not loss:
+            self._tried = of_parts(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
+        return self._tried
 
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""

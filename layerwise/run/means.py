@@ -1,0 +1,89 @@
+"""Whether a loss of predictions and targets is a mean over samples and positions, so that it can be taken of boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerwise.errors import LayerwiseError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+IGNORED = -100  # PyTorch's default of ignore_index
+SAMPLES, POSITIONS = 4, 5  # of what it is tried on, which is cut into parts of other sizes, (1, 3) and (2, 3)
+ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
+
+
+@dataclass(frozen=True, slots=True)
+class OfParts:
+    """A loss that was found to be such a mean."""
+
+    loss: Loss
+
+    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
+        """Of a box. LayerwiseError where the target has positions that the loss leaves out."""
+        index = getattr(self.loss, "ignore_index", IGNORED)
+        if not target.is_floating_point() and bool((target == index).any()):
+            raise LayerwiseError(
+                f"the target has positions of {index}, which the loss leaves out, so it is no mean over all: "
+                "return the loss from the model, where it is split as the layers are"
+            )
+        made: Tensor = self.loss(out, target)
+        return made
+
+
+def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> OfParts:
+    """The loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
+
+    out: the output's shape, (samples, classes, positions, ...); target: any of it, for its dimensions and type.
+    LayerwiseError where it is none, as of a Dice, or of cross entropy with class weights.
+    """
+    y, t = _tried(out, target, dtype, device)
+    for dim in (0, *range(2, len(out))):
+        whole = _value(loss, y, t)
+        first = 1 if dim == 0 else 2
+        of_target = dim if dim == 0 or t.dim() == y.dim() else dim - 1
+        rest = y.shape[dim] - first
+        pairs = zip(torch.split(y, [first, rest], dim), torch.split(t, [first, rest], of_target), strict=True)
+        parts = [_value(loss, *pair) * pair[0].shape[dim] / y.shape[dim] for pair in pairs]
+        if not abs(whole - sum(parts)) <= ROUNDING * max(abs(whole), ROUNDING):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise LayerwiseError(
+                f"loss {name} is no mean over samples and positions, so it cannot be taken of each rank's part: return "
+                "it from the model, its target an input, where it is split as the layers are"
+            )
+    return OfParts(loss)
+
+
+def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Predictions and a target whose parts have other losses and other classes: larger, and further on."""
+    shape = (SAMPLES, *out[1:2], *(POSITIONS for _ in out[2:]))
+    drawn = torch.Generator().manual_seed(0)
+    y = torch.randn(shape, generator=drawn, dtype=torch.float64)
+    further = torch.zeros((), dtype=torch.int64)  # (samples, positions, ...), whole numbers
+    for extent in (shape[0], *shape[2:]):
+        further = further[..., None] + torch.arange(extent)
+    y = y * (1 + (further.unsqueeze(1) if len(out) > 1 else further))
+    wanted = shape if target.dim() == len(shape) else (*shape[:1], *shape[2:])
+    if target.is_floating_point():
+        t = torch.rand(wanted, generator=drawn, dtype=torch.float64).to(target.dtype)
+    else:
+        classes = max(out[1], 1) if len(out) > 1 else 2
+        t = torch.randint(0, classes, wanted, generator=drawn)
+        t = (further if t.dim() == further.dim() else further.unsqueeze(1)).where(t > 0, t).clamp(max=classes - 1)
+        t = t.expand(wanted).to(target.dtype)
+    return y.to(device, dtype), t.to(device)
+
+
+def _value(loss: Loss, y: Tensor, t: Tensor) -> float:
+    with torch.no_grad():
+        try:
+            return float(loss(y, t))
+        except Exception as error:  # the user's own code
+            said = " ".join(str(error).split())[:200]
+            raise LayerwiseError(
+                f"the loss of an output {tuple(y.shape)} and a target {tuple(t.shape)} raises {type(error).__name__}: "
+                f"{said}; return it from the model, its target an input"
+            ) from error
