@@ -33,6 +33,7 @@ _HOME = {
     "load_plan": "layerwise.plan",
     "load_profile": "layerwise.machine",
     "parallelize": "layerwise.api.parallelize",
+    "predict": "layerwise.volumes.predict",
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
@@ -64,6 +65,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "parallelize",
+    "predict",
     "price",
     "register_op",
     "save",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from layerwise.plan import Plan, load_plan
     from layerwise.tensor import TensorSpec
     from layerwise.volumes.loader import BoxLoader
+    from layerwise.volumes.predict import predict
 
 
 def __getattr__(name: str) -> Any:

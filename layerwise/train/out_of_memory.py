@@ -1,7 +1,9 @@
-"""Running out of memory, said so that a user knows what to do."""
+"""Memory of a run: what a rank took, and running out of it, said so that a user knows what to do."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
 
 ON_CPU = "DefaultCPUAllocator"  # torch's error there is a plain RuntimeError that names it
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of the host that this process has had so far, PyTorch itself included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Result:
     planned: Mapping[Kind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
     compare: Difference | None
     held_out_loss: float | None = None  # the model's own, the mean of held-out batches; None where it has none
+    resident_bytes: int | None = None  # of the host's memory, the most that any rank has had, PyTorch included
 
     @property
     def step_time_s(self) -> float | None:
@@ -57,6 +58,7 @@ class Result:
             "accuracy": self.accuracy,
             "held_out_loss": None if self.held_out_loss is None else _finite(self.held_out_loss),
             "step_time_s": self.step_time_s,
+            "peak_resident_bytes": self.resident_bytes,
             "bytes_sent": None if self.sent is None else {kind: _whole(self.sent[kind]) for kind in KINDS},
             "bytes_predicted": self.predicted,
             "compare": compare,
@@ -95,6 +97,8 @@ def ending(result: Result, allowed: float, dtype: str) -> Table:
         )
         rate = sum(step.samples for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
         table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate_text(rate)}")
+    if result.resident_bytes is not None:
+        table.add_row("host memory", f"{decimal(result.resident_bytes)} at most of any rank, PyTorch itself included")
     if result.accuracy is not None:
         table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
     if result.held_out_loss is not None:

@@ -22,6 +22,7 @@ from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, held_out_loss, sampler
+from layerwise.train.out_of_memory import peak_resident_bytes
 from layerwise.train.report import KINDS, Result
 from layerwise.version import __version__
 
@@ -121,6 +122,7 @@ class Session:
 
     def finish(self) -> Result:
         """Accuracy, bytes, comparison, trace; the same on every rank, but for the comparison, which is rank 0's."""
+        resident = max(self.comm.all_gather_object(peak_resident_bytes()))  # before the comparison's
         trace, self.module.trace = self.module.trace, None
         if trace is not None and self._trace_to is not None:
             trace.write(self._trace_to, self.comm)
@@ -130,7 +132,7 @@ class Session:
         accuracy = evaluate(self.module, self.data)
         predicted = self.module.predicted_bytes(self.sampler.accumulate)
         scored = held_out_loss(self.module, self.data)
-        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare, scored)
+        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare, scored, resident)
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""

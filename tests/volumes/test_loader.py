@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import zarr
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
@@ -114,6 +117,49 @@ def test_no_rank_reads_or_makes_a_whole_volume() -> None:
         assert 0 < read <= whole * 9 / EXTENT  # 6 or 7 of 26 slices, and two of a halo
         assert 0 < classes <= whole * 8 / EXTENT  # two slices are a part
         assert held == max(read, classes)
+
+
+class Guard(TorchDispatchMode):
+    """The most positions that a tensor made within it has: its three longest dimensions, or all of fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor):
+                flat = t.dim() == 4 and t.shape[2] == 1  # (n, classes, 1, positions), as torch's cross entropy has them
+                self.most = max(self.most, t.shape[3] if flat else math.prod(sorted(t.shape)[-3:]))
+        return made
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_no_rank_allocates_a_whole_volume(loss: bool, tmp_path: Path) -> None:
+    """Of a step, from reading to the optimizer, and of a prediction: inputs, outputs, all between, and gradients."""
+    _, network, _ = segments(1, loss=loss)
+    x, target = samples(1)
+    np.save(tmp_path / "x.npy", x)
+
+    def run(comm: Comm) -> int:
+        module = load(spatial(1, comm.size, loss=loss), network, comm=comm, dtype=torch.float64)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loader = BoxLoader(module, tmp_path / "x.npy", *[target][: int(loss)])
+        with Guard() as guard:
+            if loss:
+                for inputs in loader:
+                    module(*inputs).backward()
+                optimizer.step()
+            else:
+                predict(module, loader, tmp_path / "out.npy")
+        return guard.most
+
+    assert run(SoloComm()) >= EXTENT**3  # which the guard sees
+    for most in run_threads(4, run):
+        assert 0 < most <= EXTENT**3 * 10 / EXTENT  # 6 or 7 of 26 slices with a halo of both sides, or of two parts
 
 
 def test_what_is_read_is_the_box() -> None:
