@@ -53,3 +53,20 @@ def gpt2() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """24 layers, for planning: without values."""
     with torch.device("meta"):
         return Gpt2(), (torch.zeros(2, 1024, dtype=torch.long),)
+
+
+def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A Llama of 24 layers and 1.3 billion parameters (Hugging Face's modules), for planning: without values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config), (torch.zeros(2, 1024, dtype=torch.long),)

@@ -7,7 +7,7 @@ of all minima, which no strategy can beat, becomes as large as possible: sequent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from layerwise.cost.model import EdgeName
 from layerwise.geometry.arrays import Floats
 
 Pair = tuple[str, str]
+CACHED = 1 << 16  # elements of a table that are summed at once: they stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ class Messages:
             for name in self.names:
                 share = self._share(name, node)
                 for pair in self.outs[name]:
-                    self.down[pair] = (self.edges[pair] + (share - self.up[pair])[:, None]).min(0)
+                    (self.down[pair],) = _least_by_column(self.edges[pair], share - self.up[pair])
             for name in reversed(self.names):
                 share = self._share(name, node)
                 for pair in self.ins[name]:
-                    self.up[pair] = (self.edges[pair] + (share - self.down[pair])[None, :]).min(1)
+                    self.up[pair] = _least_by_row(self.edges[pair], share - self.down[pair])
         return Bounds(self._lower(node), self._decode(node))
 
     def _belief(self, name: str, node: Mapping[str, Floats]) -> Floats:
@@ -83,9 +84,10 @@ class Messages:
             if self.ins[name]:
                 by_way, least = [], []
                 for u, v in self.ins[name]:
-                    rest = self.edges[u, v] + (share - self.down[u, v])[None, :] - self.up[u, v][:, None]
-                    least.append(rest.min(0))
-                    by_way.append((rest + beyond[u][:, None]).min(0) - least[-1])
+                    up, here = self.up[u, v], share - self.down[u, v]
+                    edge_s, way_s = _least_by_column(self.edges[u, v], -up, beyond[u] - up)
+                    least.append(edge_s + here)
+                    by_way.append(way_s - edge_s)
                 beyond[name] += np.sum(least, axis=0) + np.max(by_way, axis=0)
         return {name: floor + cost for name, cost in beyond.items()}
 
@@ -100,3 +102,29 @@ class Messages:
                 cost += self.up[pair]
             choice[name] = int(cost.argmin())
         return choice
+
+
+def _least_by_column(table: Floats, *rows: Floats) -> list[Floats]:
+    """For each of `rows` (C_u,) the least of table + row[:, None] in every column, (C_v,)."""
+    found = [np.full(table.shape[1], np.inf) for _ in rows]
+    for part, sums in _parts(table):
+        for least, row in zip(found, rows, strict=True):
+            np.add(table[part], row[part, None], out=sums)
+            np.minimum(least, sums.min(0), out=least)
+    return found
+
+
+def _least_by_row(table: Floats, column: Floats) -> Floats:
+    """The least of table + column[None, :] in every row, (C_u,)."""
+    least = np.empty(len(table))
+    for part, sums in _parts(table):
+        np.add(table[part], column, out=sums).min(1, out=least[part])
+    return least
+
+
+def _parts(table: Floats) -> Iterator[tuple[slice, Floats]]:
+    """Some rows of a table at a time, and room for as many."""
+    step = min(max(1, CACHED // table.shape[1]), len(table))
+    room = np.empty((step, table.shape[1]))
+    for start in range(0, len(table), step):
+        yield slice(start, start + step), room[: len(table) - start]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from layerwise.graph.layer import LayerGraph
 from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import SYNC_WEIGHTS, configurations
+from layerwise.search.solve import bound
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import eliminate
 from layerwise.search.solve.narrow import exact_cost, exact_optimum, narrow, strategy_of, weighted
@@ -88,6 +90,17 @@ def test_messages_tighten_the_bound_where_it_is_not_exact() -> None:
         max(b.min() for b in Messages(t.transfer, list(t.node)).bounds(t.node, n).lower_s.values()) for n in (0, 4)
     ]
     assert lower[0] < 0.6 * best < 0.75 * best < lower[1] <= best
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_some_rows_of_a_table_at_a_time_give_the_same_bounds(rows: int) -> None:
+    t = complete_tables(5, 4)
+    whole = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
+    with mock.patch.object(bound, "CACHED", rows * 4):
+        parts = Messages(t.transfer, list(t.node)).bounds(t.node, 2)
+    assert parts.choice == whole.choice
+    for name, lower_s in whole.lower_s.items():
+        assert (parts.lower_s[name] == lower_s).all()
 
 
 @pytest.mark.parametrize("network", [chain, residual, inception, dense, crossing])
