@@ -61,7 +61,7 @@ class AllocationTracker:
     def new(self, size: Floats, kind: Kind = "activations") -> Ref:
         """A storage with one holder, on the devices where it is not empty."""
         held = size > 0
-        if not held.any():
+        if not np.count_nonzero(held):
             return NOBODY
         self._add(kind, size)
         self._note(self.now)
@@ -87,15 +87,17 @@ class AllocationTracker:
         """One more holder, of what lies on the devices `where`."""
         held = ref if where is None else part(ref, where)
         for s, mask in held:
-            s.holders[mask] += 1
+            np.add(s.holders, mask, out=s.holders)
         return held
 
     def drop(self, ref: Ref) -> None:
         """One holder less."""
         for s, mask in ref:
-            s.holders[mask] -= 1
-            assert (s.holders >= 0).all(), "dropped more often than held"
-            self._add(s.kind, -np.where(mask & (s.holders == 0), s.size, 0.0))
+            np.subtract(s.holders, mask, out=s.holders)
+            assert not np.count_nonzero(s.holders < 0), "dropped more often than held"
+            gone = mask & (s.holders == 0)
+            if np.count_nonzero(gone):
+                self._add(s.kind, -np.where(gone, s.size, 0.0))
 
     def unshared(self, ref: Ref) -> Mask:
         """(N,) whether a tensor is alone in holding what it holds."""
