@@ -32,7 +32,7 @@ class IntervalMap:
     def __call__(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
         start = (lo * self.stride + self.first) // self.over * self.scale
         stop = (((hi - 1) * self.stride + self.last) // self.over + 1) * self.scale
-        start, stop = np.clip(start, 0, self.extent), np.clip(stop, 0, self.extent)
+        start, stop = (np.minimum(np.maximum(end, 0), self.extent) for end in (start, stop))
         stop = np.where(hi > lo, np.maximum(start, stop), start)  # nothing needs nothing
         return start, stop
 

@@ -11,6 +11,8 @@ from layerwise.geometry import AxisMap, boundaries
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.ops.facts import Dim, Maps
 
+FEW = 16  # configurations whose degrees are known by themselves: to look for equal ones would take longer
+
 
 def largest_extents(dims: Sequence[Dim], degrees: Ints) -> Ints:
     """(C, D) extents of the largest cell; a grid is a product, so one cell is the largest in every dimension."""
@@ -24,13 +26,16 @@ def intervals(axis: AxisMap, dims: Sequence[Dim], degrees: Ints) -> tuple[Ints, 
         lengths, which = _lengths(axis, Dim(None, 1), (1,)), np.zeros(len(degrees), np.int64)
     else:
         dim, column = dims[axis.source], degrees[:, axis.source]
+        if len(column) <= FEW:
+            longest, total = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(column.tolist()))
+            return longest, total
         there = np.bincount(column) > 0
         lengths = _lengths(axis, Dim(None, dim.extent, dim.unit), tuple(np.flatnonzero(there).tolist()))
         which = (there.cumsum() - 1)[column]
     return lengths[0][which], lengths[1][which]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
     """(2, degrees): the longest interval that a cell needs, of so many along a dimension, and the sum over them all."""
     found = np.zeros((2, len(degrees)), np.int64)
@@ -38,6 +43,7 @@ def _lengths(axis: AxisMap, dim: Dim, degrees: tuple[int, ...]) -> Ints:
         cuts = boundaries(dim.extent, degree, dim.unit)
         lo, hi = axis(cuts[:-1], cuts[1:])
         found[:, at] = (hi - lo).max(), (hi - lo).sum()
+    found.setflags(write=False)
     return found
 
 
