@@ -18,7 +18,7 @@ import numpy as np
 from layerwise.geometry.arrays import Floats, Mask
 from layerwise.search.limit.additive import Choice, Costs, Problem, inside, outside
 from layerwise.search.limit.multipliers import Met, Multipliers
-from layerwise.search.limit.rest import Known, possible
+from layerwise.search.limit.rest import Known, nearer, possible
 from layerwise.search.solve.prune import SLACK, Keep
 
 EFFORT = 250_000  # variants of all halves together that are looked at: about a second
@@ -69,10 +69,13 @@ def branch(seen: Known, prices: Multipliers, solve: Solve, look: Look, gap: floa
                 look(own, smaller.prices)
                 if own.best is not None:
                     seen.see(outside(own.best, smaller.keep))
-                if own.misfit is None or own.best is not None or added == ADDED or seen.problem.nearer is None:
+                if own.misfit is None or own.best is not None or added == ADDED:
+                    break
+                more = nearer(seen.problem, outside(own.misfit, smaller.keep), seen.limit)
+                if more is None:
                     break
                 added += 1
-                seen.problem = seen.problem.nearer(outside(own.misfit, smaller.keep))
+                seen.problem = more
                 small = seen.problem.restrict(smaller.keep)
                 smaller = _Half(smaller.keep, small, solve(small, seen.limit, smaller.prices.over(small)))
             effort += sum(int(mask.sum()) for mask in part.values())

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from layerwise.search.limit.additive import Choice, Minimise, Problem, by_elimination
 from layerwise.search.limit.branch import branch
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
-from layerwise.search.limit.rest import Bounded, Known, Rest
+from layerwise.search.limit.rest import Bounded, Known, Rest, nearer
 from layerwise.search.solve.prune import SLACK
 
 T = TypeVar("T")  # what has a peak
-Effort = Literal["bound", "look", "prove"]
 GAP = 0.005  # nearer to its bound, no more is looked for
 SPARE = 0.001  # of the time: what is that near to another choice, and needs no less, may be left out
 FAVOURED = 3  # times that rows are added, near the peak of a choice that did not fit
@@ -69,39 +69,35 @@ def fastest_within(
     memory_bytes: float = 2.0**31,
     known: Iterable[Choice] = (),
     met: Iterable[Choice] = (),
-    effort: Effort = "prove",
+    prove: bool = True,
 ) -> Limited:
     """The choice that takes the least time of those whose peak is at most `limit` bytes.
 
-    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. effort:
-    how far it goes: the best multipliers, a look at the best of what bounds leave, or all that a proof takes.
+    memory_bytes: bounds each table. known: choices that may fit. met: choices that multipliers start with. prove:
+    do all that a proof takes, not only look at the best of what bounds leave.
     """
     seen, minimise = Known(problem, limit), by_elimination(memory_bytes)
     for choice in known:
         seen.see(choice)
     begin = Multipliers.begun(problem, met)
-    begun = best_multipliers if effort == "bound" else _priced
-    prices = begun(problem, limit, minimise, begin)
+    prices = _priced(problem, limit, begin, minimise)
     if prices.bound < np.inf:
         tighten(seen, prices, minimise)
-        prices = prices if effort == "bound" else _nearer(seen, prices, minimise)
+        prices = _nearer(seen, prices, minimise)
     lower = prices.bound
-    if lower == np.inf or effort == "bound":
+    if lower == np.inf:
         return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
     before = seen.problem
-    if effort == "prove" and seen.cost > lower * (1 + GAP):
-        lower = max(
-            lower,
-            branch(seen, prices, lambda problem, limit, begin: _priced(problem, limit, minimise, begin), _look, GAP),
-        )
+    if prove and seen.cost > lower * (1 + GAP):
+        lower = max(lower, branch(seen, prices, partial(_priced, minimise=minimise), _look, GAP))
         if seen.problem is not before:
-            prices = _priced(seen.problem, limit, minimise, prices.over(seen.problem))
+            prices = _priced(seen.problem, limit, prices.over(seen.problem), minimise)
     if seen.cost > lower * SLACK:
-        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes, effort))
+        lower = max(lower, _enumerated(seen, prices, minimise, memory_bytes, prove))
     return Limited(seen.best, seen.cost, min(lower, seen.cost), prices.price)
 
 
-def _priced(problem: Problem, limit: float, minimise: Minimise, begin: Multipliers | None) -> Multipliers:
+def _priced(problem: Problem, limit: float, begin: Multipliers | None, minimise: Minimise) -> Multipliers:
     """The best multipliers, of which the bound is inf where nothing fits."""
     prices = best_multipliers(problem, limit, minimise, begin)
     if not any(met.rows.max() <= limit for met in prices.met):
@@ -115,27 +111,28 @@ def _priced(problem: Problem, limit: float, minimise: Minimise, begin: Multiplie
 def _nearer(seen: Known, prices: Multipliers, minimise: Minimise) -> Multipliers:
     """Better multipliers: of rows that are near the peaks of choices of which all rows are within the limit."""
     for _ in range(FAVOURED):
-        if seen.cost <= prices.bound * (1 + GAP) or seen.problem.nearer is None:
+        if seen.cost <= prices.bound * (1 + GAP):
             break
         seen.misfit = None
         _look(seen, prices, seen.limit)
-        if seen.misfit is None:
+        more = None if seen.misfit is None else nearer(seen.problem, seen.misfit, seen.limit)
+        if more is None:
             break
-        seen.problem = seen.problem.nearer(seen.misfit)
-        prices = _priced(seen.problem, seen.limit, minimise, prices.over(seen.problem))
+        seen.problem = more
+        prices = _priced(seen.problem, seen.limit, prices.over(seen.problem), minimise)
         tighten(seen, prices, minimise)
     return prices
 
 
-def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float, effort: Effort) -> float:
+def _enumerated(seen: Known, prices: Multipliers, minimise: Minimise, memory_bytes: float, prove: bool) -> float:
     """Looks for the fastest choice among all that bounds leave: a lower bound of all that fit."""
-    shares = ROOM if effort == "prove" else ROOM[:1]
+    shares = ROOM if prove else ROOM[:1]
     found = _beams(seen, prices, seen.limit, memory_bytes, shares)
-    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0 and effort == "prove":
+    if seen.cost > found.lower_s * (1 + GAP) and found.missed > 0 and prove:
         target = seen.limit - found.missed
         _beams(seen, best_multipliers(seen.problem, target, minimise, prices), target, memory_bytes, shares)
     lower = found.lower_s
-    if found.complete and seen.cost > lower * SLACK and effort == "prove":
+    if found.complete and seen.cost > lower * SLACK and prove:
         rest = Rest.of(seen.problem, prices.criteria(seen.problem, seen.limit, seen.cost), memory_bytes)
         lower = lower if rest is None else max(lower, rest.fastest(seen))
     return lower

@@ -45,6 +45,12 @@ class Known:
         return self.peaks[key]
 
 
+def nearer(problem: Problem, misfit: Choice, limit: float) -> Problem | None:
+    """With rows near the peak of a choice that does not fit; None where they do not tell that it does not."""
+    more = None if problem.nearer is None else problem.nearer(misfit)
+    return more if more is not None and more.rows(misfit).max() > limit else None
+
+
 @dataclass(frozen=True, slots=True)
 class Bounded:
     """What an enumeration says."""

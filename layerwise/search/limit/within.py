@@ -86,88 +86,55 @@ class LimitedSearch:
     def under(self, limit: float, weights: Sequence[float], known: Sequence[Strategy]) -> Within:
         """The best strategies whose peak is at most `limit` bytes, for each weight of t_S.
 
-        The first weight is 1, and its answer is proven or has a lower bound. known: strategies over `cells` to begin
-        with.
+        The first weight is 1, and its answer is proven or has a lower bound; for others, the best that was met. known:
+        strategies over `cells` to begin with.
         """
         hand = self._begun(limit, weights[0], known)
         uppers = [np.inf if hand is None else self.cost(hand, weight) for weight in weights]
         space = Variants.of(self._cells_within(weights, uppers), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
-        keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in space.configs.items()}
-        found, met = list[Choice | None](), list[list[Choice]]()
-        paid: list[tuple[MemoryPrice, ...]] = []
+        keep, paid = Keep(), tuple[MemoryPrice, ...]()
+        found, met, near = list[Choice](), list[Choice](), list[Choice]()
         for weight in weights:
             node = weighted(self.model, space.configs, [weight])[0]
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
             seen = Known(problem, limit)
             if hand is not None:
                 seen.see(space.choice(hand))
-            prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met[-1] if met else ()))
+            prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met))
             tighten(seen, prices, by_messages)
-            left = possible(problem, prices.criteria(problem, limit, seen.cost))
-            if not all(mask.any() for mask in left.values()):  # nothing fits, whatever t_S weighs
-                return Within(limit, (), np.inf, np.inf, (), 0)
-            found.append(seen.best)
-            met.append(prices.nearest())
-            paid.append(_prices(memory, prices.price))
-            for name, mask in left.items():
-                keep[name] |= mask
-        fitting = [inside([] if choice is None else [choice], keep) for choice in found]
-        near = [inside(choices, keep) for choices in met]
+            if not keep:
+                keep = possible(problem, prices.criteria(problem, limit, seen.cost))
+                if not all(mask.any() for mask in keep.values()):  # nothing fits, whatever t_S weighs
+                    return Within(limit, (), np.inf, np.inf, (), 0)
+                paid = _prices(memory, prices.price)
+                near = inside(prices.nearest(), keep)
+            found += [] if seen.best is None else [seen.best]
+            met = prices.nearest()
         small = space.restrict(keep)
-        within = self._exact(
-            small,
-            memory.restrict(keep, small),
-            limit,
-            weights,
-            fitting,
-            near,
-            lambda strategy: float(memory.rows(space.choice(strategy)).max()),
-        )
+        best, priced = self._exact(small, memory.restrict(keep, small), limit, weights[0], inside(found, keep), near)
+        strategies = [space.strategy(choice) for choice in found]
+        strategies += [] if best.choice is None else [small.strategy(best.choice)]
+
+        def least(strategy: Strategy) -> float:
+            return float(memory.rows(space.choice(strategy)).max())
+
+        strategies = _distinct(self.plainer(strategy, limit, least) for strategy in _distinct(strategies))
+        strategies.sort(key=self._costing(weights[0]))
+        cost = min([best.cost_s, *(self.cost(strategy, weights[0]) for strategy in strategies)])
         # Of what is left all may fit: then memory has the price that it had among all.
-        return within if within.prices else replace(within, prices=paid[0])
+        left = sum(map(len, small.configs.values()))
+        return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), priced or paid, left)
 
     def _exact(
-        self,
-        space: Variants,
-        memory: Memory,
-        limit: float,
-        weights: Sequence[float],
-        known: Sequence[list[Choice]],
-        met: Sequence[list[Choice]],
-        least: Callable[[Strategy], float],
-    ) -> Within:
-        """With transfers as they are.
-
-        known: by weight, what may fit; met: what is near the best; least: see `plainer`.
-        """
+        self, space: Variants, memory: Memory, limit: float, weight: float, known: list[Choice], met: list[Choice]
+    ) -> tuple[Limited, tuple[MemoryPrice, ...]]:
+        """With transfers as they are. known: what may fit; met: what is near the best."""
         tables = self.model.tables(space.bases, self.progress)
-        results: list[Limited] = []
-        for weight, begin, near in zip(weights, known, met, strict=True):
-            costs = Costs(weighted(self.model, space.configs, [weight])[0], tables.transfer)
-            problem = space.problem(costs.node, costs.edge, memory, self.peak)
-            begin = begin + [result.choice for result in results[:1] if result.choice is not None]
-            found = fastest_within(
-                problem,
-                limit,
-                memory_bytes=self.memory_bytes,
-                known=begin,
-                met=near,
-                effort="bound" if results else "prove",
-            )
-            results.append(found)
-        strategies = [space.strategy(result.choice) for result in results if result.choice is not None]
-        strategies = _distinct(self.plainer(strategy, limit, least) for strategy in _distinct(strategies))
-        strategies.sort(key=self._costing(1.0))
-        cost = min([results[0].cost_s, *(self.cost(strategy, 1.0) for strategy in strategies)])
-        return Within(
-            limit,
-            tuple(strategies),
-            cost,
-            min(cost, results[0].lower_bound_s),
-            _prices(memory, results[0].price),
-            sum(map(len, space.configs.values())),
-        )
+        node = weighted(self.model, space.configs, [weight])[0]
+        problem = space.problem(node, tables.transfer, memory, self.peak)
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met)
+        return found, _prices(memory, found.price)
 
     def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
         """All that a search under a limit chose from, and rows of bytes under which its answer is the fastest.
@@ -287,7 +254,7 @@ class LimitedSearch:
         node = weighted(self.model, space.configs, [weight])[0]
         problem = space.problem(node, tables.transfer, memory, self.peak)
         formed = space.choices(f for strategy in known for f in self.formed(strategy))
-        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, effort="look").choice
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, prove=False).choice
         for choice in sorted(formed, key=problem.cost) if found is None else ():
             if memory.rows(choice).max() <= limit * SLACK and problem.peak(choice) <= limit:
                 found = choice
@@ -297,13 +264,15 @@ class LimitedSearch:
     def _cells_within(self, weights: Sequence[float], uppers: Sequence[float]) -> Configs:
         """The cells that a strategy of at most these costs can have, in whatever form."""
         cells = self.cells
+        kept = tuple(form for form in self.forms.offered if not form[0])  # to be recomputed costs more
+        forms = replace(self.forms, offered=kept)
         for watched in ((0,), None) if np.isfinite(uppers).all() else ():  # as in `narrow`
             tables = (
                 self.model.tables(cells, self.progress, watched)
                 if watched
                 else rough_tables(self.model, cells, self.progress)
             )
-            space = Variants.of(cells, self.forms)
+            space = Variants.of(cells, forms)
             keep: Keep = {name: np.zeros(len(these), bool) for name, these in cells.items()}
             everywhere = {name: np.arange(len(these)) for name, these in cells.items()}
             for node, upper in zip(weighted(self.model, space.configs, weights), uppers, strict=True):

@@ -75,6 +75,9 @@ class Storage:
         claims = [claim for claim in self.claims if (end if claim.last < 0 else claim.last) > claim.first]
         for claim in claims:
             claim.last = end if claim.last < 0 else claim.last
+        if len(claims) == 1:  # it has all
+            yield claims[0]
+            return
         times = sorted({time for claim in claims for time in (claim.first, claim.last)})
         runs: dict[tuple[Claim, ...], list[tuple[int, int, float]]] = {}
         for first, last in pairwise(times):
