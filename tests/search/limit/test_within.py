@@ -66,6 +66,8 @@ def test_at_every_capacity_the_best_that_fits_is_found(number: int, share: float
     assert found.optimum.lower_bound_s <= best * (1 + 1e-9) <= found.best.price.step_time_s * (1 + 2e-9)
     assert found.best.price.step_time_s <= best * GAP
     assert found.optimum.cost_s == pytest.approx(found.best.price.step_time_s)
+    prices = [] if found.within is None else [price.s_per_byte for price in found.within.prices]
+    assert prices == sorted(prices, reverse=True)  # what would save most is told first
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number][0])

@@ -130,7 +130,7 @@ class MemoryBounds:
         self._shared = _Weighed(ledger.entries(shared=True), self.devices)
 
     def restrict(self, keep: Mapping[str, Mask], base: Mapping[str, Ints]) -> MemoryBounds:
-        """Over the configurations that are kept (V_l,), and groups of these: tighter, and sooner made than anew."""
+        """Over the configurations that are kept (V_l,), and groups of these: sooner made than anew."""
         other = copy(self)
         cells = {name: bases.cells[keep[name]] for name, bases in self._bases.items()}
         local = {edge: mask[np.ix_(cells[edge[0]], cells[edge[1]])] for edge, mask in self._local.items()}
