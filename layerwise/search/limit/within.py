@@ -17,7 +17,7 @@ from layerwise.config import Config, States
 from layerwise.cost.memory.bounds import MemoryBounds, MemoryTables
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, CostTables, Progress
+from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
