@@ -61,6 +61,8 @@ def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     result = strict(out)
     assert set(result) == RESULT
     assert (result["model"], result["io"], result["world_size"], result["steps"]) == (MLP, "sample", 1, 3)
+    assert result["peak_resident_bytes"] > 50e6  # PyTorch itself
+    assert result["held_out_loss"] is None
     assert len(result["losses"]) == 3
     assert result["bytes_sent"] == dict.fromkeys(("transfers", "sync", "gathers", "statistics"), 0)
     assert result["bytes_predicted"] == dict.fromkeys(result["bytes_sent"])  # a plan by hand says nothing
