@@ -49,7 +49,7 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
     collectives: list[Collective] = []
     for (keys, epilogue), (size, total) in by_keys.items():
         cells = cells_of(epilogue)
-        held = total * cells.active.sum(1) / cells.degrees.prod(1)  # in this order, whole numbers stay whole
+        held = total * cells.count / cells.degrees.prod(1)  # in this order, whole numbers stay whole
         collectives.append(_collective(size, held, cells, keys, setting.devices))
     return collectives
 

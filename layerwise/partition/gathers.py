@@ -111,7 +111,7 @@ def _first_cells(edge: Edge, axis: AxisMap) -> tuple[Ints, Ints, Ints]:
 
 def _devices(cells: Cells) -> Ints:
     """(C,) equal where the same devices have cells: the first ones, or every so many-th."""
-    count = np.where(cells.copies, cells.devices, cells.total)
+    count = cells.count
     last = (count - 1) * cells.devices // count
     apart: Ints = count * 2 + (cells.strided & (last != count - 1))
     return apart

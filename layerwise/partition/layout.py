@@ -38,6 +38,11 @@ class Cells:
         return total
 
     @cached_property
+    def count(self) -> Ints:
+        """(C,) devices that have one."""
+        return np.where(self.copies, self.devices, self.total)
+
+    @cached_property
     def distinct(self) -> tuple[tuple[tuple[int, ...], Ints], ...]:
         """Of each dimension the degrees that there are, ascending, and which of these each configuration has, (C,)."""
         found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
