@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.common.networks import NETWORKS
-from layerwise.api.measuring import module
+from layerwise.api.planning.measuring import module
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.model import CostModel, CostOptions

@@ -37,7 +37,7 @@ _HOME = {
     "price": "layerwise.cost.price",
     "register_op": "layerwise.importers.registry",
     "save": "layerwise.api.save",
-    "split": "layerwise.api.split",
+    "split": "layerwise.api.data.split",
     "timeline": "layerwise.cost.timeline.simulate",
 }
 
@@ -74,10 +74,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from layerwise.api.data.split import split
     from layerwise.api.fit import fit
     from layerwise.api.parallelize import parallelize
     from layerwise.api.save import save
-    from layerwise.api.split import split
     from layerwise.config import Config, SearchSpace
     from layerwise.cost.model import CostModel, CostOptions
     from layerwise.cost.price import price

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.api.choose import Choice, Planner, Strategy
+from layerwise.api.planning.choose import Choice, Planner, Strategy
 from layerwise.comm.base import Comm
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers import load

@@ -16,7 +16,7 @@ from statistics import mean, median
 
 import torch
 
-from layerwise.api.measuring import module
+from layerwise.api.planning.measuring import module
 from layerwise.comm.base import Comm
 from layerwise.config import Config
 from layerwise.cost.compute.measured import LAYER, step_name

@@ -16,7 +16,7 @@ from benchmarks.zoo.compare import NARROW, TOLERANCES, Reference, compared, refe
 from benchmarks.zoo.example import SAMPLES, Example
 from benchmarks.zoo.networks import build
 from benchmarks.zoo.plans import PLANS, RANKS
-from layerwise.api.keywords import ByPosition
+from layerwise.api.loop.keywords import ByPosition
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError

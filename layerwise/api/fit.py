@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise import checkpoint as checkpoints
-from layerwise.api import losses
 from layerwise.api.arguments import at_least_1, check_autocast
-from layerwise.api.evaluation import Metric, evaluate
-from layerwise.api.feed import Feed, feed
-from layerwise.api.guards import written_back
-from layerwise.api.optimizers import Scheduling, Wanted, build, planned
-from layerwise.api.optimizers import check as check_optimizer
+from layerwise.api.data.evaluation import Metric, evaluate
+from layerwise.api.data.feed import Feed, feed
+from layerwise.api.data.split import seat
+from layerwise.api.loop import losses
+from layerwise.api.loop.guards import written_back
+from layerwise.api.loop.optimizers import Scheduling, Wanted, build, planned
+from layerwise.api.loop.optimizers import check as check_optimizer
 from layerwise.api.parallelize import parallelize
-from layerwise.api.source import Model
-from layerwise.api.split import seat
+from layerwise.api.planning.source import Model
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError

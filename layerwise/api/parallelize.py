@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from layerwise.api import loaders as loaders_of
-from layerwise.api.accumulate import Accumulate, auto
 from layerwise.api.arguments import check, check_autocast, check_io, facts
-from layerwise.api.choose import Planner, Request, Strategy
-from layerwise.api.guards import watch
-from layerwise.api.keywords import ByPosition, by_name
-from layerwise.api.machine import Machine, built_in
-from layerwise.api.machine import given as given_profile
-from layerwise.api.measuring import cached, measurable, measured
-from layerwise.api.source import ExampleInputs, Model, device_of, dtype_of, examples_of, network
-from layerwise.api.table import table
+from layerwise.api.data import loaders as loaders_of
+from layerwise.api.loop.accumulate import Accumulate, auto
+from layerwise.api.loop.guards import watch
+from layerwise.api.loop.keywords import ByPosition, by_name
+from layerwise.api.planning.choose import Planner, Request, Strategy
+from layerwise.api.planning.machine import Machine, built_in
+from layerwise.api.planning.machine import given as given_profile
+from layerwise.api.planning.measuring import cached, measurable, measured
+from layerwise.api.planning.source import ExampleInputs, Model, device_of, dtype_of, examples_of, network
+from layerwise.api.planning.table import table
 from layerwise.api.world import World, join
 from layerwise.cli import console
 from layerwise.comm.base import Comm

@@ -7,8 +7,8 @@ import os
 import torch
 from torch import nn
 
-from layerwise.api.guards import original
-from layerwise.api.split import seat
+from layerwise.api.data.split import seat
+from layerwise.api.loop.guards import original
 from layerwise.api.world import joined
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import agree

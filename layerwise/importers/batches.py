@@ -13,7 +13,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.torch.build import Stored
 from layerwise.importers.torch.from_torch import import_module
-from layerwise.importers.torch.structure import Structure
+from layerwise.importers.torch.read.structure import Structure
 from layerwise.ops.base import Role
 
 Imported = tuple[LayerGraph, Stored, Structure | None]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from layerwise.importers.torch.build import Stored
-    from layerwise.importers.torch.structure import Structure
+    from layerwise.importers.torch.read.structure import Structure
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -84,7 +84,7 @@ def load_network(spec: str, batch: int, input_shape: tuple[int, ...] | None = No
         return Network(graph, {n: partial(_value, weights, spec, n) for n in (*keys, *constants)}, keys)
     if suffix in SUFFIXES:
         from layerwise.importers.torch.from_torch import import_torch
-        from layerwise.importers.torch.load_pt2 import load_pt2, load_pt2_weights
+        from layerwise.importers.torch.read.load_pt2 import load_pt2, load_pt2_weights
 
         graph, stored = import_torch(load_pt2(spec), name=Path(spec).stem)
         values, aliases = load_pt2_weights(spec)
@@ -143,7 +143,7 @@ def network_of(
     """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
     import torch
 
-    from layerwise.importers.torch.constants import Missing
+    from layerwise.importers.torch.calls.constants import Missing
 
     graph, stored, structure, called = traced(module, examples, name, trusted)
     known: dict[int, str] = {}

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.command == "links":
         return links_command.run(args)
-    from layerwise.api.measuring import module, strategies  # here, so that --help is quick
+    from layerwise.api.planning.measuring import module, strategies  # here, so that --help is quick
 
     return layers_command.run(args, strategies, module)
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.importers.torch.structure import Structure
+from layerwise.importers.torch.read.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.torch.structure import Structure
+from layerwise.importers.torch.read.structure import Structure
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.layers import Schedule
 

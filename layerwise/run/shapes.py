@@ -14,7 +14,7 @@ from layerwise.config import Config, is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
-from layerwise.importers.torch.structure import Structure
+from layerwise.importers.torch.read.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan

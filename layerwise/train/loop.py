@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Kind
 from layerwise.geometry import Box
-from layerwise.importers.torch.structure import tensors
+from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
 from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule

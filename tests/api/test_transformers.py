@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import layerwise
-from layerwise.api.keywords import ByPosition
+from layerwise.api.loop.keywords import ByPosition
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.graph.fuse import fuse

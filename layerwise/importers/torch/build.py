@@ -18,21 +18,21 @@ from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows, before_merging
 from layerwise.importers.tensors import samples_along
-from layerwise.importers.torch.constants import FILLED, Constants, Missing, constant_names, is_constant
-from layerwise.importers.torch.decompose import decomposed
-from layerwise.importers.torch.losses import follows
-from layerwise.importers.torch.memory import Memory, overwritten
-from layerwise.importers.torch.names import input_spec, layer_names
+from layerwise.importers.torch.calls.constants import FILLED, Constants, Missing, constant_names, is_constant
+from layerwise.importers.torch.calls.decompose import decomposed
+from layerwise.importers.torch.calls.losses import follows
+from layerwise.importers.torch.calls.memory import Memory, overwritten
+from layerwise.importers.torch.calls.names import input_spec, layer_names
+from layerwise.importers.torch.calls.parameters import shared_parameters
+from layerwise.importers.torch.calls.place import TorchPlacer
+from layerwise.importers.torch.calls.spectral import spectral_norms
+from layerwise.importers.torch.calls.types import typed
+from layerwise.importers.torch.calls.whole import torch_call, why_not
+from layerwise.importers.torch.calls.writes import check_written, separate_writes
 from layerwise.importers.torch.ops.pointwise import ELEMENTWISE
 from layerwise.importers.torch.ops.table import CHECKS, ELSE_AS_IT_IS, ROWWISE, base_name, row
 from layerwise.importers.torch.ops.views import REPEATING, SHAPED, UNCHANGED
-from layerwise.importers.torch.parameters import shared_parameters
-from layerwise.importers.torch.place import TorchPlacer
 from layerwise.importers.torch.program import Node, Program, Ref, Value
-from layerwise.importers.torch.spectral import spectral_norms
-from layerwise.importers.torch.types import typed
-from layerwise.importers.torch.whole import torch_call, why_not
-from layerwise.importers.torch.writes import check_written, separate_writes
 from layerwise.ops.tensor.view import Reshape
 from layerwise.tensor import TensorSpec
 

@@ -27,11 +27,11 @@ from torch.overrides import TorchFunctionMode
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
-from layerwise.importers.torch.configurations import configured
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING, Program, read_program
-from layerwise.importers.torch.structure import Structure, structure_of
-from layerwise.importers.torch.unseen import Watch
+from layerwise.importers.torch.read.configurations import configured
+from layerwise.importers.torch.read.structure import Structure, structure_of
+from layerwise.importers.torch.read.unseen import Watch
 
 Dims = Sequence[Sequence[str | None]]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch import constants as torch_constants
+from layerwise.importers.torch.calls import constants as torch_constants
 from layerwise.importers.torch.from_torch import from_torch
 from tests.importers.zoo import Function
 

@@ -33,7 +33,7 @@ def standardised(x: Operand, eps: float, weight: Argument, bias: Argument) -> Te
 
 
 def spectral_norm(call: Call) -> Result:
-    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.spectral`)."""
+    """weight / sigma; u and v are buffers of the model (see `layerwise.importers.torch.calls.spectral`)."""
     steps, eps = call.integer("iterations"), call.number("eps")
     op = SpectralNorm(call.integer("dim"), steps, eps, call.flag("u_first"))
     return Built(op, (call.operand("weight"),), (call.operand("u"), call.operand("v")))

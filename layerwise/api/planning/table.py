@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.text import Text
 
-from layerwise.api.choose import Choice
+from layerwise.api.planning.choose import Choice
 from layerwise.api.world import World
 from layerwise.quantities import units
 from layerwise.search.report.text import strategy_table, why_data

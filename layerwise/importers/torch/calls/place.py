@@ -9,7 +9,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.importers.place import Placer, as_tied
 from layerwise.importers.registry import Built, Operand
-from layerwise.importers.torch.parameters import without_ones
+from layerwise.importers.torch.calls.parameters import without_ones
 from layerwise.ops.base import Op, space
 from layerwise.ops.tensor.pointwise import Binary
 from layerwise.tensor import TensorSpec

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from layerwise.errors import LayerwiseError
-from layerwise.importers.torch.constants import constant_names
-from layerwise.importers.torch.memory import Memory, overwritten, shared
+from layerwise.importers.torch.calls.constants import constant_names
+from layerwise.importers.torch.calls.memory import Memory, overwritten, shared
 from layerwise.importers.torch.ops.table import base_name
 from layerwise.importers.torch.ops.views import WRITTEN
 from layerwise.importers.torch.program import Node, Program, Ref, Source, Value, bind, module_path

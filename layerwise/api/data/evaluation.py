@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.api import losses
-from layerwise.api.feed import Feed
+from layerwise.api.data.feed import Feed
+from layerwise.api.loop import losses
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import filled_batches
 

@@ -21,9 +21,9 @@ import torch
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json
-from layerwise.importers.torch.constants import OF_A_FILE
+from layerwise.importers.torch.calls.constants import OF_A_FILE
 from layerwise.importers.torch.program import Program, Value
-from layerwise.importers.torch.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
+from layerwise.importers.torch.read.pt2_json import DTYPES, Json, integer, mapping, read_json, sequence, text
 
 T = TypeVar("T")
 OBJECTS = ("custom_obj_", "opaque_obj_")  # pickles of C++ and Python objects, which nothing can vet

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerwise.api.choose import Planner
+from layerwise.api.planning.choose import Planner
 from layerwise.api.world import World
 from layerwise.cache import folder
 from layerwise.comm.base import Comm

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.unseen import Watch
+from layerwise.importers.torch.read.unseen import Watch
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 X = torch.zeros(2, 4)

@@ -1,7 +1,7 @@
 """The graph of a .pt2 file, read from its JSON without PyTorch's own reader.
 
 torch 2.13's own reader evaluates symbolic sizes with sympify (eval) and imports modules that the file names: a tampered
-file runs code that way too, not only by its pickles (tests/importers/torch/test_load_pt2.py). Here names are only
+file runs code that way too, not only by its pickles (tests/importers/torch/read/test_load_pt2.py). Here names are only
 compared, sizes are the integers beside the strings, and operators are looked up among those that torch has registered.
 Schema: https://github.com/pytorch/pytorch/blob/main/torch/_export/serde/schema.py
 """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_network
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.load_pt2 import load_pt2
+from layerwise.importers.torch.read.load_pt2 import load_pt2
 from tests.importers import zoo
 from tests.importers.torch.test_from_torch import NETWORKS, Regions, numbers
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import load_network
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.load_pt2 import load_pt2
+from layerwise.importers.torch.read.load_pt2 import load_pt2
 
 Change = Callable[[str, bytes], bytes | None]
 

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerwise.importers.registry import canonical
-from layerwise.importers.torch.constants import constant_names
+from layerwise.importers.torch.calls.constants import constant_names
+from layerwise.importers.torch.calls.whole import why_not, without_underscore
 from layerwise.importers.torch.ops.free import FREE
 from layerwise.importers.torch.ops.table import CHECKS, OWN, SHAPED_ONLY, base_name, row
 from layerwise.importers.torch.program import TRACING, Node, Program, Ref, Value, bind
-from layerwise.importers.torch.whole import why_not, without_underscore
 
 MOST_NODES = 64  # that one call becomes
 
