@@ -199,8 +199,9 @@ class LimitedSearch:
         """Without the forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
 
         Bounds take longer steps for equal within a gap, so a choice may have some. least: bytes that no peak is below,
-        which take less time than peaks.
+        which take less time than peaks: where what they missed before would not fit, no peak is asked for.
         """
+        missed = np.inf
         for name in [name for name in strategy if name not in self.forms.fixed]:
             plain = list(_plainer(strategy[name]))
             now, *costs = self._of_layer(strategy, name, [strategy[name], *plain]) if plain else [np.zeros(2)]
@@ -208,7 +209,12 @@ class LimitedSearch:
                 if cost[0] > now[0] or cost.sum() > now.sum():
                     continue
                 other = {**strategy, name: config}
-                if (least is None or least(other) <= limit * SLACK) and self.peak(other) <= limit:
+                below = 0.0 if least is None else least(other)
+                if below + (missed if np.isfinite(missed) else 0.0) > limit * SLACK:
+                    continue
+                peak = self.peak(other)
+                missed = 0.0 if least is None else min(missed, peak - below)
+                if peak <= limit:
                     strategy = other
                     break
         return strategy
