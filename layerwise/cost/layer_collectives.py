@@ -119,12 +119,14 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool
         degrees = here.degrees
         extents = largest_extents(layer.space.dims[: degrees.shape[1]], degrees)
         keys = [i for i in range(degrees.shape[1]) if i not in statistics.over]
-        each = statistics.per_key / statistics.block * max(out.item_bytes, 4)  # sums of 16-bit values are float32
-        size = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
+        each = statistics.per_key / statistics.block
+        elements = np.prod(extents[:, statistics.keys], axis=1, dtype=np.float64) * each
         spare = [i for i in range(degrees.shape[1]) if i not in statistics.keys]
         total = degrees[:, spare].prod(1) * prod(out.shape[i] for i in statistics.keys) * each
-        times = 1 if again else 1 + gradients.inputs
-        collectives += [_collective(size, total, here, keys, setting.devices)] * times
+        forward, back = statistics.item_bytes(out.item_bytes)
+        for item_bytes in (forward, back) if gradients.inputs and not again else (forward,):
+            sizes = elements * item_bytes, total * item_bytes
+            collectives.append(_collective(*sizes, here, keys, setting.devices))
     return collectives if again else [*collectives, *_remembered(setting, layer, layout)]
 
 

@@ -116,10 +116,8 @@ def gather_bytes(setting: Setting, layer: Layer, layout: Layout) -> float:
 def statistics_s(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     """The all-reduces of batch norm's sums, both directions."""
     seconds = np.zeros(len(layout.computed.degrees))
-    found = statistics_of(setting, layer, layout)
-    times = {id(c): _each(all_reduce_s, c, setting.devices) for c in found}  # there and back they are the same
-    for c in found:
-        seconds += times[id(c)]
+    for c in statistics_of(setting, layer, layout):
+        seconds += _each(all_reduce_s, c, setting.devices)
     return seconds
 
 

@@ -78,6 +78,12 @@ class Statistics:
     keys: tuple[int, ...]  # of `per_key` elements for each index of these
     per_key: int
     block: int = 1  # divided by this: channels a group, in a group norm
+    exact: bool = True  # whether float64 adds them up forward: a variance is what is left of two large sums
+
+    def item_bytes(self, of_output: int) -> tuple[int, int]:
+        """Of an element, forward and back. of_output: that many bytes has one of the output; 16 bits add up in 32."""
+        wide = max(of_output, 4)
+        return 8 if self.exact else wide, wide
 
 
 @dataclass(frozen=True, slots=True)

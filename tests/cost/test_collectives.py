@@ -192,13 +192,14 @@ def test_gradients_share_the_latency_of_their_bucket() -> None:
 
 
 def test_statistics_are_reduced_once_each_way_and_over_all_that_is_split_but_channels() -> None:
-    """Two float32 numbers a channel of the device's; none with each device's own statistics."""
+    """Two numbers a channel of the device's, float64 forward and float32 back; none with own statistics."""
     network, graph = two_layers(), brute.machine((8,))
     configs = tuple(Config.of(d) for d in ({"n": 8}, {"n": 2, "c": 2, "l": 2}, {"c": 8}, {"n": 2, "k": 2}))
     model = CostModel(network, graph)
     found = model.node_cost(network["conv"], configs).seconds["statistics"]
     groups = [group_shape(np.array(row), graph) for row in ([0] * 8, [0, 0, 1, 1] * 2, [0, 1, 0, 1, -1, -1, -1, -1])]
-    expected = [2 * all_reduce_s(4 * 2 * c, g, graph) for c, g in zip((8, 4, 4), groups, strict=True)]
+    pairs = zip((8, 4, 4), groups, strict=True)
+    expected = [all_reduce_s(8 * 2 * c, g, graph) + all_reduce_s(4 * 2 * c, g, graph) for c, g in pairs]
     copied = all_reduce_s(4 * 2 * 4, group_shape(np.array([0, 1, 2, 3] * 2), graph), graph)  # by four without a part
     assert found == pytest.approx([expected[0], expected[1], 0.0, expected[2] + copied])
     local = CostModel(network, graph, CostOptions(local_batch_norm=True))

@@ -140,7 +140,7 @@ def test_data_parallelism_moves_the_gradients_twice_to_all_but_one(devices: int)
     model = CostModel(network, brute.machine((devices,)))
     found = price(model, {layer.name: Config.of({"n": devices}) for layer in network.inner})
     assert found.bytes["sync"] == 2 * (devices - 1) * 4 * network.parameter_count()
-    assert found.bytes["statistics"] == 2 * 2 * (devices - 1) * 4 * 2 * 7
+    assert found.bytes["statistics"] == 2 * (devices - 1) * (8 + 4) * 2 * 7  # float64 forward
     assert found.bytes["transfer"] == 0
 
 

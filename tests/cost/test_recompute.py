@@ -48,7 +48,8 @@ def test_a_layer_costs_its_forward_pass_once_more() -> None:
             plain, again = ({term: float(s[i]) for term, s in cost.seconds.items()} for i in range(2))
             assert again["compute"] == pytest.approx(plain["compute"] + cost.compute.forward[0])
             assert again["reduction"] == pytest.approx(1.5 * plain["reduction"])
-            assert again["statistics"] == pytest.approx(1.5 * plain["statistics"])
+            # Forward as many messages as back, of twice the bytes: between a half and two thirds.
+            assert 1.5 * plain["statistics"] <= again["statistics"] <= 5 / 3 * plain["statistics"]
             assert again["sync"] == plain["sync"]
             assert (plain["statistics"] > 0) == ("norm" in layer.name and config["n"] > 1)
             assert (plain["reduction"] > 0) == (config["k"] > 1)

@@ -97,7 +97,7 @@ class Loss(Op):
 
     def statistics(self, inputs: Sequence[TensorSpec], out: TensorSpec) -> Statistics | None:
         """How many targets count, where some may be ignored, or how much."""
-        return Statistics(tuple(range(len(out.shape))), (), 1) if self._counts(inputs[1]) else None
+        return Statistics(tuple(range(len(out.shape))), (), 1, exact=False) if self._counts(inputs[1]) else None
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """A mean is that of the targets that count, over all samples: each has its part of it, times their number."""

@@ -1,7 +1,8 @@
 """Normalisation by statistics that several devices add up: one all-reduce forward, one backward, two numbers a channel.
 
-Forward: sums of x - shift and of its square. Backward, with x̂ the normalised x and N the elements of a channel,
-dx = weight·rstd·(dy - Σdy/N - x̂·Σ(dy·x̂)/N): Ioffe and Szegedy 2015, section 3.
+Forward: sums of x - shift and of its square, in float64, as a variance is what little is left of them. Backward, with x̂
+the normalised x and N the elements of a channel, dx = weight·rstd·(dy - Σdy/N - x̂·Σ(dy·x̂)/N): Ioffe and Szegedy 2015,
+section 3.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def normalised(
     """(y, mean, variance): x of shape (n, c, ...) normalised over all but c, and the statistics, each of shape (c,).
 
     The statistics are those of all devices' x together, of `count` elements a channel; the variance is the biased one.
-    `shift` (c,), equal on all devices, should lie near the mean: it saves the variance from cancellation. Sums travel
-    in x's type, those of 16 bits in float32. `known` is called with the statistics, also where activation checkpointing
-    ends a second computation when all is kept that a backward pass needs.
+    `shift` (c,), equal on all devices, should lie near the mean: it saves the variance from cancellation, as float64
+    does, in which the sums travel. Those of the backward pass travel in x's type, of 16 bits in float32. `known` is
+    called with the statistics, also where activation checkpointing ends a second computation when all is kept that a
+    backward pass needs.
     """
     result: tuple[Tensor, Tensor, Tensor] = _function().apply(x, weight, bias, count, eps, all_reduce, shift, known)
     return result
@@ -128,6 +130,7 @@ def _function() -> Any:
             known: Callable[[Tensor, Tensor], None] | None,
         ) -> tuple[Tensor, Tensor, Tensor]:
             mean, variance = moments(x)
+            exact, mean, variance = mean.dtype, mean.double(), variance.double()
             if shift is not None:
                 mean = mean - shift
             sums = torch.stack([mean, variance + mean.square()]).mul_(x.numel() // x.shape[1])
@@ -135,6 +138,7 @@ def _function() -> Any:
             variance = (square - mean.square()).clamp_(min=0)
             if shift is not None:
                 mean = mean + shift
+            mean, variance = mean.to(exact), variance.to(exact)
             if known is not None:
                 known(mean, variance)
             given = weight, bias

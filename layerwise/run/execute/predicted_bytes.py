@@ -30,7 +30,6 @@ PREDICTED: Mapping[Kind, str] = {
     "gathers": "gather_bytes",
     "statistics": "statistics_bytes",
 }
-SUMS_BYTES = 4  # an element, at least: sums of 16-bit values travel in float32 (layerwise.ops.nn.statistics)
 
 Message = tuple[Kind, int, int]  # bytes that this rank sends: by the plan's types, and really
 
@@ -95,10 +94,13 @@ def _statistics(
         if statistics is not None and group:
             elements = statistics.per_key * prod(box.shape[key] for key in statistics.keys) // statistics.block
             member = len(group), group.index(schedule.comm.rank)
-            by_plan = all_reduce_share(elements * max(same.space.out.item_bytes, SUMS_BYTES), *member)
-            item_bytes = schedule.options.element_type(out.dtype, schedule.graph).itemsize
-            real = all_reduce_share(elements * max(item_bytes, SUMS_BYTES), *member)
-            yield "statistics", by_plan * (times[0] + back), real * (times[1] + back)
+            real_bytes = schedule.options.element_type(out.dtype, schedule.graph).itemsize
+            by_plan, real = (
+                [all_reduce_share(elements * item_bytes, *member) for item_bytes in statistics.item_bytes(of_output)]
+                for of_output in (same.space.out.item_bytes, real_bytes)
+            )
+            sent = [ways[0] * n + ways[1] * back for ways, n in zip((by_plan, real), times, strict=True)]
+            yield "statistics", sent[0], sent[1]
 
 
 def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -> Iterator[Message]:

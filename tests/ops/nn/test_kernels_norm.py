@@ -101,7 +101,7 @@ def test_cumulative_averages_are_refused() -> None:
 )
 @pytest.mark.parametrize("shape", [(4, 8, 6, 6), (2, 8, 4, 4)])
 def test_what_is_sent(op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """One all-reduce forward, one backward, of the numbers a key that planning counts; in float32 at least."""
+    """One all-reduce forward, one backward, of the numbers a key that planning counts; back in float32 at least."""
     x = TensorSpec(shape, IMAGES[2])
     statistics = op.statistics((x,), op.output(x))
     assert statistics is not None
@@ -118,10 +118,11 @@ def test_what_is_sent(op: Op, shape: tuple[int, ...], dtype: torch.dtype) -> Non
     out = op.run(at, [t], {k: v.to(dtype) for k, v in held(op, x).items()})
     keys = prod(own[i] for i in statistics.keys) // statistics.block
     exact = torch.promote_types(dtype, torch.float32)
-    assert [(s.numel(), s.dtype) for s in sent] == [(statistics.per_key * keys, exact)]
+    assert [(s.numel(), s.dtype) for s in sent] == [(statistics.per_key * keys, torch.float64)]
     assert out.dtype == dtype
     out.backward(torch.rand_like(out))  # type: ignore[no-untyped-call]
-    assert [(s.numel(), s.dtype) for s in sent] == [(statistics.per_key * keys, exact)] * 2
+    assert [(s.numel(), s.dtype) for s in sent] == [(statistics.per_key * keys, t) for t in (torch.float64, exact)]
+    assert statistics.item_bytes(dtype.itemsize) == tuple(s.dtype.itemsize for s in sent)
 
 
 @pytest.mark.parametrize("op", [BatchNorm(), BatchNorm(False), GroupNorm(2), InstanceNorm(True), InstanceNorm()])
@@ -164,15 +165,25 @@ def test_sixteen_bits(weights: torch.dtype) -> None:
         assert (b - truth).abs().max() <= 1.2 * (a - truth).abs().max() + 1e-3
 
 
-def test_large_means_do_not_cancel() -> None:
-    """Sums are taken of what is left of the running mean."""
+@pytest.mark.parametrize("op", [BatchNorm(), GroupNorm(2), InstanceNorm(), InstanceNorm(True, track=True)])
+@pytest.mark.parametrize("mean", [0, 1000, 10000, -30000])
+def test_large_means_do_not_cancel(op: Op, mean: float) -> None:
+    """Where the running mean, of a first step or of other data, says nothing of them, or nothing is known."""
     x = TensorSpec((8, 2, 16, 16), IMAGES[2])
-    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) + 1000
-    op = BatchNorm(False)
-    p = {"running_mean": torch.full((2,), 1000.2), "running_var": torch.ones(2)}
-    mine = op.run(whole(op, [x], all_reduce=lambda s: s), [t], p)
-    torch.testing.assert_close(mine.double(), F.batch_norm(t.double(), None, None, training=True), rtol=1e-3, atol=1e-3)
-    assert (p["running_var"] - 1).abs().max() < 0.02
+    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) + mean
+    slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+
+    def run(dtype: torch.dtype, shared: bool) -> list[Tensor]:
+        start = {"weight": torch.ones, "bias": torch.zeros, "running_mean": torch.zeros, "running_var": torch.ones}
+        p = {one.name: start[one.name](2, dtype=dtype) for one in op.parameters((x,), x)}
+        given = t.to(dtype).requires_grad_()
+        out = op.run(whole(op, [x], all_reduce=(lambda s: s) if shared else None), [given], p)
+        (gradient,) = torch.autograd.grad(out, given, slope.to(dtype))
+        return [out, gradient, *(p[name] for name in ("running_mean", "running_var") if name in p)]
+
+    exact, mine = run(torch.float64, shared=False), run(torch.float32, shared=True)
+    for truth, made in zip(exact, mine, strict=True):
+        assert (made - truth).abs().max() <= (1e-6 + 2e-7 * abs(mean)) * truth.abs().max()
 
 
 def test_channels_last() -> None:
