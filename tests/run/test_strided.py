@@ -121,6 +121,17 @@ def test_space_is_split_anew_before_every_layer(seed: int) -> None:
     check_equal(run_threads(4, lambda comm: train(given, plan, comm), collectives=seed % 2 == 1), single, plan)
 
 
+def test_every_second_of_a_line_is_gathered() -> None:
+    """Of an even extent: then all that is picked out lies equally far apart in memory."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 1, 2), nn.Flatten(), nn.Linear(28, 5))
+    given = case(body, (3, 14), 4)
+    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+    strategy = {layer.name: Config() for layer in given.graph.inner} | {i: Config.of({"c": 2}) for i in "01"}
+    plan = priced(Plan("test", given.graph.digest, 4, 2, 2, "free", True, strategy), given.graph)
+    check_equal(run_threads(2, lambda comm: train(given, plan, comm), collectives=True), single, plan)
+
+
 def test_a_shortcut_is_sent_what_it_reads() -> None:
     """Of 9 x 9 positions 5 x 5, which lie in a box of 9 x 9, to devices that have a quarter of the channels."""
     torch.manual_seed(0)
