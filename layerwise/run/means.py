@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtyp
     LayerwiseError where it is none, as of a Dice, or of cross entropy with class weights.
     """
     y, t = _tried(out, target, dtype, device)
+    wide = torch.promote_types(dtype, torch.float32)  # in which a Dice is not taken for rounding
+    wider = t.to(torch.promote_types(t.dtype, wide)) if t.is_floating_point() else t
+    known = [(y.to(wide), wider), (y.to(wide).sigmoid(), wider), (y, t), (y.sigmoid(), t)]  # also of probabilities
+    y, t = next((pair for pair in known if _takes(loss, *pair)), (y, t))
     for dim in (0, *range(2, len(out))):
         whole = _value(loss, y, t)
         first = 1 if dim == 0 else 2
@@ -75,6 +80,14 @@ def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: tor
         t = (further if t.dim() == further.dim() else further.unsqueeze(1)).where(t > 0, t).clamp(max=classes - 1)
         t = t.expand(wanted).to(target.dtype)
     return y.to(device, dtype), t.to(device)
+
+
+def _takes(loss: Loss, y: Tensor, t: Tensor) -> bool:
+    """Whether the loss of these is a number."""
+    try:
+        return isfinite(_value(loss, y, t))
+    except LayerwiseError:
+        return False
 
 
 def _value(loss: Loss, y: Tensor, t: Tensor) -> float:

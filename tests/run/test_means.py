@@ -53,6 +53,29 @@ def test_means_of_numbers() -> None:
     of_parts(F.mse_loss, (8,), torch.rand(8), torch.float64, torch.device("cpu"))
 
 
+def test_means_of_probabilities() -> None:
+    target = torch.rand(2, 3, 6, 4, 4, dtype=torch.float64)
+    tried(F.binary_cross_entropy, target)
+    tried(lambda y, t: F.poisson_nll_loss(y, t, log_input=False), target)
+    tried(lambda y, t: F.nll_loss(y.log(), t))
+    with pytest.raises(LayerwiseError, match="is no mean over samples and positions"):
+        tried(lambda y, t: F.binary_cross_entropy(y, t).sqrt(), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_of_fewer_bits(dtype: torch.dtype) -> None:
+    """Which round too much to be tried in them."""
+
+    def at(loss: Loss, target: Tensor) -> None:
+        of_parts(loss, (2, 3, 6, 4, 4), target, dtype, torch.device("cpu"))
+
+    at(F.cross_entropy, CLASSES)
+    at(F.mse_loss, torch.rand(2, 3, 6, 4, 4, dtype=dtype))
+    for loss in (dice, nn.CrossEntropyLoss(weight=WEIGHT.to(dtype)), nn.CrossEntropyLoss(reduction="sum")):
+        with pytest.raises(LayerwiseError, match="is no mean over samples and positions"):
+            at(loss, CLASSES)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_none(name: str) -> None:
     with pytest.raises(LayerwiseError, match="is no mean over samples and positions"):
