@@ -6,9 +6,10 @@ that such a plan was found to need is run under it, and must fail, and say so. W
 train, with the losses of one rank without a limit.
 
 Measured: the most memory of the fullest rank that no file is behind (RssAnon), every 5 ms, without a limit, less that
-of a rank that trains a network of next to nothing. The limit of a run is the kernel's RLIMIT_DATA: what the latter
-takes, what the search was told that a step may take, and 5 % of that, as predictions are to be within these; besides
-what is only reserved, such as stacks of threads, which RLIMIT_DATA counts, too.
+of a rank that trains a network of next to nothing, and less what tracing the case's network leaves in a process that
+does only that (`after_trace`: PyTorch's objects, which no plan counts). The limit of a run is the kernel's RLIMIT_DATA:
+what these two take, what the search was told that a step may take, and 5 % of that, as predictions are to be within
+these; besides what is only reserved, such as stacks of threads, which RLIMIT_DATA counts, too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ from layerwise.search.result import SearchResult
 RANKS, STEPS, SAMPLING_S, UNLIMITED = 4, 2, 0.005, 1e15
 TOLERANCE = 1e-3  # of losses in float32
 ROOM = 1.05  # of what is predicted, that a process may take
+# Memory that is freed goes back to the kernel at once, so that what is resident is what is held: malloc's, and what MKL
+# copies matrices into, which it else keeps for the next product.
+FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1", "MKL_DISABLE_FAST_MM": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | FREED
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ CASES = {
     "gpt": Case("benchmarks.common.large:gpt", 8, "adam", 130 * 10**6),
     "unet": Case("benchmarks.common.large:unet", 1, "adam", 420 * 10**6, reserve_bytes=95 * 10**6),
 }
+TINY = Case("mlp:8x8", 4, "adam", 10**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +110,13 @@ def train(plan: Path, model: str, ranks: int, limit_bytes: float | None) -> End:
     command = [sys.executable, "-W", "ignore", "-m", *(torchrun if ranks > 1 else []), "layerwise.run", str(plan)]
     command += ["--data", "synthetic", "--steps", str(STEPS), "--json", "--timeout", "300"]
     command += ["--model", model] if names_code(model) else []
-    # Memory that is freed goes back to the kernel at once, so that what is resident is what is held.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
 
     def limit() -> None:
         if limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (int(limit_bytes), int(limit_bytes)))
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=err, preexec_fn=limit)
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=err, preexec_fn=limit)
         peaks = Peaks(process.pid)
         code = process.wait()
         own, data = peaks.end()
@@ -140,7 +143,7 @@ class Peaks:
     def _look(self) -> None:
         while not self._over.wait(SAMPLING_S):
             for pid in _descendants(self._pid):
-                own, data = _held(pid)
+                own, data = held(pid)
                 self._own, self._data = max(self._own, own), max(self._data, data)
 
 
@@ -155,7 +158,8 @@ def _descendants(pid: int) -> Iterator[int]:
             yield from _descendants(int(child))
 
 
-def _held(pid: int) -> tuple[float, float]:
+def held(pid: int) -> tuple[float, float]:
+    """Bytes of a process: that no file is behind, and that RLIMIT_DATA counts; none where it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -167,10 +171,25 @@ def _held(pid: int) -> tuple[float, float]:
 @cache
 def nothing(ranks: int) -> End:
     """What a rank takes that trains a network of next to nothing."""
-    case = Case("mlp:8x8", 4, "adam", 10**9)
     with tempfile.TemporaryDirectory() as folder:
-        plan = planned(case, ranks, case.limit_bytes, (), Path(folder))
-        return train(plan.path, case.model, ranks, None)
+        plan = planned(TINY, ranks, TINY.limit_bytes, (), Path(folder))
+        return train(plan.path, TINY.model, ranks, None)
+
+
+@cache
+def after_trace(case: Case) -> float:
+    """Bytes that no file is behind, of a process that has read the case's network and let it go again."""
+    imports = "import gc, os, sys, layerwise.run.__main__; from benchmarks import memory; "
+    imports += "from layerwise.importers.load import load_network; "
+    code = imports + "load_network(sys.argv[1], int(sys.argv[2])); gc.collect(); print(memory.held(os.getpid())[0])"
+    command = [sys.executable, "-W", "ignore", "-c", code, case.model, str(case.batch)]
+    return float(subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def besides(case: Case, ranks: int) -> float:
+    """Bytes of a rank that are none of the step's: PyTorch, Python, and what tracing the network leaves."""
+    traced = after_trace(case) - after_trace(TINY)
+    return nothing(ranks).own_bytes + traced
 
 
 def run(case: Case, table: Table, folder: Path) -> str:
@@ -186,11 +205,11 @@ def run(case: Case, table: Table, folder: Path) -> str:
     assert chosen.result.best.fits, nothing_fits(chosen.result)
     whole, free = (train(one.path, case.model, ranks, None) for one, ranks in ((alone, 1), (chosen, RANKS)))
     assert whole.code == free.code == 0, (whole.said, free.said)
-    may_take = nothing(RANKS).own_bytes + ROOM * limit + free.data_bytes - free.own_bytes
+    may_take = besides(case, RANKS) + ROOM * limit + free.data_bytes - free.own_bytes
     failed, trained = train(forced.path, case.model, few, may_take), train(chosen.path, case.model, RANKS, may_take)
-    row(table, "on one rank", 1, alone, None, whole, whole)
-    row(table, "on one rank" if few == 1 else "without the choices", few, forced, limit, failed, None)
-    row(table, "searched", RANKS, chosen, limit, trained, free)
+    row(table, case, "on one rank", 1, alone, None, whole, whole)
+    row(table, case, "on one rank" if few == 1 else "without the choices", few, forced, limit, failed, None)
+    row(table, case, "searched", RANKS, chosen, limit, trained, free)
     assert failed.code != 0
     assert any("ran out of memory" in line for line in failed.said), failed.said
     assert trained.code == 0, trained.said
@@ -200,14 +219,16 @@ def run(case: Case, table: Table, folder: Path) -> str:
     return f"{nothing_fits(refused.result)}. {' '.join(choices(chosen.result.best.strategy.values()))}"
 
 
-def row(table: Table, name: str, ranks: int, plan: Planned, limit: float | None, end: End, free: End | None) -> None:
+def row(
+    table: Table, case: Case, name: str, ranks: int, plan: Planned, limit: float | None, end: End, free: End | None
+) -> None:
     """One run. free: the same without a limit, whose memory is told."""
-    predicted, held = plan.result.best.price.memory_bytes, "none" if limit is None else units(limit, "B")
+    predicted, bound = plan.result.best.price.memory_bytes, "none" if limit is None else units(limit, "B")
     sizes = [units(predicted, "B"), "", ""]
     if free is not None:
-        measured = free.own_bytes - nothing(ranks).own_bytes
+        measured = free.own_bytes - besides(case, ranks)
         sizes[1:] = units(measured, "B"), f"{measured / predicted:.2f}"
-    table.add_row(name, str(ranks), held, *sizes, " ".join(f"{x:.4f}" for x in end.losses) or "out of memory")
+    table.add_row(name, str(ranks), bound, *sizes, " ".join(f"{x:.4f}" for x in end.losses) or "out of memory")
 
 
 def main() -> None:
