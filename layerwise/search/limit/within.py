@@ -28,6 +28,7 @@ from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
 from layerwise.search.solve.prune import SLACK, Keep
 
 CUTS = 20_000  # variants times rows that are exported beside those that have a price
+TRIES = 24  # true peaks that are asked for where what saves nothing is undone
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,7 @@ class LimitedSearch:
         best, priced = self._exact(small, memory.restrict(keep, small), limit, weights[0], inside(found, keep), near)
         strategies = [space.strategy(choice) for choice in found]
         strategies += [] if best.choice is None else [small.strategy(best.choice)]
-
-        def least(strategy: Strategy) -> float:
-            return float(memory.rows(space.choice(strategy)).max())
-
-        strategies = _distinct(self.plainer(strategy, limit, least) for strategy in _distinct(strategies))
+        strategies = _distinct(self.plainer(strategy, limit) for strategy in _distinct(strategies))
         strategies.sort(key=self._costing(weights[0]))
         cost = min([best.cost_s, *(self.cost(strategy, weights[0]) for strategy in strategies)])
         # Of what is left all may fit: then memory has the price that it had among all.
@@ -195,29 +192,50 @@ class LimitedSearch:
         every = [{name: forms.of_layer(name, c, form) for name, c in strategy.items()} for form in forms.offered]
         return _distinct(every)
 
-    def plainer(self, strategy: Strategy, limit: float, least: Callable[[Strategy], float] | None = None) -> Strategy:
-        """Without the forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
+    def plainer(self, strategy: Strategy, limit: float) -> Strategy:
+        """Without forms that save nothing: what fits into `limit` bytes without them, and takes no longer.
 
-        Bounds take longer steps for equal within a gap, so a choice may have some. least: bytes that no peak is below,
-        which take less time than peaks: where what they missed before would not fit, no peak is asked for.
+        Bounds take longer steps for equal within a gap, so a choice may have some. Equal layers are undone together, as
+        many as fit, what gains most first. Peaks take time: after TRIES of them, what is left stays.
         """
-        missed = np.inf
-        for name in [name for name in strategy if name not in self.forms.fixed]:
-            plain = list(_plainer(strategy[name]))
-            now, *costs = self._of_layer(strategy, name, [strategy[name], *plain]) if plain else [np.zeros(2)]
-            for config, cost in zip(plain, costs, strict=True):
-                if cost[0] > now[0] or cost.sum() > now.sum():
-                    continue
-                other = {**strategy, name: config}
-                below = 0.0 if least is None else least(other)
-                if below + (missed if np.isfinite(missed) else 0.0) > limit * SLACK:
-                    continue
-                peak = self.peak(other)
-                missed = 0.0 if least is None else min(missed, peak - below)
-                if peak <= limit:
-                    strategy = other
-                    break
+        tries = TRIES
+        for old, plain, among in self._undoable(strategy):
+            names = [name for name in among if strategy[name] == old]
+            fewest, most = 0, len(names)
+            count = most
+            while fewest < most and tries:
+                other = {**strategy, **dict.fromkeys(names[:count], plain)}
+                no_longer = self._no_longer(other, strategy)
+                tries -= no_longer
+                if no_longer and self.peak(other) <= limit:
+                    fewest, undone = count, other
+                else:
+                    most = count - 1
+                count = (fewest + most + 1) // 2
+            strategy = undone if fewest else strategy
         return strategy
+
+    def _undoable(self, strategy: Strategy) -> list[tuple[Config, Config, list[str]]]:
+        """Forms that can be undone one by one and take no longer: of equal layers, from and to which, and their names.
+
+        What gains most time together comes first, and of what gains as much the plainest.
+        """
+        found: dict[tuple[int, Config, Config], list[str]] = {}
+        gained: dict[tuple[int, Config, Config], float] = {}
+        for name in [name for name in strategy if name not in self.forms.fixed]:
+            old, kind = strategy[name], self.model.kind(self.model.graph[name])
+            plain = list(_plainer(old))
+            now, *costs = self._of_layer(strategy, name, [old, *plain]) if plain else [np.zeros(2)]
+            for config, cost in zip(plain, costs, strict=True):
+                if cost[0] <= now[0] * SLACK and cost.sum() <= now.sum() * SLACK:
+                    key = kind, old, config
+                    found.setdefault(key, []).append(name)
+                    gained[key] = gained.get(key, 0.0) + float(now.sum() - cost.sum())
+        return [(*key[1:], found[key]) for key in sorted(found, key=lambda key: -gained[key])]
+
+    def _no_longer(self, strategy: Strategy, than: Strategy) -> bool:
+        """Whether it takes no longer, whatever t_S weighs."""
+        return all(self.cost(strategy, weight) <= self.cost(than, weight) * SLACK for weight in (0.0, 1.0))
 
     def _of_layer(self, strategy: Strategy, name: str, configs: Sequence[Config]) -> Floats:
         """(configs, 2) what a layer and its edges cost under each of these, all else as it is: without t_S, and t_S."""

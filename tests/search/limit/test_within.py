@@ -20,7 +20,7 @@ from layerwise.machine import load
 from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.find import configurations, search
 from layerwise.search.limit.variants import OFFERS, Forms, Strategy, Variants
-from layerwise.search.limit.within import LimitedSearch
+from layerwise.search.limit.within import TRIES, LimitedSearch
 from tests.importers.networks import chain
 
 GAP = 1.005
@@ -132,3 +132,27 @@ def test_what_saves_memory_that_is_not_needed_is_undone() -> None:
     kept = LimitedSearch(model, cells, fixed=[fixed]).plainer(formed, large)
     assert kept[fixed] == formed[fixed]
     assert kept != formed
+
+
+def test_equal_layers_are_undone_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty of them with fewer peaks asked for than there are layers, and never more than TRIES."""
+    model = mlp("x".join(["96"] * 21), 64)
+    plain = complete(model, baseline(model, "data"))
+    under = LimitedSearch(model, {name: (config,) for name, config in plain.items()}, offer=["shard"])
+    formed = under.formed(plain)[-1]
+    small, sharded, large = (under.peak(strategy) for strategy in (formed, under.formed(plain)[1], plain))
+    asked, peak = list[float](), under.peak
+
+    def counted(strategy: Strategy) -> float:
+        asked.append(peak(strategy))
+        return asked[-1]
+
+    monkeypatch.setattr(under, "peak", counted)
+    gathered = []
+    for limit in (large, (small + sharded) / 2):
+        asked.clear()
+        made = under.plainer(formed, limit)
+        assert peak(made) <= limit
+        assert 0 < len(asked) <= min(TRIES, 19)
+        gathered.append(sum(config.states == "gathered" for config in made.values()))
+    assert gathered[0] == 0 < gathered[1] < sum(config.states == "gathered" for config in formed.values())
