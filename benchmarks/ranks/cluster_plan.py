@@ -19,6 +19,7 @@ from layerwise.api.planning.measuring import ENOUGH
 from layerwise.comm.base import Comm
 from layerwise.config import Config, SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions, Strategy
+from layerwise.cost.price import measured_share
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
@@ -137,7 +138,7 @@ def plans(
     found = [(key, of, candidate(of, key, strategy)) for key, (of, strategy) in strategies.items() if key in wanted]
     if "searched" in wanted:
         best = search(model, space).best
-        if measured and best.measured < ENOUGH:
+        if measured and measured_share(model, best.strategy) < ENOUGH:
             best = candidate(model, "measured", measured[0])
         found.append(("searched", model, best))
     spec = f"benchmarks.common.networks:{name}"

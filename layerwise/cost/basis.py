@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
-from layerwise.cost.model import CostModel
-from layerwise.cost.price import Price
+from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.price import Price, measured_share
 from layerwise.machine.layer_times import Conditions
 
 # By how much of their time two plans must differ before the model tells them apart, by what t_C rests on. These are of
 # the model and not of a machine, so no profile holds them. They are judged: single steps are predicted worse
 # (docs/benchmarks/predictions.md: 3.5 % off on average where all was measured), but much of that is common to two plans
-# and cancels in their ratio.
+# and cancels in their ratio. What is fitted errs as cells held out of the fit do, and at least as what is analytic.
 MEASURED_ERROR, ANALYTIC_ERROR = 0.01, 0.03
 
 
@@ -49,13 +49,19 @@ def basis(model: CostModel, cost: Price) -> Basis:
     )
 
 
-def model_error(*measured: float) -> float:
-    """The share of a step's time below which a difference between plans is no gain: by that which is measured least.
+def model_error(model: CostModel, strategy: Strategy) -> float:
+    """The share of a step's time below which a gain by this plan, or over it, is none; of two plans the larger one."""
+    if model.measurements is None:
+        return ANALYTIC_ERROR
+    share = measured_share(model, strategy)
+    return share * MEASURED_ERROR + (1 - share) * unmeasured_error(model)
 
-    measured: of each plan the share of t_C that is (`cost.price.measured_share`). What is fitted counts as analytic.
-    """
-    least = min(measured)
-    return least * MEASURED_ERROR + (1 - least) * ANALYTIC_ERROR
+
+def unmeasured_error(model: CostModel) -> float:
+    """`model_error` where no layer was measured, and the most that it can be: what the fit errs by, where that is more
+    than a roofline is taken to."""
+    held_out = None if model.measurements is None else model.measurements.times.held_out_error
+    return max(ANALYTIC_ERROR, held_out or 0.0)
 
 
 def describe(model: CostModel, shares: Basis) -> str:

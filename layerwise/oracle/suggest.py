@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerwise.cost.basis import ANALYTIC_ERROR, model_error
+from layerwise.cost.basis import ANALYTIC_ERROR, unmeasured_error
 from layerwise.oracle.question import Answer
 
 
@@ -69,7 +69,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
             f"takes {fastest.epoch_s(samples) / 3600:.3g} hours an epoch",
         )
     least = min(quick, key=cost)
-    near = [a for a in quick if cost(least) >= cost(a) * (1 - ANALYTIC_ERROR)]  # no error is larger
+    near = [a for a in quick if cost(least) >= cost(a) * (1 - max(_most(a), _most(least)))]
     errors = {id(a): error_between(a, least) for a in near}
     tied = [a for a in near if cost(least) >= cost(a) * (1 - errors[id(a)])]
     best = min(tied, key=lambda a: (a.projection.strategy not in ("serial", "data"), a.projection.devices, cost(a)))
@@ -84,9 +84,12 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
 def error_between(a: Answer, b: Answer) -> float:
     """The model's error of two answers: by what their t_C rests on; of closed forms and pipelines, as if analytic."""
-    if a.priced is None or b.priced is None:
-        return ANALYTIC_ERROR
-    return model_error(a.priced.measured, b.priced.measured)
+    return max(ANALYTIC_ERROR if one.priced is None else one.priced.error for one in (a, b))
+
+
+def _most(a: Answer) -> float:
+    """The largest error that the answer can have: known without a price of its layers."""
+    return ANALYTIC_ERROR if a.priced is None else unmeasured_error(a.priced.model)
 
 
 def _at(a: Answer) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layerwise.config import Config
+from layerwise.cost.basis import model_error
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Strategy
-from layerwise.cost.price import Price, complete, measured_share, price
+from layerwise.cost.price import Price, complete, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
 from layerwise.oracle.formulas.phases import Phases
@@ -35,9 +36,9 @@ class Priced:
         return price(self.model, self.strategy, memory_bytes=self.phases.memory_bytes)
 
     @cached_property
-    def measured(self) -> float:
-        """The share of t_C that was measured."""
-        return measured_share(self.model, complete(self.model, self.strategy))
+    def error(self) -> float:
+        """The model's, of its step's time (`cost.basis.model_error`)."""
+        return model_error(self.model, complete(self.model, self.strategy))
 
 
 class Groups:

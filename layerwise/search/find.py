@@ -10,11 +10,11 @@ from typing import Literal
 
 from layerwise.cache import Answers
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import ANALYTIC_ERROR, MEASURED_ERROR, model_error
+from layerwise.cost.basis import MEASURED_ERROR, model_error
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import Configs, CostModel, Progress
-from layerwise.cost.price import complete, measured_share, price
+from layerwise.cost.price import complete, price
 from layerwise.cost.timeline.simulate import timeline
 from layerwise.errors import LayerwiseError
 from layerwise.partition.holding import held_configurations
@@ -165,11 +165,9 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     if best is data or (heed_memory and data.fits != best.fits):
         return best
     best_s, data_s = best.timeline.total_s, data.timeline.total_s
-    if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less, and none is more than the other one:
+    if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less
         return data
-    if best_s < data_s * (1 - ANALYTIC_ERROR):
-        return best
-    return data if best_s >= data_s * (1 - model_error(data.measured, best.measured)) else best
+    return data if best_s >= data_s * (1 - max(data.error, best.error)) else best
 
 
 def candidate(
@@ -189,7 +187,7 @@ def candidate(
         limit,
         lambda: float(peak_bytes(model, strategy, footprints).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
-        lambda: measured_share(model, strategy),
+        lambda: model_error(model, strategy),
     )
 
 

@@ -26,7 +26,7 @@ class Candidate:
     memory_limit_bytes: float = field(compare=False)  # of a device
     _peak_bytes: Callable[[], float] = field(repr=False, compare=False)
     _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
-    _measured: Callable[[], float] = field(repr=False, compare=False)
+    _error: Callable[[], float] = field(repr=False, compare=False)
 
     @cached_property
     def memory_bytes(self) -> float:
@@ -39,9 +39,9 @@ class Candidate:
         return self._price(self.memory_bytes)
 
     @cached_property
-    def measured(self) -> float:
-        """The share of t_C that was measured."""
-        return self._measured()
+    def error(self) -> float:
+        """The model's, of its step's time (`cost.basis.model_error`)."""
+        return self._error()
 
     @property
     def fits(self) -> bool:

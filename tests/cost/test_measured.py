@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerwise.config import Config, SearchSpace
-from layerwise.cost.basis import basis, describe, model_error, warnings
+from layerwise.cost.basis import basis, describe, model_error, unmeasured_error, warnings
 from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import measured_share, price
@@ -112,11 +112,24 @@ def test_the_shares_are_of_the_whole() -> None:
     assert on.of_step == pytest.approx(sum(p.seconds["compute"] for p in found.layers.values()) / found.step_time_s)
     share = measured_share(model, serial)
     assert share == pytest.approx(on.measured)
-    assert model_error(share, 1.0) == pytest.approx(0.01 * on.measured + 0.03 * (on.fitted + on.analytic))
+    assert model_error(model, serial) == pytest.approx(0.01 * on.measured + 0.07 * (on.fitted + on.analytic))
     said = describe(model, on)
     assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said
     assert "median error 7.0% on cells held out" in said
     assert "not measured but an analytic roofline" in describe(model_of(), basis(model_of(), price(model_of(), serial)))
+
+
+@pytest.mark.parametrize(("held_out", "unmeasured"), [(None, 0.03), (0.01, 0.03), (0.3, 0.3)])
+def test_what_is_fitted_errs_as_cells_held_out_of_the_fit_do(held_out: float | None, unmeasured: float) -> None:
+    """But no less than a roofline is taken to, as few cells may fit one another by chance."""
+    wanted = list(all_cells(model_of()).values())
+    serial = {layer.name: Config() for layer in model_of().graph.inner}
+    for known in (wanted, wanted[::3], wanted[:0]):
+        model = model_of(replace(times_of(known), held_out_error=held_out))
+        share = measured_share(model, serial)
+        assert model_error(model, serial) == pytest.approx(0.01 * share + unmeasured * (1 - share))
+    assert unmeasured_error(model) == unmeasured
+    assert model_error(model_of(), serial) == unmeasured_error(model_of()) == 0.03
 
 
 def test_the_latest_set_of_the_element_type_is_used() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from layerwise.oracle.question import Answer
 from layerwise.oracle.report.text import suggestion_lines
 from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, suggest
+from layerwise.oracle.tables import Priced
 
 SAMPLES = 1000
 
@@ -94,6 +97,19 @@ def test_what_the_models_error_does_not_tell_apart_goes_to_data_parallelism() ->
     assert "1.03×, within the model's error (3%): data parallelism kept." in text
     assert "2.5% less time." in text
     better = answer("layerwise", 8, 9.65)
+    assert suggest([better, DATA], SAMPLES, Budget()).best is better
+
+
+def test_where_the_fit_is_poor_a_larger_gain_tells_nothing() -> None:
+    times = SimpleNamespace(held_out_error=0.3)
+    model = SimpleNamespace(measurements=SimpleNamespace(times=times))
+    few, most = (cast(Priced, SimpleNamespace(model=model, error=error)) for error in (0.2, 0.05))
+    quick = replace(answer("layerwise", 8, 8.5), priced=few)
+    assert suggest([quick, DATA], SAMPLES, Budget()).best is DATA
+    found = suggest([quick, replace(DATA, priced=most)], SAMPLES, Budget())
+    assert found.best is not None
+    assert (found.best.projection.strategy, found.error) == ("data", 0.2)
+    better = replace(answer("layerwise", 8, 7.9), priced=few)
     assert suggest([better, DATA], SAMPLES, Budget()).best is better
 
 

@@ -158,12 +158,12 @@ def test_what_is_not_proven_is_no_worse_than_a_baseline(monkeypatch: pytest.Monk
     assert not found.optimum.proven
 
 
-def made(name: str, total_s: float, fits: bool, measured: float = 0.0) -> Candidate:
-    """measured: the share of t_C."""
-    layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0, measured_s=measured)
+def made(name: str, total_s: float, fits: bool, error: float = ANALYTIC) -> Candidate:
+    """error: the model's."""
+    layer = LayerPrice(Config(), {"compute": 1.0}, {}, 0.0)
     step, limit = Timeline(total_s, 0.0, 0.0, 0.0), 1.0
     return Candidate(
-        name, {}, step, limit, lambda: 2.0 - fits, lambda memory: Price({"fc": layer}, 1.0, memory), lambda: measured
+        name, {}, step, limit, lambda: 2.0 - fits, lambda memory: Price({"fc": layer}, 1.0, memory), lambda: error
     )
 
 
@@ -185,22 +185,22 @@ def test_the_choice(found: list[Candidate], data: Candidate, others: list[Candid
 
 
 @pytest.mark.parametrize(
-    ("measured", "gain", "kept"),
+    ("errors", "gain", "kept"),
     [
-        ((0.0, 0.0), 0.029, True),
-        ((0.0, 0.0), 0.031, False),
-        ((1.0, 1.0), 0.009, True),
-        ((1.0, 1.0), 0.011, False),
-        ((0.5, 0.5), 0.019, True),
-        ((0.5, 0.5), 0.021, False),
-        ((1.0, 0.0), 0.029, True),  # the plan that is known less counts
-        ((0.0, 1.0), 0.029, True),
+        ((0.03, 0.03), 0.029, True),
+        ((0.03, 0.03), 0.031, False),
+        ((0.01, 0.01), 0.009, True),
+        ((0.01, 0.01), 0.011, False),
+        ((0.01, 0.03), 0.029, True),  # the plan that is known less counts
+        ((0.03, 0.01), 0.029, True),
+        ((0.01, 0.3), 0.29, True),  # fitted, and the fit is poor
+        ((0.01, 0.3), 0.31, False),
     ],
 )
 def test_a_gain_within_the_models_error_is_no_reason_to_leave_data_parallelism(
-    measured: tuple[float, float], gain: float, kept: bool
+    errors: tuple[float, float], gain: float, kept: bool
 ) -> None:
-    data, other = made("data", 1.0, True, measured[0]), made("layerwise", 1 - gain, True, measured[1])
+    data, other = made("data", 1.0, True, errors[0]), made("layerwise", 1 - gain, True, errors[1])
     assert (choose([other], {"data": data}) is data) == kept
 
 

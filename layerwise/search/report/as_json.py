@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from layerwise.cost.basis import basis, model_error, warnings
+from layerwise.cost.basis import basis, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.plan import as_json
@@ -56,7 +56,7 @@ def as_dict(
         "seconds": dict(seconds),
         "configurations": result.configurations,
         "compute_time": basis(model, best.price).as_dict(),
-        "model_error": model_error(result.baselines["data"].measured, result.fastest.measured),
+        "model_error": max(result.baselines["data"].error, result.fastest.error),
         "fastest": {"name": result.fastest.name, **costs_json(result.fastest), **strategy_json(model, result.fastest)},
         "simulated": {
             "plans": len(result.simulated),

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerwise.config import Config
-from layerwise.cost.basis import basis, describe, model_error, warnings
+from layerwise.cost.basis import basis, describe, warnings
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import LayerPrice
 from layerwise.cost.terms import COLUMNS
@@ -206,7 +206,7 @@ def why_data(result: SearchResult) -> str:
         large = data.fits and any(c.timeline.total_s < data.timeline.total_s for c in result.simulated)
         among = "that was simulated and fits into memory" if large else "that was simulated"
         return f"{'the best here' if data.fits else 'shown'}: nothing {among} is predicted faster"
-    error = model_error(data.measured, fastest.measured)
+    error = max(data.error, fastest.error)
     if less > error:  # --objective additive
         return (
             f"the best by step time; with overlap a plan that was simulated is predicted to take {less:.1%} less time"
