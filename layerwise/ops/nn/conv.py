@@ -15,6 +15,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import AxisMap, Lattices, identity, scaled, whole, window
 from layerwise.ops.base import Op, volumes
 from layerwise.ops.facts import Dim, Extents, Gemm, Kept, Local, Maps, Parameter
+from layerwise.ops.nn import onednn
 from layerwise.ops.nn.windows import closed, given, interval, margins, padded, skipping
 from layerwise.tensor import TensorSpec
 
@@ -109,10 +110,11 @@ class Conv(Op):
         import torch
         from torch.nn import functional
 
-        (x,), weight, bias = inputs, parameters["weight"], parameters.get("bias")
+        (x,), weight, bias, rank = inputs, parameters["weight"], parameters.get("bias"), len(self.kernel)
         native, explicit = local.once("padding", lambda: self._padding(local))
         x = padded(x, explicit) if explicit and not local.padded else x
-        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.kernel) - 1]
+        conv3d = functional.conv3d if local.whole_samples else onednn.convolve
+        conv = (functional.conv1d, functional.conv2d, conv3d)[rank - 1]
         runs = (
             ((1, weight.shape[0]),)
             if self.groups == 1
