@@ -17,7 +17,7 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from layerwise.errors import LayerwiseError
 from layerwise.files import parse_json, write_text
@@ -26,6 +26,7 @@ from layerwise.version import __version__
 ANSWERS = "answers"  # the folder of these files, inside the cache's
 MOST_BYTES = 64 << 20  # of all of them: the oldest go
 PACKAGE = Path(__file__).parent
+T = TypeVar("T")
 
 
 class UnkeyedError(Exception):
@@ -64,7 +65,7 @@ class Answers:
         except FileNotFoundError:
             return None
         except (LayerwiseError, OSError, ValueError) as error:  # ValueError: not text
-            self.of_no_use(key, str(error))
+            self._of_no_use(key, str(error))
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # what is used is not old
@@ -80,7 +81,19 @@ class Answers:
         except (LayerwiseError, OSError, TypeError, ValueError) as error:  # the last two: JSON cannot hold it
             self.say(f"the answer is not kept for later runs: {error}")
 
-    def of_no_use(self, key: str, why: str) -> None:
+    def recalled(self, key: str, find: Callable[[], T], write: Callable[[T], object], read: Callable[[Any], T]) -> T:
+        """The answer that is kept; where none is, or `read` cannot read it, what `find` finds, which is kept."""
+        kept = self.find(key)
+        if kept is not None:
+            try:
+                return read(kept)
+            except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
+                self._of_no_use(key, f"{type(error).__name__}: {error}")
+        found = find()
+        self.keep(key, write(found))
+        return found
+
+    def _of_no_use(self, key: str, why: str) -> None:
         """Says that an answer is found anew, and why."""
         self.say(f"the cache's file {self._path(key)} is of no use, so the answer is found anew: {why}")
 

@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--search-up-to", type=_whole, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
     )
-    g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
+    g.add_argument("--no-cache", action="store_true", help="search and price anew, though the same was done before")
     g = p.add_argument_group("answer")
     g.add_argument(
         "--formulas",

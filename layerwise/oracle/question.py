@@ -24,6 +24,7 @@ from layerwise.oracle.formulas.pipeline import PipelineStage, pipeline_phases, p
 from layerwise.oracle.formulas.project import case_of, project
 from layerwise.oracle.framework import Framework
 from layerwise.oracle.limits import Finding, findings
+from layerwise.oracle.recall import Recall
 from layerwise.oracle.strategies import Limit, Shape, UnreachableError, Wishes, limit, shapes, strategy, weighted
 from layerwise.oracle.tables import Groups, Priced, memory_bytes, price_plan
 from layerwise.plan import nearest
@@ -102,12 +103,13 @@ class Oracle:
     """Answers questions about one model on one machine; models and prices are made once for each p."""
 
     def __init__(self, question: Question, answers: Answers | None = None) -> None:
-        """answers: of earlier searches, which are used and kept (`layerwise.cache`)."""
-        self.question, self._answers = question, answers
+        """answers: of earlier runs, which are used and kept (`layerwise.cache`)."""
+        self.question, self._answers, self._recall = question, answers, Recall(answers, question.graph)
         self._models: dict[int, CostModel] = {}
         self._facts: dict[int, Facts] = {}
         self._groups = Groups()
         self._plans: dict[tuple[int, tuple[tuple[str, Config], ...]], Priced] = {}
+        self._known: dict[tuple[str, int], Priced] = {}  # of the tables
 
     def model(self, devices: int) -> CostModel:
         """The cost model of so many devices at their batch."""
@@ -167,16 +169,31 @@ class Oracle:
             return self._closed(name, devices, q.formulas)
         if name == "pipeline":
             return self._pipeline(devices)
-        return self._answer(name, self._priced(model, *self._plan(name, devices)), None)
+        if (name, devices) not in self._known:
+            self._known[name, devices] = self._priced(model, *self._plan(name, devices))
+        return self._answer(name, self._known[name, devices], None)
 
     def learn(self, names: Sequence[str], devices: int) -> None:
-        """Prices at once what these strategies consist of, before `answer` is asked for each: that is faster."""
-        model, plans = self.model(devices), list[Mapping[str, Config]]()
+        """Prices these strategies together, before `answer` is asked for each: that is faster. Or an earlier run did.
+
+        Only those that the tables price, and that can use so many devices.
+        """
+        q, model = self.question, self.model(devices)
+        if q.formulas != "tables":
+            return
+        wanted = [name for name in names if name not in ("pipeline", "layerwise")]
+        facts = wanted, q.wishes, self.node
+        for name, known in self._recall.priced(model, facts, lambda: self._learned(wanted, devices)).items():
+            self._known[name, devices] = known
+            self._plans.setdefault((devices, tuple(known.strategy.items())), known)
+
+    def _learned(self, names: Sequence[str], devices: int) -> dict[str, Priced]:
+        model, plans = self.model(devices), dict[str, tuple[Shape, dict[str, Config]]]()
         for name in names:
-            if self.question.formulas == "tables" and name not in ("pipeline", "layerwise"):
-                with suppress(UnreachableError):
-                    plans.append(complete(model, self._plan(name, devices)[1]))
-        model.learn(plans)
+            with suppress(UnreachableError):
+                plans[name] = self._plan(name, devices)
+        model.learn([complete(model, plan) for _, plan in plans.values()])
+        return {name: self._priced(model, *plan) for name, plan in plans.items()}
 
     def _plan(self, name: str, devices: int) -> tuple[Shape, dict[str, Config]]:
         """Of the tables: the best shape, and every layer's configuration."""

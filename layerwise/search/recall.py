@@ -46,7 +46,7 @@ class Recall:
     def __init__(self, answers: Answers | None, model: CostModel, *facts: object) -> None:
         self.model, self._key = model, ""
         self.answers: Answers | None = None
-        if answers is not None and not _own_kernels(model.graph):
+        if answers is not None and not own_kernels(model.graph):
             with suppress(UnkeyedError):
                 self._key = key_of(version("torch"), model.graph, model.devices, model.options, *facts)
                 self.answers = answers
@@ -68,16 +68,7 @@ class Recall:
     ) -> T:
         if self.answers is None:
             return find()
-        key = key_of(self._key, *facts)
-        kept = self.answers.find(key)
-        if kept is not None:
-            try:
-                return read(kept)
-            except (AttributeError, IndexError, KeyError, LayerwiseError, TypeError, ValueError) as error:
-                self.answers.of_no_use(key, f"{type(error).__name__}: {error}")
-        found = find()
-        self.answers.keep(key, write(found))
-        return found
+        return self.answers.recalled(key_of(self._key, *facts), find, write, read)
 
     def _solved(self, kept: Any) -> Solved:
         strategies = tuple(self._strategy(strategy) for strategy in kept["strategies"])
@@ -118,7 +109,7 @@ class Recall:
             raise LayerwiseError("its strategy costs something else now")
 
 
-def _own_kernels(graph: LayerGraph) -> bool:
+def own_kernels(graph: LayerGraph) -> bool:
     """Whether an operator is code of somebody else's that is registered with torch, which no digest sees."""
     operators = (stage.op for layer in graph.layers for stage in layer.stages)
     return any(isinstance(op, TorchOp) and not op.target.startswith("aten::") for op in operators)
