@@ -28,6 +28,7 @@ from layerwise.cost.price import complete
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
+from layerwise.oracle.counts import counts
 from layerwise.quantities import units
 from layerwise.search.baselines import NAMES, baseline, depth_first
 from layerwise.search.find import SYNC_WEIGHTS, configurations, search
@@ -139,7 +140,9 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=NETWORKS, help=f"with commas (default {NETWORKS})")
-    parser.add_argument("--gpus", default=GPUS, help=f"with commas (default {GPUS})")
+    parser.add_argument(
+        "--gpus", type=counts, default=GPUS, help=f"with commas, or 16..1024, the powers of two (default {GPUS})"
+    )
     parser.add_argument("--degrees", choices=["2", "divisors"], default="2", help="powers of two, or all divisors")
     parser.add_argument("--profile", default="h100")
     parser.add_argument("--json", metavar="FILE", type=Path, help="the rows of the first table")
@@ -161,7 +164,7 @@ def main() -> None:
         return
     console = Console(width=120)
     if args.only in (None, "planner"):
-        pairs = [(name, int(gpus)) for name in args.models.split(",") for gpus in args.gpus.split(",")]
+        pairs = [(name, gpus) for name in args.models.split(",") for gpus in args.gpus]
         found = dict[tuple[str, int], Row]()
         for name, gpus in pairs:
             found[name, gpus] = alone("planner", name, str(gpus), args.profile, args.degrees)
