@@ -24,13 +24,17 @@ class OfParts:
     loss: Loss
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
-        """Of a box. LayerwiseError where the target has positions that the loss leaves out."""
+        """Of a box. LayerwiseError where the target has positions that the loss may leave out."""
         index = getattr(self.loss, "ignore_index", IGNORED)
-        if not target.is_floating_point() and bool((target == index).any()):
-            raise LayerwiseError(
-                f"the target has positions of {index}, which the loss leaves out, so it is no mean over all: "
-                "return the loss from the model, where it is split as the layers are"
-            )
+        if not target.is_floating_point():
+            left_out = target == index
+            if out.dim() > 1 < out.shape[1] and (target.dim() < out.dim() or target.shape[1] == 1):  # of classes
+                left_out = left_out | (target < 0) | (target >= out.shape[1])
+            if bool(left_out.any()):
+                raise LayerwiseError(
+                    f"the target has positions of {int(target[left_out][0])}, which is no class that the loss counts, "
+                    "so it is no mean over all: return the loss from the model, where it is split as the layers are"
+                )
         made: Tensor = self.loss(out, target)
         return made
 

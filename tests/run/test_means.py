@@ -90,8 +90,19 @@ def test_what_raises() -> None:
 def test_what_is_left_out_later() -> None:
     target = CLASSES.clone()
     target[1, 2, 3, 1] = -100
-    with pytest.raises(LayerwiseError, match="positions of -100, which the loss leaves out"):
+    with pytest.raises(LayerwiseError, match="positions of -100, which is no class that the loss counts"):
         tried(F.cross_entropy)(torch.randn(2, 3, 6, 4, 4), target)
+
+
+def test_another_class_that_is_left_out() -> None:
+    """What is ignored inside of a function is not to be seen there: 255 as in pictures, with one channel or none."""
+    ignoring = tried(lambda y, t: F.cross_entropy(y, t if t.dim() == 4 else t.squeeze(1), ignore_index=255))
+    target = CLASSES.clone()
+    assert ignoring(torch.randn(2, 3, 6, 4, 4), target).isfinite()
+    target[1, 2, 3, 1] = 255
+    for t in (target, target.unsqueeze(1)):
+        with pytest.raises(LayerwiseError, match="positions of 255, which is no class that the loss counts"):
+            ignoring(torch.randn(2, 3, 6, 4, 4), t)
 
 
 @pytest.mark.parametrize("io", ["free", "boxes"])
