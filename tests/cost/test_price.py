@@ -73,7 +73,10 @@ def counted_sync(layer: Layer, config: Config, devices: int) -> int:
 
 
 def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: int) -> int:
-    """Of each key that r devices have, 2(r-1) copies of its numbers, 4 bytes at least; also back from what trains."""
+    """Of each key that r devices have, 2(r-1) copies of its numbers; also back from what trains.
+
+    4 bytes at least, forward 8, but of losses, which are no variances.
+    """
     total = 0
     trains, sources = False, iter(layer.inputs)
     for number, stage in enumerate(layer.stages):
@@ -92,7 +95,8 @@ def counted_statistics(model: CostModel, layer: Layer, config: Config, devices: 
                     at = tuple(r[i] for r, i in zip(ranges, key, strict=True))
                     copies[at] = copies.get(at, 0) + 1
             sent = sum(2 * (r - 1) * statistics.per_key for r in copies.values())
-            total += directions * sent * max(layer.out.item_bytes, 4)
+            wide = max(layer.out.item_bytes, 4)
+            total += sent * ((8 if statistics.exact else wide) + (wide if directions == 2 else 0))
     return total + told(layer, config, devices)
 
 
