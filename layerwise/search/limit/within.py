@@ -27,6 +27,7 @@ from layerwise.search.limit.variants import OFFERS, Configs, Forms, Memory, Stra
 from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
 from layerwise.search.solve.prune import SLACK, Keep
 
+FEW = 400  # variants of all layers that are searched for weights of t_S of which nothing is proven
 CUTS = 20_000  # variants times rows that are exported beside those that have a price
 TRIES = 24  # true peaks that are asked for where what saves nothing is undone
 
@@ -87,15 +88,15 @@ class LimitedSearch:
     def under(self, limit: float, weights: Sequence[float], known: Sequence[Strategy]) -> Within:
         """The best strategies whose peak is at most `limit` bytes, for each weight of t_S.
 
-        The first weight is 1, and its answer is proven or has a lower bound; for others, the best that was met. known:
-        strategies over `cells` to begin with.
+        The first weight is 1, and its answer is proven or has a lower bound. For others it is the best that was met, of
+        few variants also with exact transfers. known: strategies over `cells` to begin with.
         """
         hand = self._begun(limit, weights[0], known)
         uppers = [np.inf if hand is None else self.cost(hand, weight) for weight in weights]
         space = Variants.of(self._cells_within(weights, uppers), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
-        keep, paid = Keep(), tuple[MemoryPrice, ...]()
-        found, met, near = list[Choice](), list[Choice](), list[Choice]()
+        paid, found, met = list[tuple[MemoryPrice, ...]](), list[Choice](), list[Choice]()
+        parts = list[tuple[Variants, Keep, list[Choice]]]()
         for weight in weights:
             node = weighted(self.model, space.configs, [weight])[0]
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
@@ -104,33 +105,44 @@ class LimitedSearch:
                 seen.see(space.choice(hand))
             prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met))
             tighten(seen, prices, by_messages)
-            if not keep:
-                keep = possible(problem, prices.criteria(problem, limit, seen.cost))
-                if not all(mask.any() for mask in keep.values()):  # nothing fits, whatever t_S weighs
-                    return Within(limit, (), np.inf, np.inf, (), 0)
-                paid = _prices(memory, prices.price)
-                near = inside(prices.nearest(), keep)
+            keep = possible(problem, prices.criteria(problem, limit, seen.cost))
+            if not all(mask.any() for mask in keep.values()):  # nothing fits, whatever t_S weighs
+                return Within(limit, (), np.inf, np.inf, (), 0)
+            paid.append(_prices(memory, prices.price))
             found += [] if seen.best is None else [seen.best]
             met = prices.nearest()
-        small = space.restrict(keep)
-        best, priced = self._exact(small, memory.restrict(keep, small), limit, weights[0], inside(found, keep), near)
+            parts.append((space.restrict(keep), keep, inside(met, keep)))
         strategies = [space.strategy(choice) for choice in found]
-        strategies += [] if best.choice is None else [small.strategy(best.choice)]
+        results = list[tuple[Limited, tuple[MemoryPrice, ...]]]()
+        for i, (weight, (small, keep, near)) in enumerate(zip(weights, parts, strict=True)):
+            if i == 0 or sum(map(len, small.configs.values())) <= FEW:
+                begin, held = inside([space.choice(s) for s in strategies], keep), memory.restrict(keep, small)
+                results.append(self._exact(small, held, limit, weight, begin, near, prove=i == 0))
+                choice = results[-1][0].choice
+                strategies += [] if choice is None else [small.strategy(choice)]
+        (best, priced), (small, _, _) = results[0], parts[0]
         strategies = _distinct(self.plainer(strategy, limit) for strategy in _distinct(strategies))
         strategies.sort(key=self._costing(weights[0]))
         cost = min([best.cost_s, *(self.cost(strategy, weights[0]) for strategy in strategies)])
         # Of what is left all may fit: then memory has the price that it had among all.
         left = sum(map(len, small.configs.values()))
-        return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), priced or paid, left)
+        return Within(limit, tuple(strategies), cost, min(cost, best.lower_bound_s), priced or paid[0], left)
 
     def _exact(
-        self, space: Variants, memory: Memory, limit: float, weight: float, known: list[Choice], met: list[Choice]
+        self,
+        space: Variants,
+        memory: Memory,
+        limit: float,
+        weight: float,
+        known: list[Choice],
+        met: list[Choice],
+        prove: bool,
     ) -> tuple[Limited, tuple[MemoryPrice, ...]]:
         """With transfers as they are. known: what may fit; met: what is near the best."""
         tables = self.model.tables(space.bases, self.progress)
         node = weighted(self.model, space.configs, [weight])[0]
         problem = space.problem(node, tables.transfer, memory, self.peak)
-        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met)
+        found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met, prove=prove)
         return found, _prices(memory, found.price)
 
     def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
