@@ -154,6 +154,27 @@ def penalised(model: nn.Module, share: slice) -> None:
         update.step()
 
 
+def penalised_in_parts(model: nn.Module, share: slice) -> None:
+    """The graph of a backward pass is differentiated after other passes: their own, one more through it, its own."""
+    update = sgd(model)
+    for step in range(2):
+        update.zero_grad()
+        x = X[step][share].clone().requires_grad_()
+        made = model(x)[0].square().sum(1).mean()
+        (of_x,) = torch.autograd.grad(made, x, create_graph=True)
+        penalty = of_x.square().sum(1).mean() * 0.1 * len(x) ** 2
+        loss(model, share, step + 1, 1).backward()
+        made.backward(retain_graph=True)
+        penalty.backward(retain_graph=True)
+        penalty.backward()
+        update.step()
+        if isinstance(model, LayeredModule):  # when its graph has been used, what was gathered for it goes
+            leaves = [leaf for name, leaf in model._held().items() if name in model._parts]
+            tied = 8 * (6 * 6 + 6)
+            there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+            assert there == tied or not any(parts.gathered for parts in model._parts.values())
+
+
 def frozen_for_a_step(model: nn.Module, share: slice) -> None:
     update = sgd(model)
     steps(model, share, update, 0, 1)
@@ -216,6 +237,7 @@ LOOPS = [
     accumulated,
     retained,
     penalised,
+    penalised_in_parts,
     frozen_for_a_step,
     written_to,
 ]

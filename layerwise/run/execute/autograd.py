@@ -42,13 +42,14 @@ class Link:
 def ordered(
     token: Tensor,
     *tensors: Tensor,
-    at_backward: Callable[..., None] | None = None,
+    at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
     kept: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
     """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
 
     at_backward: called when the backward pass comes by, with what is `kept` until then, as what autograd saves is: a
-    backward pass frees it, and PyTorch refuses one after it was written to.
+    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is kept likewise by the
+    graph of that backward pass, where it is to be differentiated once more.
     """
     result: tuple[Tensor, ...] = _Ordered.apply(at_backward, kept, token, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -103,7 +104,10 @@ def ends(
 class _Ordered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, at_backward: Callable[..., None] | None, kept: Sequence[Tensor | None], *tensors: Tensor | None
+        ctx: Any,
+        at_backward: Callable[..., Sequence[Tensor] | None] | None,
+        kept: Sequence[Tensor | None],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
@@ -112,12 +116,11 @@ class _Ordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.at_backward is not None:
-            ctx.at_backward(*ctx.saved_tensors)
+        kept = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
         if token is None:
             token = torch.zeros(())
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
-            return None, None, *_Ordered.apply(None, (), token, *gradients)  # type: ignore[no-untyped-call]
+            return None, None, *_Ordered.apply(None, kept or (), token, *gradients)  # type: ignore[no-untyped-call]
         return None, None, token, *gradients
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -33,6 +34,11 @@ class Gathered:
         for following in order[:place][-1:] if back else order[place + 1 :][:1]:
             run.gathers[following].begin()
 
+    def _begin_back(self, run: Pass, name: str) -> Sequence[Tensor]:
+        """What the graph of this backward pass holds, if there is one: the layer is differentiated once more by it."""
+        self.begin(run, name, back=True)
+        return (run.gathers[name].mark(),)
+
     def _takes_part(self, run: Pass, name: str, *, back: bool) -> bool:
         scheduled = self._by_name[name]
         return scheduled.backward if back else run.training or scheduled.returned
@@ -55,7 +61,7 @@ class Gathered:
         if name not in run.gathers:
             return out
         if run.differentiate and scheduled.backward:
-            again = partial(self.begin, run, name, back=True)
+            again = partial(self._begin_back, run, name)
             if out is None:
                 (run.token,) = ordered(run.token, at_backward=again)
             else:

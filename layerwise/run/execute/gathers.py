@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.execute.reducer import GradientReducer, tensors_in
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import unguarded
 from layerwise.run.guards.changes import Version, check_unwritten, version
@@ -72,7 +72,9 @@ class LayerGathers:
         self._leaves = {name: leaf for gather in gathers for name, leaf in gather.leaves.items()}
         self.names = tuple(self._leaves)
         self._sizes = {name: leaf.untyped_storage().nbytes() for name, leaf in self._leaves.items()}
-        self._begun = self._kept = False
+        self._begun = False
+        self._mark = torch.empty(0)
+        self._marks = tensors_in(self._mark)
         self.drop()
 
     def begin(self) -> None:
@@ -91,20 +93,22 @@ class LayerGathers:
             gather.finish()
         self._begun = False
 
-    def finish_again(self, *, differentiated: bool = True) -> None:
-        """The layer's backward pass may begin, or its forward pass once more, which is not `differentiated`.
+    def finish_again(self) -> None:
+        """The layer's backward pass may begin, or its forward pass once more.
 
         LayerwiseError where parameters are others than in the forward pass.
         """
         for gather in self._gathers:
             gather.check()
-        if differentiated:
-            self._kept = torch.is_grad_enabled()  # it is differentiated once more
         self.finish()
+
+    def mark(self) -> Tensor:
+        """Where a graph holds this, its backward pass reads the parameters without a gather: their memory stays."""
+        return self._mark.detach()
 
     def give_up(self) -> None:
         """A forward pass begins. Of one that was ended by an error something may be under way."""
-        self._begun = self._kept = False
+        self._begun = False
         self.drop()
 
     def drop(self, out: Tensor | None = None) -> None:
@@ -116,7 +120,7 @@ class LayerGathers:
         """That of one parameter."""
         storage = self._leaves[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
-        if not (self._kept or self._begun or within):
+        if not (self._begun or within or tensors_in(self._mark) > self._marks):
             storage.resize_(0)
 
 

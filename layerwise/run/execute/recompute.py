@@ -112,7 +112,7 @@ class Block:
             inputs = [self._received(edge, values[edge.source], types[edge.source]) for edge in scheduled.edges]
             kernel, gathered, out = self._kernels.get(name), run.gathers.get(name), None
             if gathered is not None:
-                gathered.finish_again(differentiated=False)
+                gathered.finish_again()
             if kernel is not None:
                 with self._spans.span(name + AGAIN, "compute"):
                     out = kernel.again(run, inputs, given[name])

@@ -90,7 +90,7 @@ class GradientReducer:
                 kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
             else:
                 aliases += isinstance(gradient, BoxGradient)
-        if kept or _tensors_in(bucket.flat) > bucket.tensors + aliases:
+        if kept or tensors_in(bucket.flat) > bucket.tensors + aliases:
             bucket.flat = None
             for name in bucket.names:
                 del self.views[name]
@@ -329,10 +329,10 @@ class Gradients:
         for name, p in zip(bucket.names, parameters, strict=True):
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
-        bucket.tensors = _tensors_in(bucket.flat)
+        bucket.tensors = tensors_in(bucket.flat)
 
 
-def _tensors_in(flat: Tensor) -> int:
+def tensors_in(flat: Tensor) -> int:
     """How many tensors share its memory, and a constant."""
     count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
     return count
