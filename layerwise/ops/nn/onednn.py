@@ -39,7 +39,7 @@ def convolve(
     from torch.nn import functional
 
     if _ours(x, weight) and _quicker(x.shape, weight.shape, *map(tuple, (stride, padding, dilation)), groups):
-        result: Tensor = _function().apply(x, weight, bias, stride, padding, dilation)
+        result: Tensor = _function().apply(x, weight, bias, stride, padding, dilation, groups)
         return result
     return functional.conv3d(x, weight, bias, stride, padding, dilation, groups)
 
@@ -92,24 +92,31 @@ def _function() -> Any:
 
         @staticmethod
         def forward(
-            ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+            ctx: Any,
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            stride: Any,
+            padding: Any,
+            dilation: Any,
+            groups: int,
         ) -> Tensor:
             ctx.bias = None if bias is None else list(bias.shape)
-            ctx.how = stride, padding, dilation, False, [0] * len(stride), 1
+            ctx.how = stride, padding, dilation, False, [0] * len(stride), groups
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, weight)
-            out: Tensor = torch.ops.aten.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
+            out: Tensor = torch.ops.aten.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
             return out
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
             if gradient is None:
-                return (None,) * 6
+                return (None,) * 7
             x, weight = ctx.saved_tensors
             # An input in oneDNN's layout is always left to it. Nothing of that layout can be differentiated once more.
             given = x if torch.is_grad_enabled() else x.to_mkldnn()
             mask = ctx.needs_input_grad[:3]
             made = torch.ops.aten.convolution_backward(gradient, given, weight, ctx.bias, *ctx.how, mask)
-            return *made, None, None, None
+            return *made, None, None, None, None
 
     return Convolution

@@ -79,6 +79,26 @@ def test_numbers_are_those_of_pytorch(data: st.DataObject) -> None:
         close(mine, theirs)
 
 
+def test_groups_along_one_dimension() -> None:
+    """Of one thread PyTorch leaves these to im2col, too: kernels of one position along height and width."""
+    x, weight, bias = tensors(32, 32, (16, 16, 16), (3, 1, 1))
+    leaves = [x, weight.detach()[:, :16].clone().requires_grad_(), bias]
+    how = (1, 1, 1), (1, 0, 0), (1, 1, 1), 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        made = []
+        for convolve in (onednn.convolve, functional.conv3d):
+            out = convolve(*leaves, *how)
+            assert by_onednn(out) == (convolve is onednn.convolve)
+            first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            made.append([out, *first, *torch.autograd.grad(sum((g * g).sum() for g in first), leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    for mine, theirs in zip(*made, strict=True):
+        close(mine, theirs)
+
+
 def test_it_can_be_differentiated_twice() -> None:
     leaves = tensors(16, 16, (5, 9, 21))
     seconds = []
