@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from layerwise.geometry.arrays import Floats
 from layerwise.quantities import units
 from layerwise.search.solve.bound import Messages
 from layerwise.search.solve.eliminate import Optimum, eliminate, total
-from layerwise.search.solve.prune import SLACK, Keep, by_edge_cost, restrict
+from layerwise.search.solve.prune import PAYS, SLACK, Keep, by_edge_cost, restrict
 
 SWEEPS = 1  # of message passing for each weight: more tighten the bounds little
 FEW = 16  # configurations of a layer, for which better bounds take longer than they save
@@ -50,30 +50,45 @@ def narrow(
 ) -> Narrowed:
     """Leaves out the configurations that no optimum for any weight of t_S contains; `named` strategies are in hand."""
     check_room(model, configs)
-    bounding_s = 0.0
-    nodes = weighted(model, configs, weights)
-    known, hand = _Known(model, weights), [{name: s[name] for name in configs} for s in named.values()]
-    for watched in ((0,), None):  # the first device has a cell of every configuration
-        if watched is None and max(map(len, configs.values())) <= FEW:
+    known = _Known(model, weights)
+    tables = model.tables(configs, progress, (0,))  # the first device has a cell of every configuration
+    hand = [{name: s[name] for name in configs} for s in named.values()]
+    left = _bounded(tables, weighted(model, configs, weights), known, hand)
+    for watched in ((model.devices.count // 3,), None):  # an inner device, see `telling_devices`
+        configs = left.tables.configs
+        if max(map(len, configs.values())) <= FEW:
             break  # `exact_optimum` makes exact what it needs
-        tables = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
-        messages, lower = Messages(tables.transfer, list(configs)), list[dict[str, Floats]]()
-        decoded = list[dict[str, Config]]()
-        for node in nodes:
-            started = time.perf_counter()
-            bounds = messages.bounds(node, SWEEPS)
-            bounding_s += time.perf_counter() - started
-            lower.append(bounds.lower_s)
-            decoded.append(strategy_of(configs, bounds.choice))
-        known.add(decoded)
+        more = model.tables(configs, progress, watched) if watched else rough_tables(model, configs, progress)
+        raised_s = {edge: np.maximum(cost, more.transfer[edge]) for edge, cost in left.tables.transfer.items()}
+        again = _bounded(replace(more, transfer=raised_s), left.nodes, known, [])
+        left = replace(again, bounding_s=left.bounding_s + again.bounding_s)
+    return left
+
+
+def _bounded(
+    tables: CostTables, nodes: list[dict[str, Floats]], known: _Known, hand: Sequence[Mapping[str, Config]]
+) -> Narrowed:
+    """Leaves out what is bounded to cost more than what is known, one weight of t_S after the other.
+
+    Strategies in `hand` are priced where these bounds leave hope, those decoded from the messages always.
+    """
+    bounding_s, weights = 0.0, known.weights
+    lower: dict[float, dict[str, Floats]] = {}  # of each weight so far
+    for weight in _ends_first(weights):
+        started = time.perf_counter()
+        bounds = Messages(tables.transfer, list(tables.configs)).bounds(nodes[weights.index(weight)], SWEEPS)
+        bounding_s += time.perf_counter() - started
+        lower[weight] = bounds.lower_s
+        known.add([strategy_of(tables.configs, bounds.choice)])
         known.add(_worthwhile(hand, tables, nodes, known.least))
         hand = []
-        keep: Keep = {name: np.zeros(len(cs), bool) for name, cs in configs.items()}
-        for bound, upper in zip(lower, known.least, strict=True):
-            for name, lower_s in bound.items():
+        keep: Keep = {name: np.zeros(len(configs), bool) for name, configs in tables.configs.items()}
+        for other, upper in zip(weights, known.least, strict=True):
+            for name, lower_s in between(lower, other).items():
                 keep[name] |= lower_s <= upper * SLACK
-        tables = restrict(tables, keep)
-        configs, nodes = tables.configs, [{name: cost[keep[name]] for name, cost in node.items()} for node in nodes]
+        if len(lower) == len(set(weights)) or _shrinks(tables, keep):
+            tables, nodes = restrict(tables, keep), [_of(node, keep) for node in nodes]
+            lower = {w: _of(bound, keep) for w, bound in lower.items()}
     return Narrowed(tables, nodes, known.least, bounding_s)
 
 
@@ -91,6 +106,38 @@ def check_room(model: CostModel, configs: Configs) -> None:
             f"{units(wanted, 'B')} for their tables, and here are {units(there, 'B')} of memory: search fewer "
             "dimensions (--dims), powers of two only (--degrees powers-of-two) or fewer devices"
         )
+
+
+def _ends_first(weights: Sequence[float]) -> list[float]:
+    """The least weight, the greatest, and those between."""
+    ordered = sorted(set(weights))
+    return [*ordered[:1], *ordered[:0:-1]]
+
+
+def between(lower: Mapping[float, dict[str, Floats]], weight: float) -> dict[str, Floats]:
+    """Bounds for a weight of t_S from those for the least one and some others.
+
+    What a strategy costs is linear in the weight and does not fall with it. So the least of any strategies is concave:
+    between two weights no less than on the line, and beyond the last no less than there.
+    """
+    below = max(w for w in lower if w <= weight)
+    above = min((w for w in lower if w >= weight), default=below)
+    if above == below:
+        return lower[below]
+    share = (weight - below) / (above - below)
+    return {name: (1 - share) * lower[below][name] + share * lower[above][name] for name in lower[below]}
+
+
+def _shrinks(tables: CostTables, keep: Keep) -> bool:
+    """Whether tables of what is kept take less memory: those of equal edges are held once, but not once restricted."""
+    held = {id(cost): cost.size for cost in tables.transfer.values()}
+    left = sum(int(keep[u].sum()) * int(keep[v].sum()) for u, v, _ in tables.transfer)
+    return left < sum(held.values()) * PAYS
+
+
+def _of(values: Mapping[str, Floats], keep: Keep) -> dict[str, Floats]:
+    """Of each layer's (C_l,) those that are kept."""
+    return {name: value[keep[name]] for name, value in values.items()}
 
 
 def memory_of_host() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,17 @@ from layerwise.machine import DeviceGraph, load
 from layerwise.partition.holding import held_configurations
 from layerwise.search.solve import narrow as module
 from layerwise.search.solve.eliminate import eliminate
-from layerwise.search.solve.narrow import Configs, exact_cost, exact_optimum, narrow, raised, strategy_of, weighted
+from layerwise.search.solve.narrow import (
+    Configs,
+    between,
+    exact_cost,
+    exact_optimum,
+    narrow,
+    raised,
+    strategy_of,
+    weighted,
+)
+from layerwise.search.solve.prune import SLACK
 from tests.cost import brute, networks
 from tests.cost.test_transfer_measured import as_stated, kinked
 from tests.examples import examples
@@ -76,6 +87,23 @@ def test_optima_are_those_of_exact_tables(network: LayerGraph, graph: DeviceGrap
 @examples(600)
 def test_optima_are_those_of_exact_tables_on_many(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
     same_optima(network, graph, data)
+
+
+def test_bounds_for_two_weights_bound_those_between_and_beyond() -> None:
+    random = np.random.default_rng(7)
+    rest, sync = random.random((2, 50, 20))  # of 50 configurations, in 20 strategies each
+    least = {weight: (rest + weight * sync).min(1) for weight in (0.0, 0.25, 0.5, 1.0)}
+    for bounded, weight in [
+        ((0.0, 1.0), 0.25),
+        ((0.0, 1.0), 0.5),
+        ((0.0, 0.5), 0.25),
+        ((0.0, 0.5), 1.0),
+        ((0.0,), 0.5),
+    ]:
+        found = between({w: {"layer": least[w]} for w in bounded}, weight)["layer"]
+        assert (found <= least[weight] * SLACK).all(), (bounded, weight)
+        assert (found >= least[0.0]).all(), (bounded, weight)
+        assert len(bounded) == 1 or (found > least[0.0]).any(), (bounded, weight)
 
 
 def test_a_bound_that_is_none_is_raised_to_what_the_pair_costs() -> None:
