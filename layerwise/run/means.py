@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-IGNORED = -100  # PyTorch's default of ignore_index
+MOST = 64  # integers that are tried of one target
 SAMPLES, POSITIONS = 4, 5  # of what it is tried on, which is cut into parts of other sizes, (1, 3) and (2, 3)
 ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
 
@@ -22,21 +22,36 @@ class OfParts:
     """A loss that was found to be such a mean."""
 
     loss: Loss
+    predicted: Tensor  # what it was tried on
+    target: Tensor
+    others: set[int]  # integers that are none of its classes, and were tried, too
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
-        """Of a box. LayerwiseError where the target has positions that the loss may leave out."""
-        index = getattr(self.loss, "ignore_index", IGNORED)
-        if not target.is_floating_point():
-            left_out = target == index
-            if out.dim() > 1 < out.shape[1] and (target.dim() < out.dim() or target.shape[1] == 1):  # of classes
-                left_out = left_out | (target < 0) | (target >= out.shape[1])
-            if bool(left_out.any()):
-                raise LayerwiseError(
-                    f"the target has positions of {int(target[left_out][0])}, which is no class that the loss counts, "
-                    "so it is no mean over all: return the loss from the model, where it is split as the layers are"
-                )
+        """Of a box. LayerwiseError where the target has positions that the loss leaves out."""
+        if not target.is_floating_point() and target.numel():
+            for other in self._new(target):
+                self._try(other)
         made: Tensor = self.loss(out, target)
         return made
+
+    def _new(self, target: Tensor) -> list[int]:
+        """Integers of the target that are no classes, and were not tried yet."""
+        classes = self.predicted.shape[1] if self.predicted.dim() > 1 else 0
+        if target.min() >= 0 and target.max() < classes:
+            return []
+        found: list[int] = target[(target < 0) | (target >= classes)].unique().tolist()  # type: ignore[no-untyped-call]
+        return [i for i in found if i not in self.others][:MOST]
+
+    def _try(self, other: int) -> None:
+        """LayerwiseError where the loss is no mean if the first sample has this all along."""
+        target = self.target.clone()
+        target[0] = other
+        if not _is_mean(self.loss, self.predicted, target):
+            raise LayerwiseError(
+                f"the target has positions of {other}, which the loss leaves out, so it is no mean over all: "
+                "return the loss from the model, where it is split as the layers are"
+            )
+        self.others.add(other)
 
 
 def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> OfParts:
@@ -50,7 +65,18 @@ def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtyp
     wider = t.to(torch.promote_types(t.dtype, wide)) if t.is_floating_point() else t
     known = [(y.to(wide), wider), (y.to(wide).sigmoid(), wider), (y, t), (y.sigmoid(), t)]  # also of probabilities
     y, t = next((pair for pair in known if _takes(loss, *pair)), (y, t))
-    for dim in (0, *range(2, len(out))):
+    if not _is_mean(loss, y, t):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise LayerwiseError(
+            f"loss {name} is no mean over samples and positions, so it cannot be taken of each rank's part: return "
+            "it from the model, its target an input, where it is split as the layers are"
+        )
+    return OfParts(loss, y, t, set())
+
+
+def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:
+    """Whether the loss of the whole is the mean of its parts', along each dimension."""
+    for dim in (0, *range(2, y.dim())):
         whole = _value(loss, y, t)
         first = 1 if dim == 0 else 2
         of_target = dim if dim == 0 or t.dim() == y.dim() else dim - 1
@@ -58,12 +84,8 @@ def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtyp
         pairs = zip(torch.split(y, [first, rest], dim), torch.split(t, [first, rest], of_target), strict=True)
         parts = [_value(loss, *pair) * pair[0].shape[dim] / y.shape[dim] for pair in pairs]
         if not abs(whole - sum(parts)) <= ROUNDING * max(abs(whole), ROUNDING):
-            name = getattr(loss, "__name__", type(loss).__name__)
-            raise LayerwiseError(
-                f"loss {name} is no mean over samples and positions, so it cannot be taken of each rank's part: return "
-                "it from the model, its target an input, where it is split as the layers are"
-            )
-    return OfParts(loss)
+            return False
+    return True
 
 
 def _tried(out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ def test_what_raises() -> None:
 def test_what_is_left_out_later() -> None:
     target = CLASSES.clone()
     target[1, 2, 3, 1] = -100
-    with pytest.raises(LayerwiseError, match="positions of -100, which is no class that the loss counts"):
+    with pytest.raises(LayerwiseError, match="positions of -100, which the loss leaves out"):
         tried(F.cross_entropy)(torch.randn(2, 3, 6, 4, 4), target)
 
 
@@ -101,8 +101,17 @@ def test_another_class_that_is_left_out() -> None:
     assert ignoring(torch.randn(2, 3, 6, 4, 4), target).isfinite()
     target[1, 2, 3, 1] = 255
     for t in (target, target.unsqueeze(1)):
-        with pytest.raises(LayerwiseError, match="positions of 255, which is no class that the loss counts"):
+        with pytest.raises(LayerwiseError, match="positions of 255, which the loss leaves out"):
             ignoring(torch.randn(2, 3, 6, 4, 4), t)
+
+
+def test_a_number_of_no_class_that_counts() -> None:
+    """As the accuracy of samples that are there to fill up a batch: never right, and counted."""
+    accuracy = tried(MEANS["accuracy"])
+    y = torch.randn(2, 3, 6, 4, 4)
+    target = y.argmax(1)
+    target[0] = -1
+    assert accuracy(y, target) == 0.5
 
 
 @pytest.mark.parametrize("io", ["free", "boxes"])
