@@ -44,6 +44,7 @@ from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.additive import Costs
+from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.make_plan import make_plan
@@ -277,7 +278,7 @@ def _export(
     """--export-costs: the tables, with the limit and what may save memory where the limit binds."""
     rows: list[Costs] = []
     if result.within is not None and result.within.prices:
-        tables, rows = LimitedSearch(model, configs, offer=result.offer).constrained(result.within)
+        tables, rows = constrained(LimitedSearch(model, configs, offer=result.offer), result.within)
     export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 

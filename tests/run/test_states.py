@@ -142,15 +142,21 @@ def retained(model: nn.Module, share: slice) -> None:
     update.step()
 
 
+def with_penalty(model: nn.Module, share: slice, step: int) -> tuple[Tensor, Tensor]:
+    """A number, and the norm of its gradient by the input, which can be differentiated once more."""
+    x = X[step][share].clone().requires_grad_()
+    made = model(x)[0].square().sum(1).mean()
+    (of_x,) = torch.autograd.grad(made, x, create_graph=True)
+    return made, of_x.square().sum(1).mean() * 0.1 * len(x) ** 2
+
+
 def penalised(model: nn.Module, share: slice) -> None:
     """The norm of the gradient of the input, differentiated once more."""
     update = sgd(model)
     for step in range(2):
         update.zero_grad()
-        x = X[step][share].clone().requires_grad_()
-        made = model(x)[0].square().sum(1).mean()
-        (of_x,) = torch.autograd.grad(made, x, create_graph=True)
-        (made + of_x.square().sum(1).mean() * 0.1 * len(x) ** 2).backward()
+        made, penalty = with_penalty(model, share, step)
+        (made + penalty).backward()
         update.step()
 
 
@@ -159,10 +165,7 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
     update = sgd(model)
     for step in range(2):
         update.zero_grad()
-        x = X[step][share].clone().requires_grad_()
-        made = model(x)[0].square().sum(1).mean()
-        (of_x,) = torch.autograd.grad(made, x, create_graph=True)
-        penalty = of_x.square().sum(1).mean() * 0.1 * len(x) ** 2
+        made, penalty = with_penalty(model, share, step)
         loss(model, share, step + 1, 1).backward()
         made.backward(retain_graph=True)
         penalty.backward(retain_graph=True)

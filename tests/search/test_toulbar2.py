@@ -21,6 +21,7 @@ from layerwise.search.baselines import NAMES, baseline
 from layerwise.search.export import export_costs
 from layerwise.search.find import configurations, search
 from layerwise.search.limit.additive import Choice, Costs, Problem
+from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.limited import fastest_within
 from layerwise.search.limit.within import LimitedSearch
 from layerwise.search.solve.eliminate import eliminate
@@ -119,7 +120,7 @@ def test_it_bounds_the_search_under_a_limit(tmp_path: Path) -> None:
     limit = 1.05 * limited.least(list(named.values())).bytes
     within = limited.under(limit, [1.0], list(named.values()))
     assert within.prices
-    tables, rows = limited.constrained(within)
+    tables, rows = constrained(limited, within)
     outside_s = solved(tables, tmp_path / "limited.cfn", rows, limit)
     assert free.additive.price.step_time_s < outside_s <= within.cost_s + rounding(tables)
 
@@ -136,6 +137,6 @@ def test_it_finds_the_optimum_under_a_limit(tmp_path: Path, model: str, share: f
     within = limited.under(least + share * (most - least), [1.0], list(named.values()))
     assert within.proven
     assert within.prices
-    tables, rows = limited.constrained(within)
+    tables, rows = constrained(limited, within)
     outside_s = solved(tables, tmp_path / "limited.cfn", rows, within.limit_bytes)
     assert outside_s == pytest.approx(within.cost_s, rel=1e-9, abs=rounding(tables))

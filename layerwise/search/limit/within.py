@@ -14,11 +14,10 @@ from typing import get_args
 import numpy as np
 
 from layerwise.config import Config, States
-from layerwise.cost.memory.bounds import MemoryBounds, MemoryTables
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
-from layerwise.cost.model import CostModel, CostTables, EdgeName, Progress
-from layerwise.geometry.arrays import Floats, Ints
+from layerwise.cost.model import CostModel, EdgeName, Progress
+from layerwise.geometry.arrays import Floats
 from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
@@ -28,7 +27,6 @@ from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
 from layerwise.search.solve.prune import SLACK, Keep
 
 FEW = 400  # variants of all layers that are searched for weights of t_S of which nothing is proven
-CUTS = 20_000  # variants times rows that are exported beside those that have a price
 TRIES = 24  # true peaks that are asked for where what saves nothing is undone
 
 
@@ -144,35 +142,6 @@ class LimitedSearch:
         problem = space.problem(node, tables.transfer, memory, self.peak)
         found = fastest_within(problem, limit, memory_bytes=self.memory_bytes, known=known, met=met, prove=prove)
         return found, _prices(memory, found.price)
-
-    def constrained(self, within: Within) -> tuple[CostTables, list[Costs]]:
-        """All that a search under a limit chose from, and rows of bytes under which its answer is the fastest.
-
-        They are those that have a price, and more as far as CUTS allow, for what is faster by these and does not fit:
-        rows near its memory; where these are below it (of buckets of several layers), a row that leaves out it alone.
-        """
-        space = Variants.of(self.cells, self.forms)
-        bounds, tables = MemoryBounds(self.model, space.configs), self.model.tables(space.configs)
-        rows = [_whole(bounds.tables(price.instant, price.device)) for price in within.prices]
-        base = {name: np.arange(len(configs)) for name, configs in space.configs.items()}
-        answer = [space.choice(strategy) for strategy in within.strategies]
-
-        def taken(choice: Choice) -> Floats:
-            return np.array([row.of(choice, base) for row in rows])
-
-        for _ in range(max(8, CUTS // sum(map(len, base.values())))):
-            time = Costs(tables.node, tables.transfer)
-            problem = Problem(time, base, rows.__getitem__, taken, lambda choice: float(taken(choice).max()))
-            found = fastest_within(problem, within.limit_bytes, memory_bytes=self.memory_bytes, known=answer)
-            if found.choice is None or self.peak(space.strategy(found.choice)) <= within.limit_bytes:
-                break
-            near = bounds.near(found.choice)
-            at = near.at(found.choice)
-            instant, device = np.unravel_index(at.argmax(), at.shape)
-            rows.append(_whole(near.tables(near.instants[int(instant)], int(device))))
-            if rows[-1].of(found.choice, base) <= within.limit_bytes:
-                rows[-1] = _all_but(found.choice, base, within.limit_bytes)
-        return tables, rows
 
     def least(self, known: Sequence[Strategy]) -> Least[Strategy]:
         """The least memory of all strategies. known: strategies over `cells` to begin with."""
@@ -321,20 +290,6 @@ class LimitedSearch:
 
 def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
     return list({tuple(strategy.values()): strategy for strategy in strategies}.values())
-
-
-def _whole(tables: MemoryTables) -> Costs:
-    """In whole bytes, as they are exported."""
-    node = {name: np.floor(sizes) for name, sizes in tables.node.items()}
-    return Costs(node, {edge: np.floor(sizes) for edge, sizes in tables.edge.items()})
-
-
-def _all_but(choice: Choice, base: Mapping[str, Ints], limit: float) -> Costs:
-    """What is above the limit for this choice, and at most the limit for all others."""
-    chosen = {name: np.arange(len(variants)) == choice[name] for name, variants in base.items()}
-    several = sum(len(variants) > 1 for variants in base.values())
-    share = float(limit // max(1, several - 1))
-    return Costs({name: share * these * (len(these) > 1) for name, these in chosen.items()}, {})
 
 
 def _plainer(config: Config) -> Iterator[Config]:
