@@ -4,7 +4,8 @@ Format: https://toulbar2.github.io/toulbar2/formats/cfnformat.html (its JSON for
 are the layer's configurations, and the sum of all functions is equation 1 in seconds.
 
 A memory limit is a linear constraint for each row of bytes (an instant on a device): what its values weigh is at most
-the limit. An edge's bytes weigh through a variable of their own, whose value follows from both ends.
+the limit, written as at least what the heaviest of all layers weigh beyond it. An edge's bytes weigh through a variable
+of their own, whose value follows from both ends.
 """
 
 from __future__ import annotations
@@ -95,12 +96,15 @@ class _Weights:
             yield [variables[u], variables[v], name], f'"costs": [{rows}]'
 
     def constraint(self, place: dict[str, int], number: int, limit_bytes: float) -> str:
-        """At least minus the limit, of negative weights."""
-        of_layers = [(place[layer], i, -int(w)) for layer, ws in self.node.items() for i, w in enumerate(ws) if w]
-        edges = zip(self.names(number), self.edges, strict=True)
-        of_edges = [(place[name], i, -int(w)) for name, (_, values, _) in edges for i, w in enumerate(values) if w]
-        weights = json.dumps([*of_layers, *of_edges])
-        return f'"type": "knapsackv", "params": {{"capacity": {-int(limit_bytes)}, "weightedvalues": {weights}}}'
+        """What the values weigh less than each variable's heaviest is at least what those weigh beyond the limit.
+
+        So no weight is negative: with negative ones toulbar2 1.4.0 may break it (tests/search/test_toulbar2.py).
+        """
+        weights = [(place[layer], ws) for layer, ws in self.node.items()]
+        weights += [(place[name], ws) for name, (_, ws, _) in zip(self.names(number), self.edges, strict=True)]
+        capacity = sum(int(ws.max()) for _, ws in weights) - int(limit_bytes)
+        spared = [(variable, i, int(ws.max() - w)) for variable, ws in weights for i, w in enumerate(ws)]
+        return f'"type": "knapsackv", "params": {{"capacity": {capacity}, "weightedvalues": {json.dumps(spared)}}}'
 
 
 def _parts(tables: CostTables, name: str, digits: int, rows: Sequence[_Weights], limit_bytes: float) -> Iterator[str]:
