@@ -14,7 +14,7 @@ UNITS = {
 
 
 def parse_bytes(value: object, what: str) -> float:
-    """`14GB` is 14e9 bytes, `14GiB` 14 * 2**30; a number is of bytes. LayerwiseError unless it is one above 0.
+    """`14GB` is 14e9 bytes, `14GiB` 14 * 2**30; a number is of bytes. LayerwiseError unless it is at least one.
 
     what: how the error calls it, such as --memory-limit.
     """
@@ -30,9 +30,9 @@ def parse_bytes(value: object, what: str) -> float:
         size = float(value) if abs(value) < 2**1000 else math.inf
     else:
         raise LayerwiseError(f"{what} is {value!r}: give a number of bytes, or a text such as '14GB'")
-    if not 0 < size < math.inf:
+    if not 1 <= size < math.inf:
         shown = repr(value) if isinstance(value, str) else f"{size:g}"
-        raise LayerwiseError(f"{what} is {shown}: it must be above 0, and finite")
+        raise LayerwiseError(f"{what} is {shown}: it must be at least 1 B, and finite")
     return size
 
 
@@ -41,7 +41,7 @@ def parse_bytes_range(text: str, what: str) -> tuple[float, float]:
     ends = text.split("..")
     if len(ends) != 2:
         raise LayerwiseError(f"{what} is {text!r}: give the least and the most, such as 8GB..80GB")
-    least, most = (parse_bytes(end, what) for end in ends)
+    least, most = (parse_bytes(end, f"an end of {what} {text!r}") for end in ends)
     if least >= most:
         raise LayerwiseError(f"{what} is {text!r}: the first must be less than the second")
     return least, most

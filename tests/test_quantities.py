@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -35,15 +36,15 @@ def test_sizes(written: object, size: float) -> None:
         ("14 G B", "such as 14GB"),
         ("1.2.3GB", "such as 14GB"),
         ("14GBit", "the unit 'GBit' is none of"),
-        ("0GB", "above 0"),
-        ("-1GB", "above 0"),
-        ("nan", "above 0"),
-        ("inf", "above 0"),
-        ("1e400", "above 0"),
-        (0, "above 0"),
-        (-5, "above 0"),
-        (math.nan, "above 0"),
-        (10**400, "above 0"),
+        ("0GB", "at least 1 B"),
+        ("-1GB", "at least 1 B"),
+        ("nan", "at least 1 B"),
+        ("inf", "at least 1 B"),
+        ("1e400", "at least 1 B"),
+        (0, "at least 1 B"),
+        (-5, "at least 1 B"),
+        (math.nan, "at least 1 B"),
+        (10**400, "at least 1 B"),
         (True, "a number of bytes"),
         (None, "a number of bytes"),
         ([14], "a number of bytes"),
@@ -57,6 +58,13 @@ def test_what_is_no_size_is_said_in_one_line(written: object, said: str) -> None
 
 def test_ranges() -> None:
     assert parse_bytes_range("8GB..80GB", "--memory-curve") == (8e9, 80e9)
-    for wrong, said in (("8GB", "the least and the most"), ("8GB..8GB", "less than"), ("1GB..x", "such as 14GB")):
-        with pytest.raises(LayerwiseError, match=f"--memory-curve is .*{said}"):
+    some = "an end of --memory-curve '1GB.."
+    for wrong, said in (
+        ("8GB", "the least and the most"),
+        ("8GB..8GB", "less than"),
+        ("1GB..x", "such as 14GB"),
+        ("1GB..", f"{some}' is '': give a number"),
+        ("1GB..0", f"{some}0' is '0': it must be at least 1 B"),
+    ):
+        with pytest.raises(LayerwiseError, match=re.escape(said)):
             parse_bytes_range(wrong, "--memory-curve")

@@ -100,14 +100,15 @@ def parser() -> argparse.ArgumentParser:
         help="that a step may take on a device (default: what the profile's devices have, of GPUs less what libraries "
         "take: 1.5 GB, at most a tenth)",
     )
-    g.add_argument(
+    offers = g.add_mutually_exclusive_group()
+    offers.add_argument(
         "--offer",
         type=offered,
         default=OFFERS,
         metavar="recompute,shard",
         help="what may save memory, layer by layer, where a limit binds (default: both)",
     )
-    g.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
+    offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
     g.add_argument(
         "--grid",
         metavar="all|RxC",

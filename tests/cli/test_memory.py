@@ -129,14 +129,16 @@ def test_a_curve(run: Run, here: Path) -> None:
 
 
 MISTAKES = [
-    ("--memory-limit 0", "--memory-limit is '0': it must be above 0, and finite"),
-    ("--memory-limit=-2GB", "--memory-limit is '-2GB': it must be above 0"),
-    ("--memory-limit inf", "it must be above 0, and finite"),
+    ("--memory-limit 0", "--memory-limit is '0': it must be at least 1 B, and finite"),
+    ("--memory-limit=-2GB", "--memory-limit is '-2GB': it must be at least 1 B"),
+    ("--memory-limit inf", "it must be at least 1 B, and finite"),
+    ("--memory-limit 1e-3B", "--memory-limit is '1e-3B': it must be at least 1 B"),
     ("--memory-limit much", "--memory-limit is 'much': give a number of bytes, such as 14GB or 14GiB"),
     ("--memory-limit 14GByte", "the unit 'GByte' is none of B, KB, MB, GB, TB, KiB … TiB"),
     ("--memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
     ("--memory-curve 8GB..2GB", "--memory-curve is '8GB..2GB': the first must be less than the second"),
-    ("--memory-curve 0..2GB", "it must be above 0"),
+    ("--memory-curve 0..2GB", "an end of --memory-curve '0..2GB' is '0': it must be at least 1 B"),
+    ("--memory-curve 1GB..", "an end of --memory-curve '1GB..' is '': give a number of bytes"),
     ("--memory-curve 1GB..2GB --out p.json", "--memory-curve is about many plans: leave out --out"),
     ("--memory-curve 1GB..2GB --memory --memory-limit 3GB", "leave out --memory-limit and --memory"),
     ("--memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
@@ -144,6 +146,7 @@ MISTAKES = [
     ("--plot c.png", "--plot draws --memory-curve"),
     ("--offer swap", "'swap': choose of recompute, shard, joined by commas"),
     ("--no-offer ,", "choose of recompute, shard"),
+    ("--offer shard --no-offer shard", "--no-offer: not allowed with argument --offer"),
     ("--grid 2x2 --memory", "--grid prices grids: leave out --memory"),
 ]
 
