@@ -28,9 +28,10 @@ from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.boxes import plain, unguarded
-from layerwise.run.guards.changes import Places, Version, check_frozen, check_unwritten, check_values, versions
+from layerwise.run.guards.changes import Places, Sums, Version, check_frozen, check_unwritten, check_values, versions
 from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
+from layerwise.run.guards.wanted import refuse_alone, stands_in
 from layerwise.run.lean import lean
 from layerwise.run.means import OfParts, of_parts
 from layerwise.run.options import RuntimeOptions, check_types
@@ -118,6 +119,7 @@ class LayeredModule(WithTree):
             for name, p in every.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
+                    refuse_alone(p, name)
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
         """The one for a global batch of that many samples. differentiated: inputs whose gradient is wanted."""
@@ -189,7 +191,8 @@ class LayeredModule(WithTree):
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
         held_then = versions(self._reducer.parameters) if self.comm.size > 1 and token.requires_grad else {}
-        came = partial(self._came, shaped.graph, held_then)
+        sums = self._sums(executor.schedule) if token.requires_grad else None
+        came = partial(self._came, shaped.graph, held_then, sums)
         try:
             outputs = executor.forward(run, fed)
             known.finish()
@@ -213,9 +216,26 @@ class LayeredModule(WithTree):
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
-    def _came(self, graph: LayerGraph, held_then: Mapping[str, Version], has_gradient: Sequence[bool]) -> None:
-        """A backward pass comes to the outputs of a call. held_then: its parameters' versions."""
+    def _sums(self, schedule: Schedule) -> Sums | None:
+        """Of the parameters for which it is too late if they are written to before the backward pass."""
+        parameters = self._reducer.parameters
+        lasting = {name for name, one in self._parts.items() if not one.gathered}
+        names = [name for name in parameters if name in lasting or name in schedule.read_elsewhere]
+        groups = {name: self._state.sharing(name) for name in names}
+        members = {name: (group.index(self.comm.rank), len(group)) for name, group in groups.items()}
+        return Sums(parameters, members) if names else None
+
+    def _came(
+        self,
+        graph: LayerGraph,
+        held_then: Mapping[str, Version],
+        sums: Sums | None,
+        has_gradient: Sequence[bool],
+    ) -> None:
+        """A backward pass comes to the outputs of a call. held_then, sums: its parameters' versions and values."""
         check_unwritten(self._reducer.parameters, held_then)
+        if sums is not None:
+            sums.check(self._reducer.parameters)
         self.begin()
         self._unused.came(graph, has_gradient)
 
@@ -280,6 +300,7 @@ class LayeredModule(WithTree):
         if name in self._parts:
             leaf = leaf.new_empty(self._parts[name].shape)
         leaf.requires_grad_()
+        stands_in(leaf)
         leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
         return leaf
 

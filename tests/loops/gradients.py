@@ -192,6 +192,51 @@ def of_parameters(setting: Setting) -> Numbers:
 
 
 @row
+def of_parameters_or_none(setting: Setting) -> Numbers:
+    """the same with `allow_unused=True`"""
+    model = setting.net()
+    (x, y), *_ = setting.batches()
+    made = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()), allow_unused=True)
+    return {"first": made[0]}
+
+
+@row
+def of_a_penalty(setting: Setting) -> Numbers:
+    """the same of a penalty on weights alone, which is not of the model's outputs"""
+    model, numbers = setting.net(), {}
+    held = dict(model.named_parameters())
+    made = torch.autograd.grad(sum(p.square().sum() for p in held.values()), list(held.values()))
+    for name, g in zip(held, made, strict=True):
+        numbers[f"state.{name}"] = getattr(g, "full_tensor", lambda g=g: g)()
+    return numbers
+
+
+@row
+def some_inputs(setting: Setting) -> Numbers:
+    """`loss.backward(inputs=...)` of some parameters"""
+    model = setting.net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward(inputs=[*model.head.parameters(), *model.first.parameters()])
+        none = sorted(name for name, p in model.named_parameters() if p.grad is None)
+        optimizer.step()
+    return {"none": str(none), **whole(model)}
+
+
+@row
+def some_inputs_twice(setting: Setting) -> Numbers:
+    """the same of the gradient of a gradient"""
+    model = setting.net(smooth=True)
+    (x, _), *_ = setting.batches()
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    g.flatten(1).norm(dim=1).square().mean().backward(inputs=list(model.parameters()))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {f"state.{name}": getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients.items()}
+
+
+@row
 def gan(setting: Setting) -> Numbers:
     """a GAN: two models, two optimizers"""
     critic = setting.net(seed=1)

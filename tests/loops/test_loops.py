@@ -27,8 +27,14 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "optimizer_of_before": {"split": "build the optimizer over the returned model's parameters"},
     "of_parameters": {
         "data": "would give the gradient of this rank's samples only",
-        "split": "appears to not have been used in the graph",
+        "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
     },
+    "of_parameters_or_none": {
+        "data": "would give the gradient of this rank's samples only",
+        "split": "was asked for by torch.autograd.grad or by inputs= of backward()",
+    },
+    "some_inputs": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
+    "some_inputs_twice": {"split": "was asked for by torch.autograd.grad or by inputs= of backward()"},
     "pickled": dict.fromkeys(("data", "split"), "the parallel module cannot be pickled"),
     "frozen_statistics": {"split": "module 'norm' is in evaluation mode and the parallel module in training"},
     "another_momentum": {"split": "'momentum' of module 'norm' was changed after the model was made parallel"},

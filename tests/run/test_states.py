@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
@@ -290,6 +291,45 @@ def test_values_that_came_since_are_refused() -> None:
     for states in ("sharded", "gathered"):
         with pytest.raises(LayerwiseError, match="written to between its forward pass and its backward pass"):
             run_threads(2, lambda comm, states=states: trained(comm, states, loop))
+
+
+def written_by_data(model: nn.Module, share: slice, but: str = "none") -> None:
+    """Nothing counts such writes. One device differentiates with the new values."""
+    update = sgd(model)
+    for step in range(2):
+        update.zero_grad()
+        made = loss(model, share, step) + loss(model, share, step, 1)
+        for name, p in model.named_parameters():
+            if not name.startswith(but):
+                p.data.mul_(0.5)
+        made.backward()
+        update.step()
+
+
+def test_what_is_written_by_data_before_the_backward_pass() -> None:
+    equal("replicated", written_by_data, (2,))
+    but_tied = partial(written_by_data, but="second.")
+    equal("gathered", but_tied)  # it gathers the new ones
+    for states, loop in (
+        ("sharded", but_tied),
+        ("gathered", written_by_data),
+    ):  # a weight used twice is there all along
+        with pytest.raises(LayerwiseError, match=r"p\.data of parameter '.*' was written to between its forward pass"):
+            run_threads(2, lambda comm, states=states, loop=loop: trained(comm, states, loop))
+
+
+def test_what_is_written_by_data_of_a_weight_that_is_sent() -> None:
+    """It is cut, and both layers that use it need all of it."""
+    whole = plan(2, "replicated")
+    cut = replace(whole, strategy={**whole.strategy, "second.weight": Config.of({"c": 2})})
+
+    def run(comm: Comm) -> None:
+        made = load(cut, network(), comm=comm, dtype=torch.float64)
+        steps(made, made.share(), sgd(made))
+        written_by_data(made, made.share())
+
+    with pytest.raises(LayerwiseError, match=r"p\.data of parameter 'second.weight' was written to"):
+        run_threads(2, run)
 
 
 def test_a_part_of_parameters_states_and_gradients_is_held() -> None:

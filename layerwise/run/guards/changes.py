@@ -85,6 +85,44 @@ def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str,
         )
 
 
+class Sums:
+    """Of the bits of parameters' values, for what `p.data` writes: PyTorch counts no writes of that.
+
+    Each of the ranks that hold the same values looks at its part of them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, tuple[int, int]]) -> None:
+        """groups: by name, which of how many ranks with the same values this one is."""
+        self._groups = groups
+        self._before = self._of(parameters)
+        self._versions = {name: version(parameters[name]) for name in groups}
+
+    def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """LayerwiseError where values are others than when this was made, and no write was counted."""
+        for name, now in self._of(parameters).items():
+            if version(parameters[name]) == self._versions[name] and not torch.equal(now, self._before[name]):
+                raise LayerwiseError(
+                    f"p.data of parameter {name!r} was written to between its forward pass and its backward pass, and "
+                    "the plan keeps its states on several ranks, sends it, or computes its layer once more: write to "
+                    "it after the backward pass"
+                )
+
+    def _of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: _sum(plain(parameters[name]), *group) for name, group in self._groups.items()}
+
+
+def _sum(part: Tensor, member: int, members: int) -> Tensor:
+    """Of the member's share of a tensor's memory, as integers of 8 bytes, and of its last bytes."""
+    storage = part.untyped_storage()
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=part.device).set_(storage)
+    words = bytes_[: storage.nbytes() // 8 * 8].view(torch.int64)
+    ends = [len(words) * i // members for i in (member, member + 1)]
+    total = words[ends[0] : ends[1]].sum()
+    rest = bytes_[len(words) * 8 :]
+    return total + rest.sum() if len(rest) else total
+
+
 def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
     """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
     others = (name for name, before in initial.items() if version(parameters[name]) != before)

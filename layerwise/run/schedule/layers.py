@@ -87,6 +87,8 @@ class Schedule:
     blocks: the layers of the blocks in which some are recomputed, by the number of the last one.
     groups: of ranks whose transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that
     the ranks get of each output. within: layers of whose output this rank keeps what a reader is given.
+    read_elsewhere: parameters whose own memory the backward pass does not read: it reads what was sent of them, or what
+    was made of them, and makes that again.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Schedule:
             if (begun := [end for end in self._begun.get(layer.name, ()) if users[end[0]].edges[end[1]].ahead])
         }
         self.blocks = self._blocks() if self._recomputed else {}
+        self.read_elsewhere = frozenset(self._read_elsewhere())
         self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
     def dropped_after(self, number: int) -> Iterator[str]:
@@ -136,6 +139,14 @@ class Schedule:
                 members.setdefault(of[scheduled.layer.name], []).append(number)
         made = {numbers[-1]: tuple(self.layers[number] for number in numbers) for numbers in members.values()}
         return {end: layers for end, layers in made.items() if any(one.recompute for one in layers)}
+
+    def _read_elsewhere(self) -> Iterator[str]:
+        for scheduled in self.layers:
+            if scheduled.recompute:
+                yield from (name for name, _ in scheduled.layer.own_parameters())
+            for edge in scheduled.edges:
+                if self.graph[edge.source].role is Role.TIED and (edge.travels or scheduled.recompute):
+                    yield edge.source
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
