@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -314,3 +316,43 @@ def frozen_later(setting: Setting) -> Numbers:
         if name.startswith("hidden"):
             p.requires_grad_(False)
     return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@row
+def thawed_later(setting: Setting) -> Numbers:
+    """gradual unfreezing: layers frozen at first, then trained with `optimizer.add_param_group`, then others frozen"""
+    model, none = setting.net(), []
+    last = [p for name, p in model.named_parameters() if name.startswith(("hidden", "second"))]
+    for p in last:
+        p.requires_grad_(False)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    for number, (x, y) in enumerate(setting.batches(6)):
+        if number == 2:
+            for p in last:
+                p.requires_grad_(True)
+            optimizer.add_param_group({"params": last, "lr": 0.02})
+        if number == 4:
+            model.first.requires_grad_(False)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        none.append(sorted(name for name, p in model.named_parameters() if p.grad is None))
+        optimizer.step()
+    return {"none": str(none), **whole(model)}
+
+
+@row
+def accumulated_while_thawing(setting: Setting) -> Numbers:
+    """layers frozen or trained again between the backward passes of one step, some of them within `no_sync()`"""
+    model = setting.net()
+    optimizer, sync = SGD(model.parameters(), lr=0.1, momentum=0.9), getattr(model, "no_sync", nullcontext)
+    for number, (x, y) in enumerate(setting.batches(6)):
+        model.first.requires_grad_(number != 1)
+        model.hidden.requires_grad_(number not in (1, 2))
+        model.second.requires_grad_(number not in (2, 3, 5))
+        with sync() if number in (0, 3) else nullcontext():
+            F.cross_entropy(model(x), y).backward()
+        if number in (2, 5):
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,9 @@ class Setting:
     """One rank's, or one device's (`comm` None)."""
 
     comm: Comm | None = None
-    strategy: str = "data"  # or "split", or "recompute": split, and what is split is recomputed
+    strategy: str = (
+        "data"  # or "split"; "recompute": what is split is recomputed; "shared": states, too, of split samples
+    )
 
     @property
     def rank(self) -> int:
@@ -155,6 +158,9 @@ class Setting:
         example = self.share(batch(0)[0]).to(next(model.parameters()).dtype)
         if self.strategy == "recompute":
             split = {name: degrees | {"recompute": True} for name, degrees in split.items()}
+        if self.strategy == "shared":
+            states = itertools.cycle(("sharded", "gathered"))
+            split = {name: {"n": 2, "states": next(states), "recompute": True} for name in split}
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
             model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how

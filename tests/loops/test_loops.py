@@ -118,6 +118,21 @@ def test_a_loop_with_recomputed_layers(name: str) -> None:
     test_a_loop(loop, "recompute")
 
 
+SOON = ("accumulated_while_thawing", "thawed_later", "optimizer_state", "scaler")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(loop, marks=() if loop.__name__ in SOON else pytest.mark.slow, id=loop.__name__)
+        for loop in LOOPS
+        if "split" not in REFUSED.get(loop.__name__, {})
+    ],
+)
+def test_a_loop_with_sharded_states_and_recomputed_layers(loop: Loop) -> None:
+    test_a_loop(loop, "shared")
+
+
 def test_the_page_has_every_row() -> None:
     rows = re.findall(r"^\| (.+?) \| (works|refused) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
     page = {what: (data, split) for what, data, split in rows}

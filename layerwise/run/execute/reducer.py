@@ -55,6 +55,8 @@ class GradientReducer:
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # Whose .grad holds gradients not yet summed over the ranks (no_sync), and what it holds that is.
         self.local: dict[str, Tensor | None] = {}
+        # What was trained in passes within no_sync() since the last sum, also where it is frozen now; as on all ranks.
+        self.owed: set[str] = set()
         shared = [name for name in order if len(groups[name]) > 1]
         gradients = list[tuple[Hashable, float]]()
         for name in shared:
@@ -143,7 +145,7 @@ class Gradients:
         for bucket in reducer.buckets:
             reducer.renew(bucket)
             bucket.end()  # of a pass that was ended by an error
-            bucket.missing = {name for name in bucket.names if reducer.parameters[name].requires_grad}
+            bucket.missing = {name for name in bucket.names if self._to_sum(name)}
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
@@ -151,11 +153,15 @@ class Gradients:
                     # Of before it was frozen: to stay as it is while its bucket is summed.
                     reducer.hand_out(p, plain(p.grad).clone())
 
+    def _to_sum(self, name: str) -> bool:
+        """Whether a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
+        return self.reducer.parameters[name].requires_grad or (self.synchronise and name in self.reducer.owed)
+
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter; its bucket leaves when nothing is missing from it and from those before."""
         reducer = self.reducer
         bucket, p = reducer.of.get(name), reducer.parameters[name]
-        if not p.requires_grad:  # frozen after loading
+        if not (self._to_sum(name) if bucket is not None else p.requires_grad):  # frozen after loading
             return
         self.made.add(name)
         if bucket is None:
@@ -231,8 +237,10 @@ class Gradients:
                 continue
             for name in bucket.names:
                 p = reducer.parameters[name]
-                if not p.requires_grad:
+                if not self._to_sum(name):
                     continue
+                if not self.synchronise:
+                    reducer.owed.add(name)
                 view = reducer.views[name]
                 if name in self.unused and (not self.synchronise or _none(view)):
                     if name in self.copies and not self.synchronise and name not in self.leave_alone:
@@ -254,7 +262,9 @@ class Gradients:
             p = reducer.parameters[name]
             if p.grad is not None or name not in self.leave_alone:
                 reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
-        if not self.synchronise:
+        if self.synchronise:
+            reducer.owed.clear()
+        else:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
