@@ -15,8 +15,6 @@ from functools import cache
 
 import torch
 from layerwise.models import find
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common.live import step_bytes
 from benchmarks.common.networks import NETWORKS as LIKE
@@ -63,6 +61,7 @@ CASES = {
 SERIAL = ("serial", "serial, recompute")
 PLANS = ("data", "model", "searched", "data, sharded", "data, gathered", "model, gathered")
 PLANS += ("space", "data, recompute", "model, recompute", "data, gathered, recompute")
+ROW = "{:19} {:5} {:25} {:9} {:>8} {:>9} {:>20}"
 
 
 @cache
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", default=["sgd", "momentum", "adam"])
     args = parser.parse_args()
     device = device_of(args.device)
-    table = Table("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured", box=None)
+    print(ROW.format("", "ranks", "plan", "optimizer", "measured", "predicted", "predicted / measured"), flush=True)
     worst = 0.0
     for name in args.networks:
         rows = [(ranks, kind) for ranks in args.ranks for kind in (args.plans if ranks > 1 else SERIAL)]
@@ -149,8 +148,7 @@ def main() -> None:
                 predicted, real = compared(name, kind, optimizer, ranks, device, args.dtype)
                 worst = max(worst, abs(predicted / real - 1))
                 sizes = units(real, "B"), units(predicted, "B")
-                table.add_row(name, str(ranks), kind, optimizer, *sizes, f"{predicted / real:.3f}")
-    Console(width=110).print(table)
+                print(ROW.format(name, ranks, kind, optimizer, *sizes, f"{predicted / real:.3f}"), flush=True)
     print(f"at most {worst:.1%} off")
 
 
