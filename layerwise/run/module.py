@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -301,7 +302,8 @@ class LayeredModule(WithTree):
             leaf = leaf.new_empty(self._parts[name].shape)
         leaf.requires_grad_()
         stands_in(leaf)
-        leaf.register_post_accumulate_grad_hook(partial(self._made, name))  # type: ignore[no-untyped-call]
+        # Weakly: Python's garbage collection does not see what such hooks hold.
+        leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
         return leaf
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
@@ -371,3 +373,9 @@ class LayeredModule(WithTree):
         self._initial = {}
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)
+
+
+def _made(module: ref[LayeredModule], name: str, leaf: Tensor) -> None:
+    held = module()
+    if held is not None:  # a graph that is differentiated holds it
+        held._made(name, leaf)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -440,3 +442,17 @@ def test_ranks_whose_losses_use_different_outputs(ranks: int, states: str) -> No
     for made in run_threads(ranks, run, timeout_s=30):
         for name, value in single.state_dict().items():
             torch.testing.assert_close(made[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("states", ["replicated", "sharded", "gathered"])
+def test_a_model_that_nobody_holds_is_freed(states: str) -> None:
+    """Also after steps of it: each that is made anew would else keep its memory until the process ends."""
+
+    def run(comm: Comm) -> Callable[[], object]:
+        model = load(plan(comm.size, states), network(), comm=comm, dtype=torch.float64)
+        steps(model, model.share(), sgd(model), 0, 1)
+        return weakref.ref(model)
+
+    held = run_threads(2, run)
+    gc.collect()
+    assert [one() for one in held] == [None, None]
