@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.allocations import AllocationTracker
+from layerwise.cost.memory import allocations
+from layerwise.cost.memory.allocations import KINDS, AllocationTracker, Kind, Ref, devices_of
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import complete, price
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
@@ -38,7 +40,7 @@ from tests.examples import examples
 def test_a_storage_lives_while_anybody_holds_it() -> None:
     tracker = AllocationTracker(2)
     first = tracker.new(np.array([8.0, 4.0]))
-    view = tracker.hold(first, np.array([True, False]))
+    view = tracker.hold(first, devices_of(np.array([True, False])))
     tracker.drop(first)
     assert tracker.now.tolist() == [8, 0]  # the second device has no view
     second = tracker.new(np.array([1.0, 6.0]))
@@ -47,6 +49,58 @@ def test_a_storage_lives_while_anybody_holds_it() -> None:
     assert (tracker.now.tolist(), tracker.peak.tolist()) == ([0, 0], [9, 6])
     tracker.spike(20.0)
     assert (tracker.now.tolist(), tracker.peak.tolist()) == ([0, 0], [20, 20])
+
+
+@pytest.mark.parametrize("logged", [1, 50, allocations.LOGGED])
+def test_the_most_is_that_of_counting_at_every_instant(monkeypatch: pytest.MonkeyPatch, logged: int) -> None:
+    """Storages that several hold on some of the devices, however many instants are added up at once."""
+    monkeypatch.setattr(allocations, "LOGGED", logged)
+    rng, devices = np.random.default_rng(0), 11
+    tracker = AllocationTracker(devices, by_kind=True)
+    held: list[tuple[Ref, int]] = []  # and the number of its storage
+    sizes, holders, kinds = list[Floats](), list[Floats](), list[Kind]()
+    most, fullest = np.zeros(devices), {kind: np.zeros(devices) for kind in KINDS}
+
+    def count(spike: Floats) -> None:
+        alive = {kind: np.zeros(devices) for kind in KINDS}
+        for size, holding, kind in zip(sizes, holders, kinds, strict=True):
+            alive[kind] += size * (holding > 0)
+        alive["workspace"] += spike
+        now = sum(alive.values(), np.zeros(devices))
+        for kind in KINDS:
+            fullest[kind] = np.where(now > most, alive[kind], fullest[kind])
+        most[:] = np.maximum(most, now)
+
+    for _ in range(300):
+        what = rng.integers(4)
+        if what == 0 or not held:
+            size, kind = rng.integers(0, 4, devices) * 8.0, KINDS[rng.integers(len(KINDS))]
+            held.append((tracker.new(size, kind), len(sizes)))
+            sizes, holders, kinds = [*sizes, size], [*holders, np.ones(devices)], [*kinds, kind]
+            count(np.zeros(devices))
+        elif what == 1:
+            ref, number = held[rng.integers(len(held))]
+            mask = rng.random(devices) < 0.7
+            more = tracker.hold(ref, devices_of(mask))
+            holders[number] += sum((tracker.mask(where) for _, where in more), np.zeros(devices, bool))
+            held.append((more, number))
+        elif what == 2:
+            ref, number = held.pop(rng.integers(len(held)))
+            tracker.drop(ref)
+            holders[number] -= sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
+        else:
+            size = rng.integers(0, 20, devices) * 1.0
+            tracker.spike(size)
+            count(size)
+        for ref, number in held[:3]:
+            there = sum((tracker.mask(where) for _, where in ref), np.zeros(devices, bool))
+            assert (tracker.mask(tracker.unshared(ref)) == (~there | (holders[number] == 1))).all()
+    assert tracker.peak.tolist() == most.tolist()
+    assert {kind: tracker.fullest[kind].tolist() for kind in KINDS} == {k: f.tolist() for k, f in fullest.items()}
+    ref = tracker.new(np.ones(devices))
+    tracker.drop(ref)
+    with pytest.raises(AssertionError, match="more often"):
+        tracker.drop(ref)
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """AllocationTracker: the bytes of storages that are alive on each of N devices, and the most there ever were.
 
 A storage lives while anybody holds it, as PyTorch's do: a view holds the storage behind it. Devices differ in what they
-hold, so holders are counted for each of them.
+hold, so holders are counted for each of them. Sets of devices are the bits of integers, and bytes are added up some
+hundred instants at a time: arrays of few devices take longer to call than to add.
 """
 
 from __future__ import annotations
@@ -11,30 +12,39 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from layerwise.geometry.arrays import Floats, Ints, Mask
+from layerwise.geometry.arrays import Floats, Mask
 
 # What memory is held for. activations: what layers make, and keep for the backward pass. gathered: copies of what other
 # devices own, inputs of layers and parameters. gradients: of parameters, with their buckets, and of activations.
 # workspace: what a kernel or a message takes for the moment.
 Kind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Devices = int  # of device d the bit 1 << d
+LOGGED = 1 << 20  # numbers of instants that are added up at once: bounds the memory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
     """Memory that tensors share."""
 
     size: Floats  # (N,) bytes
-    holders: Ints  # (N,) how many hold it
     kind: Kind
+    devices: Devices  # where it is not empty
+    holders: list[Devices]  # where it has more than 0 holders, more than 1, ...
 
 
-Ref = tuple[tuple[Storage, Mask], ...]  # what a tensor holds, and on which devices
+Ref = tuple[tuple[Storage, Devices], ...]  # what a tensor holds, and on which devices
 NOBODY: Ref = ()
 
 
-def part(ref: Ref, where: Mask) -> Ref:
+def devices_of(mask: Mask) -> Devices:
+    """Of (N,) flags."""
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+
+
+def part(ref: Ref, where: Devices) -> Ref:
     """What of it lies on the devices `where`."""
-    return tuple((s, mask & where) for s, mask in ref)
+    return tuple([(s, here) for s, devices in ref if (here := devices & where)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +63,116 @@ class AllocationTracker:
     """
 
     def __init__(self, devices: int, *, by_kind: bool = False) -> None:
-        self.now, self.peak = np.zeros(devices), np.zeros(devices)
-        kinds: tuple[Kind, ...] = get_args(Kind) if by_kind else ()
+        self.count, self.everyone = devices, (1 << devices) - 1
+        kinds = KINDS if by_kind else ()
+        self._now, self._peak = np.zeros(devices), np.zeros(devices)
         self._of = {kind: np.zeros(devices) for kind in kinds}
-        self.fullest = {kind: np.zeros(devices) for kind in kinds}  # (N,) of each kind, when a device had its most
+        self._fullest = {kind: np.zeros(devices) for kind in kinds}
+        self._log: list[tuple[Floats, Kind, bool]] = []  # what comes, of which kind, and whether it stays
+        self._where: dict[int, tuple[Devices, Floats]] = {}  # by the id of (N,) bytes, which stay here: of equal layers
+
+    @property
+    def now(self) -> Floats:
+        """(N,) bytes that are alive."""
+        self._add_up()
+        return self._now
+
+    @property
+    def peak(self) -> Floats:
+        """(N,) the most that were."""
+        self._add_up()
+        return self._peak
+
+    @property
+    def fullest(self) -> dict[Kind, Floats]:
+        """(N,) of each kind, when a device had its most."""
+        self._add_up()
+        return self._fullest
+
+    def mask(self, devices: Devices) -> Mask:
+        """(N,) flags."""
+        bits = np.frombuffer(devices.to_bytes((self.count + 7) // 8, "little"), np.uint8)
+        return np.unpackbits(bits, count=self.count, bitorder="little").astype(np.bool_)
 
     def new(self, size: Floats, kind: Kind = "activations") -> Ref:
         """A storage with one holder, on the devices where it is not empty."""
-        held = size > 0
-        if not np.count_nonzero(held):
+        known = self._where.get(id(size))
+        if known is None:
+            known = self._where[id(size)] = devices_of(size > 0), size
+        devices = known[0]
+        if not devices:
             return NOBODY
-        self._add(kind, size)
-        self._note(self.now)
-        return ((Storage(size, held.astype(np.int64), kind), held),)
+        self._note(size, kind, stays=True)
+        return ((Storage(size, kind, devices, [devices]), devices),)
 
     def spike(self, size: Floats | float) -> None:
         """Something that is gone at once."""
-        self._note(self.now + size, size)
+        whole = size if isinstance(size, np.ndarray) else np.full(self.count, size)
+        self._note(whole, "workspace", stays=False)
 
-    def _add(self, kind: Kind, size: Floats) -> None:
-        self.now = self.now + size
-        if self._of:
-            self._of[kind] = self._of[kind] + size
+    def _note(self, size: Floats, kind: Kind, *, stays: bool) -> None:
+        self._log.append((size, kind, stays))
+        if len(self._log) * self.count > LOGGED:
+            self._add_up()
 
-    def _note(self, alive: Floats, workspace: Floats | float = 0.0) -> None:
-        """Whether there never was as much."""
-        for kind, most in self.fullest.items():
-            here = self._of[kind] + (workspace if kind == "workspace" else 0.0)
-            self.fullest[kind] = np.where(alive > self.peak, here, most)
-        self.peak = np.maximum(self.peak, alive)
+    def _add_up(self) -> None:
+        """Of all that was noted."""
+        if not self._log:
+            return
+        sizes, kinds, stay = zip(*self._log, strict=True)
+        self._log = []
+        stays = np.array(stay)[:, None]
+        size = np.concatenate(sizes, dtype=np.float64).reshape(len(sizes), self.count)
+        alive = _running(self._now, size * stays)
+        self._now = alive[-1].copy()
+        alive += size * ~stays
+        instant = alive.argmax(0)
+        most = alive[instant, np.arange(self.count)]
+        for kind, held in self._of.items():
+            mine = np.array([one == kind for one in kinds])[:, None]
+            own = _running(held, size * (stays & mine))
+            self._of[kind] = own[-1].copy()
+            own += size * (~stays & mine)
+            here = own[instant, np.arange(self.count)]
+            self._fullest[kind] = np.where(most > self._peak, here, self._fullest[kind])
+        self._peak = np.maximum(self._peak, most)
 
-    def hold(self, ref: Ref, where: Mask | None = None) -> Ref:
+    def hold(self, ref: Ref, where: Devices | None = None) -> Ref:
         """One more holder, of what lies on the devices `where`."""
         held = ref if where is None else part(ref, where)
-        for s, mask in held:
-            np.add(s.holders, mask, out=s.holders)
+        for s, devices in held:
+            more = devices
+            for i, there in enumerate(s.holders):
+                s.holders[i], more = there | more, there & more
+                if not more:
+                    break
+            else:
+                s.holders.append(more)
         return held
 
     def drop(self, ref: Ref) -> None:
         """One holder less."""
-        for s, mask in ref:
-            np.subtract(s.holders, mask, out=s.holders)
-            assert not np.count_nonzero(s.holders < 0), "dropped more often than held"
-            gone = mask & (s.holders == 0)
-            if np.count_nonzero(gone):
-                self._add(s.kind, -np.where(gone, s.size, 0.0))
+        for s, devices in ref:
+            fewer = devices
+            for i in reversed(range(len(s.holders))):
+                gone = s.holders[i] & fewer
+                s.holders[i] ^= gone
+                fewer ^= gone
+            assert not fewer, "dropped more often than held"
+            if gone:  # of the first holders
+                size = s.size if gone == s.devices else np.where(self.mask(gone), s.size, 0.0)
+                self._note(-size, s.kind, stays=True)
 
-    def unshared(self, ref: Ref) -> Mask:
-        """(N,) whether a tensor is alone in holding what it holds."""
-        alone = np.ones(len(self.now), bool)
-        for s, mask in ref:
-            alone &= ~mask | (s.holders == 1)
+    def unshared(self, ref: Ref) -> Devices:
+        """Where a tensor is alone in holding what it holds."""
+        alone = self.everyone
+        for s, devices in ref:
+            several = s.holders[1] if len(s.holders) > 1 else 0
+            alone &= ~devices | (s.holders[0] & ~several)
         return alone
+
+
+def _running(start: Floats, more: Floats) -> Floats:
+    """(R, N) what is there after each of `more` (R, N)."""
+    more[0] += start
+    return more.cumsum(0)

@@ -11,6 +11,7 @@ from layerwise.config import Config
 from layerwise.cost.memory.kernels import StageMemory, stages_of
 from layerwise.cost.memory.parameters import Held, held
 from layerwise.cost.model import CostModel
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, begun_before
@@ -26,6 +27,7 @@ class Footprints:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
+        self.peaks: dict[object, Floats] = {}  # by strategy, (N,) bytes
         self._places: dict[Layered, Place] = {}
         self._stages: dict[tuple[Layered, tuple[int, ...]], list[StageMemory]] = {}
         self._held: dict[Layered, list[Held]] = {}

@@ -6,9 +6,10 @@ and gradients in rows (`buckets`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 
@@ -95,7 +96,11 @@ class _Bucket:
     missing: int = 0  # gradients that are yet to be made
     coming: Ref = NOBODY  # what is gathered
     flat: Ref = NOBODY
-    left: bool = False
+
+    @property
+    def gathered(self) -> bool:
+        """Whether its parameters are, as all of a bucket are or none."""
+        return self.shares[0].gathered
 
 
 @dataclass(eq=False)
@@ -108,7 +113,9 @@ class Parameters:
     _trained: dict[str, list[_Trained]] = field(default_factory=dict)
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
     _next: dict[bool, dict[str, str]] = field(default_factory=dict)  # whose are gathered after whose, forward and back
-    _buckets: list[_Bucket] = field(default_factory=list)
+    # Buckets that have yet to leave, and those that left whose rows are there yet; by whether they are gathered.
+    _waiting: dict[bool, deque[_Bucket]] = field(default_factory=lambda: {False: deque(), True: deque()})
+    _left: dict[bool, list[_Bucket]] = field(default_factory=lambda: {False: [], True: []})
     _in: dict[int, _Bucket] = field(default_factory=dict)  # by the share's id
     _whole: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
     _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
@@ -170,9 +177,9 @@ class Parameters:
         sizes = [ALONE if share.gathered else float(share.rows.max()) for share in shares]
         for places in fill((share.key, size) for share, size in zip(shares, sizes, strict=True)):
             bucket = _Bucket([shares[i] for i in places], missing=len(places))
-            self._buckets.append(bucket)
+            self._waiting[bucket.gathered].append(bucket)
             self._in |= {id(share): bucket for share in bucket.shares}
-            if not bucket.shares[0].gathered:
+            if not bucket.gathered:
                 bucket.coming = self._travelling(bucket.shares)
 
     def enter(self, layer: Layer, *, forward: bool) -> None:
@@ -218,28 +225,29 @@ class Parameters:
             if not bucket.flat:
                 bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0), "gradients")
             bucket.missing -= 1
-        for gathered in (False, True):
-            of_kind = (bucket for bucket in self._buckets if bucket.shares[0].gathered == gathered)
-            for bucket in takewhile(lambda one: not one.missing, of_kind):
-                if not bucket.left:
-                    self._send(bucket)
+        for waiting in self._waiting.values():
+            while waiting and not waiting[0].missing:
+                self._send(waiting.popleft())
 
     def _send(self, bucket: _Bucket) -> None:
-        bucket.left = True
-        if bucket.shares[0].gathered:
-            for earlier in self._buckets:
-                if earlier is not bucket and earlier.left and earlier.shares[0].gathered:
-                    self.tracker.drop(earlier.flat)
-                    earlier.flat = NOBODY
+        left = self._left[bucket.gathered]
+        if bucket.gathered:
+            self._forget(left)
+        left.append(bucket)
         # This device's part of the sum stays.
         self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0), "gradients")
         if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
             others = np.sum([share.rows - share.row for share in bucket.shares], axis=0)
             bucket.flat += self.tracker.new(others, "gradients")
 
+    def _forget(self, left: MutableSequence[_Bucket]) -> None:
+        """Rows that were summed."""
+        for bucket in left:
+            self.tracker.drop(bucket.flat)
+        left.clear()
+
     def finish(self) -> None:
         """The backward pass has ended, and the optimizer steps."""
-        for bucket in self._buckets:
-            self.tracker.drop(bucket.flat)
-            bucket.flat = NOBODY
+        for rows in (*self._left.values(), *self._waiting.values()):
+            self._forget(rows)
         update(self.tracker, self._updated, self.model)

@@ -27,7 +27,7 @@ class Sizes:
     places: dict[str, Place] = field(init=False)  # its boxes
     stages: dict[str, list[StageMemory]] = field(init=False)
     _read: dict[str, Place] = field(default_factory=dict)  # of inputs of which devices read boxes
-    _edges: dict[EdgeEnd, Moved] = field(default_factory=dict)  # what travels from these
+    _edges: dict[EdgeEnd, Moved] = field(default_factory=dict)  # what travels
 
     def __post_init__(self) -> None:
         graph, place = self.model.graph, self.footprints.place
@@ -45,12 +45,14 @@ class Sizes:
 
     def edge(self, layer: Layer, slot: int) -> Moved:
         """What travels to one of a layer's inputs."""
-        source, key = layer.inputs[slot], (layer.name, slot)
-        if source not in self._read:
-            return self.footprints.moved(layer, slot, self.strategy[source], self.strategy[layer.name])
+        key = layer.name, slot
         if key not in self._edges:
-            here = self.places[layer.name]
-            self._edges[key] = self.footprints.moved_between(layer, slot, self._read[source], here)
+            source, here = layer.inputs[slot], self.places[layer.name]
+            if source in self._read:
+                self._edges[key] = self.footprints.moved_between(layer, slot, self._read[source], here)
+            else:
+                ends = self.strategy[source], self.strategy[layer.name]
+                self._edges[key] = self.footprints.moved(layer, slot, *ends)
         return self._edges[key]
 
     def given(self, layer: Layer, slot: int) -> Floats:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Flight, Ref, part
+from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Devices, Flight, Ref, devices_of, part
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.kernels import BEFORE, remembered
 from layerwise.cost.memory.outputs import leave
 from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.memory.sizes import Sizes
 from layerwise.cost.model import CostModel, Strategy
-from layerwise.geometry.arrays import Floats, Mask
+from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
 from layerwise.partition.ahead import EdgeEnd, weights_late
@@ -32,9 +32,12 @@ from layerwise.partition.moved import Moved
 def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | None = None) -> Floats:
     """(N,) the most that is alive on each device in a step. strategy: with the configurations of inputs and sink.
 
-    footprints: of the model, where the memory of more strategies is asked for.
+    footprints: of the model, where the memory of more strategies is asked for, or of this one again.
     """
-    return followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
+    known, key = {} if footprints is None else footprints.peaks, tuple(strategy.items())
+    if key not in known:
+        known[key] = followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
+    return known[key]
 
 
 def followed(
@@ -132,7 +135,7 @@ class _Step:
         source = layer.inputs[slot]
         edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[source].out.item_bytes
         if edge.local:
-            return self.tracker.hold(self.values[source], edge.need > 0)
+            return self.tracker.hold(self.values[source], devices_of(edge.need > 0))
         if self._runs_ahead(layer, slot) and not again:
             flight = self.flights.pop((layer.name, slot))
             arrived = flight.arrived
@@ -161,7 +164,8 @@ class _Step:
                 out = tracker.new(stage.made)
             tracker.spike(stage.forward if keeps else stage.forward + stage.extra)
             if keeps:
-                where = np.broadcast_to(stage.kept.inputs, tracker.now.shape)
+                inputs = stage.kept.inputs
+                where = devices_of(inputs) if isinstance(inputs, np.ndarray) else tracker.everyone * inputs
                 read = {BEFORE: before} | {slot: given[slot] for slot in self._slots(layer, number)} | copies
                 for ref in read.values():
                     mine += tracker.hold(ref, where)
@@ -170,7 +174,7 @@ class _Step:
             saved.append(mine)
             self._drop([before, weights, *copies.values()])
             if keeps and number == 0 and (within := self.sizes.within(layer)) is not None:
-                self._keep_within(layer, given[0], within & where)
+                self._keep_within(layer, given[0], devices_of(within) & where)
         self.values[layer.name] = out
         if self.flows[layer.name] and saves:
             self.saved[layer.name] = saved
@@ -178,12 +182,12 @@ class _Step:
             self._drop(saved)
         self._drop(given)
 
-    def _keep_within(self, layer: Layer, given: Ref, where: Mask) -> None:
+    def _keep_within(self, layer: Layer, given: Ref, where: Devices) -> None:
         """What an input's maker has kept of it is kept in what this layer was given, on the devices `where`."""
         source = layer.inputs[0]
         out, rest = self.values[source], self.saved[source]
         made = {id(storage) for storage, _ in out}
-        rest[-1] = tuple((s, mask & ~where if id(s) in made else mask) for s, mask in rest[-1])
+        rest[-1] = tuple((s, devices & ~where if id(s) in made else devices) for s, devices in rest[-1])
         rest[-1] += self.tracker.hold(given, where)
         self.tracker.drop(part(out, where))
 
@@ -259,7 +263,7 @@ class _Step:
                 parameters = [] if weights else self.parameters.gradients(layer)
             cast = [size for slot, size in stage.copies.items() if slot == BEFORE or self.flows[layer.inputs[slot]]]
             between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
-            read, two = running + saved[number], stage.between > 0
+            read, two = running + saved[number], devices_of(stage.between > 0)
             if late:
                 self.late, read = [read], NOBODY
             tracker.drop(part(read, two))
@@ -330,7 +334,7 @@ class _Step:
         if before is not None:  # autograd adds in place where nobody else has what it adds to
             mine = tracker.unshared(before)
             other = tracker.unshared(back) & ~mine
-            total = tracker.new(np.where(mine | other, 0.0, self.sizes.own(source)), "gradients")
+            total = tracker.new(np.where(tracker.mask(mine | other), 0.0, self.sizes.own(source)), "gradients")
             self._drop([part(before, ~mine), part(back, ~other)])
             back = part(before, mine) + part(back, other) + total
         self.gradients[source] = back
@@ -339,7 +343,7 @@ class _Step:
         """A view of the gradient where that is all there is to it, else a new tensor."""
         item_bytes, own = self.model.graph[source].out.item_bytes, self.sizes.own(source)
         alike = (edge.kept * item_bytes == own) & (edge.local | (edge.sent == 0))
-        return self.tracker.hold(gradient, alike) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
+        return self.tracker.hold(gradient, devices_of(alike)) + self.tracker.new(np.where(alike, 0.0, own), "gradients")
 
     def _drop(self, refs: Sequence[Ref]) -> None:
         for ref in refs:
