@@ -94,8 +94,6 @@ class Followed:
         self.within = kept_within(graph)
         self.moved: dict[str, tuple[Floats, Floats]] = {}  # bytes of outputs kept in what readers are given, and where
         self._begin()
-        for layer in graph.inner:
-            self.stages[layer.name] = self._stages(layer)
 
     # ---- what all have ----
 
@@ -107,20 +105,27 @@ class Followed:
 
     def _begin(self) -> None:
         """Parameters, states, places in buckets; and what arrives of parameters before the first layer computes."""
-        coming = list[Claim]()
+        coming, known = list[Claim](), dict[object, tuple[Stacked, Parameters, list[StageMemory]]]()
         for layer in self.model.graph.layers:
-            name = layer.name
-            where = self.at[name] = stacked(self.model, layer, self.configs[name])
-            found = self.parameters[name] = parameters(self.model, layer, where, self.configs[name], self.all_leave)
+            name, configs = layer.name, self.configs[layer.name]
+            key = self.model.kind(layer), layer.skipping, configs  # equal blocks are looked at once
+            if key not in known:
+                where = stacked(self.model, layer, configs)
+                found = parameters(self.model, layer, where, configs, self.all_leave)
+                known[key] = where, found, [] if layer.end else self._stages(layer, where)
+            self.at[name], found, stages = known[key]
+            self.parameters[name] = found
+            if not layer.end:
+                self.stages[name] = stages
             self._new(name, found.always)
             coming += self._new(name, found.coming)
         if coming:
             self.ledger.instant("begin")
             self.ledger.drop(coming)
 
-    def _stages(self, layer: Layer) -> list[StageMemory]:
+    def _stages(self, layer: Layer, where: Stacked) -> list[StageMemory]:
         """With arrays (V, N). They keep no less where what they read has not travelled (`Layer.packed`)."""
-        where, flows = self.at[layer.name], self.model.graph.flows_back(layer)
+        flows = self.model.graph.flows_back(layer)
         split = np.array([config["k"] > 1 for config in self.configs[layer.name]])[:, None]
         rows, layer = [], layer.packed(layer.skipping)
         whole = stages_of(layer, where.place, flows, False)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,13 +86,24 @@ class _Weighed:
         everyone = [claim for claims in self.claims.values() for claim in claims]
         self._first = _Sums([claim.first for claim in everyone])
         self._last = _Sums([claim.last for claim in everyone])
+        self._at: dict[str | EdgeName, object] = {}  # what of each owner `_sizes` are of: choices differ in few layers
+        ends = np.cumsum([0, *map(len, self.claims.values())]).tolist()
+        self._slices = {owner: slice(*pair) for owner, pair in zip(self.rows, pairwise(ends), strict=True)}
+        self._sizes = np.zeros((len(everyone), devices))
 
     def add(self, change: Floats, choice: Mapping[str, int], local: Mapping[EdgeName, bool]) -> None:
         """To what is held at (instants + 1, devices) more than an instant before, under one choice; but of parts."""
+        for owner, rows in self.rows.items():
+            if isinstance(owner, str):
+                at: object = choice[owner]
+            else:
+                at = choice[owner[0]], choice[owner[1]], local[owner]
+            if self._at.get(owner) != at:
+                self._sizes[self._slices[owner]] = _bytes(owner, rows, choice, local)
+                self._at[owner] = at
         if self.rows:
-            sizes = np.concatenate([_bytes(owner, rows, choice, local) for owner, rows in self.rows.items()])
-            change[self._first.at] += self._first.of(sizes)
-            change[self._last.at] -= self._last.of(sizes)
+            change[self._first.at] += self._first.of(self._sizes)
+            change[self._last.at] -= self._last.of(self._sizes)
 
 
 class MemoryBounds:
