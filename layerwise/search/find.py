@@ -87,7 +87,13 @@ def search(
 
         def searching(offer: Iterable[str]) -> LimitedSearch:
             return LimitedSearch(
-                model, configs, offer=offer, fixed=fixed or {}, memory_bytes=memory_bytes, progress=progress
+                model,
+                configs,
+                offer=offer,
+                fixed=fixed or {},
+                memory_bytes=memory_bytes,
+                progress=progress,
+                footprints=footprints,
             )
 
         within, least = recall.limited(lambda: _limited(searching, offer, limit, weights, known), limit, offer)

@@ -17,8 +17,17 @@ from layerwise.config import Config, States
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.step import peak_bytes
 from layerwise.cost.model import CostModel, EdgeName, Progress
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.geometry.arrays import Floats
-from layerwise.search.limit.additive import Choice, Costs, Problem, by_messages, inside, least_by_base, lower_bounds
+from layerwise.search.limit.additive import (
+    Choice,
+    Costs,
+    Problem,
+    by_messages,
+    inside,
+    least_by_base,
+    lower_bounds,
+)
 from layerwise.search.limit.limited import LOOKS, Least, Limited, fastest_within, least_memory, tighten
 from layerwise.search.limit.multipliers import Multipliers, best_multipliers, least_rows
 from layerwise.search.limit.rest import Known, possible
@@ -27,7 +36,7 @@ from layerwise.search.solve.narrow import exact_costs, rough_tables, weighted
 from layerwise.search.solve.prune import SLACK, Keep
 
 FEW = 400  # variants of all layers that are searched for weights of t_S of which nothing is proven
-TRIES = 24  # true peaks that are asked for where what saves nothing is undone
+TRIES = 12  # true peaks that are asked for where what saves nothing is undone
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class LimitedSearch:
     """Searches of one model under any limits, which share what they find out.
 
     cells: the configurations of every layer. offer: of OFFERS, what may save memory, but of layers that are `fixed`.
-    memory_bytes: of a search table.
+    memory_bytes: of a search table. footprints: of the model, if they are made.
     """
 
     def __init__(
@@ -72,15 +81,15 @@ class LimitedSearch:
         fixed: Collection[str] = (),
         memory_bytes: float = 2.0**31,
         progress: Progress | None = None,
+        footprints: Footprints | None = None,
     ) -> None:
         self.model, self.cells, self.memory_bytes, self.progress = model, dict(cells), memory_bytes, progress
         self.forms = Forms.of(model.graph, model.devices.count, offer, fixed)
-        self._footprints = Footprints(model)
+        self._footprints = Footprints(model) if footprints is None else footprints
         self._edges: dict[str, list[EdgeName]] = {name: [] for name in self.cells}
         for edge in model.graph.edges():
             for end in dict.fromkeys(edge[:2]):
                 self._edges[end].append(edge)
-        self._peaks: dict[object, float] = {}
         self._costs: dict[object, tuple[float, float]] = {}
 
     def under(self, limit: float, weights: Sequence[float], known: Sequence[Strategy]) -> Within:
@@ -94,15 +103,15 @@ class LimitedSearch:
         space = Variants.of(self._cells_within(weights, uppers), self.forms)
         rough, memory = rough_tables(self.model, space.bases, self.progress), Memory.of(self.model, space)
         paid, found, met = list[tuple[MemoryPrice, ...]](), list[Choice](), list[Choice]()
-        parts = list[tuple[Variants, Keep, list[Choice]]]()
+        parts, target = list[tuple[Variants, Keep, list[Choice]]](), limit
         for weight in weights:
             node = weighted(self.model, space.configs, [weight])[0]
             problem = space.problem(node, rough.transfer, memory, self.peak, self._costing(weight))
             seen = Known(problem, limit)
-            if hand is not None:
-                seen.see(space.choice(hand))
+            for one in [*([] if hand is None else [space.choice(hand)]), *found]:
+                seen.see(one)
             prices = best_multipliers(problem, limit, by_messages, Multipliers.begun(problem, met))
-            tighten(seen, prices, by_messages)
+            target = tighten(seen, prices, by_messages, target)
             keep = possible(problem, prices.criteria(problem, limit, seen.cost))
             if not all(mask.any() for mask in keep.values()):  # nothing fits, whatever t_S weighs
                 return Within(limit, (), np.inf, np.inf, (), 0)
@@ -119,8 +128,7 @@ class LimitedSearch:
                 choice = results[-1][0].choice
                 strategies += [] if choice is None else [small.strategy(choice)]
         (best, priced), (small, _, _) = results[0], parts[0]
-        strategies = _distinct(self.plainer(strategy, limit) for strategy in _distinct(strategies))
-        strategies.sort(key=self._costing(weights[0]))
+        strategies = self._plainer_where_taken(_distinct(strategies), limit, weights)
         cost = min([best.cost_s, *(self.cost(strategy, weights[0]) for strategy in strategies)])
         # Of what is left all may fit: then memory has the price that it had among all.
         left = sum(map(len, small.configs.values()))
@@ -196,6 +204,18 @@ class LimitedSearch:
             strategy = undone if fewest else strategy
         return strategy
 
+    def _plainer_where_taken(
+        self, strategies: list[Strategy], limit: float, weights: Sequence[float]
+    ) -> list[Strategy]:
+        """By equation 1. The fastest by it, and the one with overlap, are made `plainer`: others are seldom taken."""
+        strategies = sorted(strategies, key=self._costing(weights[0]))
+        taken = strategies[:1]
+        if len(weights) > 1:
+            taken += sorted(strategies, key=lambda strategy: timeline(self.model, strategy).total_s)[:1]
+        plain = {id(strategy): self.plainer(strategy, limit) for strategy in taken}
+        made = _distinct(plain.get(id(strategy), strategy) for strategy in strategies)
+        return sorted(made, key=self._costing(weights[0]))
+
     def _undoable(self, strategy: Strategy) -> list[tuple[Config, Config, list[str]]]:
         """Forms that can be undone one by one and take no longer: of equal layers, from and to which, and their names.
 
@@ -231,10 +251,7 @@ class LimitedSearch:
 
     def peak(self, strategy: Strategy) -> float:
         """Bytes of the fullest device."""
-        key = tuple(strategy.values())
-        if key not in self._peaks:
-            self._peaks[key] = float(peak_bytes(self.model, strategy, self._footprints).max())
-        return self._peaks[key]
+        return float(peak_bytes(self.model, strategy, self._footprints).max())
 
     def cost(self, strategy: Strategy, weight: float) -> float:
         """Equation 1, with `weight` times t_S."""
