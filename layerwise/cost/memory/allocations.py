@@ -20,7 +20,7 @@ from layerwise.geometry.arrays import Floats, Mask
 Kind = Literal["parameters", "states", "gradients", "activations", "gathered", "workspace"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Devices = int  # of device d the bit 1 << d
-LOGGED = 1 << 20  # numbers of instants that are added up at once: bounds the memory
+LOGGED = 1 << 20  # numbers that are added up at once, and sizes that are kept: bounds the memory
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,9 @@ class AllocationTracker:
         self._of = {kind: np.zeros(devices) for kind in kinds}
         self._fullest = {kind: np.zeros(devices) for kind in kinds}
         self._log: list[tuple[Floats, Kind, bool]] = []  # what comes, of which kind, and whether it stays
-        self._where: dict[int, tuple[Devices, Floats]] = {}  # by the id of (N,) bytes, which stay here: of equal layers
+        self._where: dict[
+            int, tuple[Devices, Floats]
+        ] = {}  # by the id of (N,) bytes, which are kept here: of equal layers
 
     @property
     def now(self) -> Floats:
@@ -98,6 +100,8 @@ class AllocationTracker:
         """A storage with one holder, on the devices where it is not empty."""
         known = self._where.get(id(size))
         if known is None:
+            if len(self._where) * self.count > LOGGED:
+                self._where.clear()
             known = self._where[id(size)] = devices_of(size > 0), size
         devices = known[0]
         if not devices:
