@@ -4,7 +4,9 @@ PyTorch leaves such a convolution to im2col where channels x depth x height are 
 (`ConvParams::use_mkldnn` in ATen/native/Convolution.cpp): what is a rank's part of a volume mostly is, also of one that
 one device has oneDNN compute. From 8 channels on, and where there is something to compute, oneDNN takes 20 to 90 % of
 that time (`python -m benchmarks.im2col`). Layers that are whole, or split by samples only, are left to PyTorch: one
-rank has its numbers bit for bit, and where all layers are split by samples the user's own module runs.
+rank has its numbers bit for bit, and where all layers are split by samples the user's own module runs. So are
+transposed convolutions: with kernels as large as the stride, as in U-Nets, oneDNN is hardly quicker
+(`python -m benchmarks.im2col --transposed`).
 """
 
 from __future__ import annotations
