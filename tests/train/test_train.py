@@ -16,13 +16,15 @@ from layerwise.comm import together
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network, network_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.train.compare import Outcome, difference, largest, outcome
 from layerwise.train.data import Data, load_data
-from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, evaluate, sampler
+from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, sampler
+from layerwise.train.score import evaluate
 from layerwise.train.sources import Tensors
 from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan
@@ -167,22 +169,36 @@ def test_accuracy_counts_every_held_out_sample_once(split: str) -> None:
     found = SPLITS[split]
     data = data_for(found)  # 11 held out: the last batch is short
 
-    def rank(comm: Comm) -> tuple[float | None, float]:
+    def rank(comm: Comm) -> tuple[float, float]:
         made = trainer(found, comm, data, Settings("adam", lr=0.01))
         list(made.run(4))
         before = made.module.loss
-        accuracy = evaluate(made.module, data)
+        score = evaluate(made.module, data)
+        assert score is not None
         assert made.module.loss is before
         assert made.module.training
         model = nn.Sequential(nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 5)).double()
         model.load_state_dict(made.module.full_state_dict())
         assert data.held_out is not None
         (x,), y = data.held_out.batch(torch.arange(11))
-        return accuracy, float((model(x).argmax(1) == y).double().mean())
+        return score.accuracy, float((model(x).argmax(1) == y).double().mean())
 
     for accuracy, plain in run_threads(found.gpus, rank):
         assert 0 < plain < 1
         assert accuracy == pytest.approx(plain, abs=1e-12)
+
+
+def test_a_sample_too_small_for_its_network_is_one_sentence() -> None:
+    """One rank runs the model as it is written, so PyTorch's own batch norm refuses one value a channel."""
+    model = nn.Sequential(nn.Linear(20, 5), nn.BatchNorm1d(5)).double()
+    normed = network_of(model, (torch.randn(2, 20).double(),), 1, "normed")
+    found = Plan(
+        "normed", normed.graph.digest, 1, 1, 1, "sample", False, {layer.name: Config() for layer in normed.graph.inner}
+    )
+    data, module = data_for(found), load(found, normed, dtype=torch.float64)
+    made = Trainer(module, data, sampler(found, 26), Settings().build(module.parameters()), Settings())
+    with pytest.raises(LayerwiseError, match=r"^the model refuses a batch of 1: Expected more than 1 value per"):
+        list(made.run(1))
 
 
 def test_nothing_to_tell_the_accuracy_by() -> None:

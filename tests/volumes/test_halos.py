@@ -132,7 +132,7 @@ def test_the_cheaper_plan_is_taken(tmp_path: Path) -> None:
         assert plan.halos_sent == (("x",) if sent else ())
         assert ("x.cells" in plan.strategy) == sent
         plan.check(plan.layers(without_cells(model.graph)), 4)
-        told = Result(plan, [], 0, None, None, dict.fromkeys(KINDS), None).as_dict()["halos"]
+        told = Result(plan, [], 0, None, (), None, dict.fromkeys(KINDS), None).as_dict()["halos"]
         assert told == {"sent": ["x"] * sent, "read_s": halos.read_s, "sent_s": halos.sent_s}
 
 

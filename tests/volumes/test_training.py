@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from layerwise.importers.load import Network, network_of
 from layerwise.importers.with_loss import with_loss
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.train import crops
+from layerwise.run.parallel import ParallelModule
+from layerwise.train import crops, score
 from layerwise.train.data import Data, load_data
-from layerwise.train.loop import Settings, Trainer, cross_entropy, evaluate, held_out_loss, sampler
+from layerwise.train.loop import Settings, Trainer, cross_entropy, sampler
+from layerwise.train.report import KINDS, Result
+from layerwise.train.score import Score, evaluate, held_out_loss, predicting
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, random_plan
 
@@ -70,10 +74,10 @@ def test_a_box_is_that_of_the_crop(brain: tuple[Case, Data]) -> None:
 
 
 def test_boxes_train_as_one_device_and_others_go_on(brain: tuple[Case, Data], tmp_path: Path) -> None:
-    """Two ranks begin, three go on; the loss is taken of each box, and so is the accuracy on what is held out."""
+    """Two ranks begin, three go on; the loss is taken of each box, and so is the score of what is held out."""
     given, data = brain
 
-    def run(comm: Comm, first: int, steps: int, seed: int) -> tuple[list[float], float | None]:
+    def run(comm: Comm, first: int, steps: int, seed: int) -> tuple[list[float], Score]:
         plan = cut_somewhere(given, comm.size, seed)
         module = load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
         settings = Settings("adam")
@@ -84,16 +88,42 @@ def test_boxes_train_as_one_device_and_others_go_on(brain: tuple[Case, Data], tm
         losses = [step.loss for step in trainer.run(steps, first)]
         if comm.size == 2:
             checkpoint.save(tmp_path, module, optimizer, {})
-        return losses, evaluate(module, data)
+        made = evaluate(module, data)
+        assert made is not None
+        if comm.size == 1:
+            assert_counted(made, module, data)
+        return losses, made
 
-    losses, accuracy = run(SoloComm(), 0, 3, 0)
+    losses, alone = run(SoloComm(), 0, 3, 0)
     begun = run_threads(2, lambda comm: run(comm, 0, 2, 1))
     ended = run_threads(3, lambda comm: run(comm, 2, 3, 2))
-    for (before, _), (after, right) in zip(begun, ended[:2], strict=True):
+    for (before, _), (after, theirs) in zip(begun, ended[:2], strict=True):
         assert [*before, *after] == pytest.approx(losses, rel=1e-9)
-        assert right == accuracy
-    assert accuracy is not None
-    assert 0 < accuracy < 1
+        assert theirs.dice == alone.dice
+        assert theirs.accuracy == alone.accuracy
+    assert 0 < alone.accuracy < 1
+
+
+def assert_counted(told: Score, trained: ParallelModule, data: Data) -> None:
+    """Accuracy and the Dice of each class, by PyTorch, of all that is held out at once."""
+    whole = find("unet3d").build(width=0.05).double().eval()
+    whole.load_state_dict(trained.full_state_dict())
+    assert data.held_out is not None
+    (image,), classes = data.held_out.batch(torch.arange(data.held_out.count))
+    with torch.no_grad():
+        found = whole(image.double()).argmax(1)
+    assert told.accuracy == pytest.approx(float((found == classes).double().mean()))
+    pairs = [(found == i, classes == i) for i in range(3)]
+    assert told.dice == pytest.approx(
+        [2 * int((mine & its).sum()) / int(mine.sum() + its.sum()) for mine, its in pairs]
+    )
+
+
+def test_the_dice_of_a_class_that_is_nowhere_is_none() -> None:
+    told = Score(*torch.tensor([[1, 0, 0], [2, 0, 1], [2, 0, 1]]))
+    assert told.dice == (0.5, None, 0.0)
+    result = Result(None, [], 0, told, ("air", "bone"), None, dict.fromkeys(KINDS), None)  # type: ignore[arg-type]
+    assert result.dice == {"air": 0.5, "bone": None}
 
 
 def test_crops_larger_than_the_brain_are_refused(brain: tuple[Case, Data]) -> None:
@@ -125,26 +155,39 @@ def scored_unet(loss: str) -> tuple[Network, LayerGraph]:
 
 @pytest.mark.parametrize("loss", ["dice", "dice+ce"])
 @pytest.mark.parametrize("io", ["sample", "boxes"])
-def test_a_dice_loss_trains_as_one_device(brain: tuple[Case, Data], loss: str, io: str) -> None:
-    """`unet3d+dice`: also where the loss is of the whole batch, and on what is held out."""
+def test_a_dice_loss_trains_as_one_device(
+    brain: tuple[Case, Data], loss: str, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unet3d+dice`: also where the loss is of the whole batch; the Dice of what is held out, too."""
+    monkeypatch.setattr(score, "load_planned", lambda own, *_: {"unet3d:16": brain[0].network}[own])
     network, graph = scored_unet(loss)
     assert "network" not in "".join(network.keys)
     data = load_data("mni152", graph)
     assert (data.task.own, data.task.classes, data.task.target_sample) == (True, 3, (16, 16, 16))
 
-    def run(comm: Comm) -> tuple[list[float], float | None, float | None]:
-        plan = random_plan(graph, comm.size, 3, io)
+    def run(comm: Comm) -> tuple[list[float], float | None, Score]:
+        plan = replace(random_plan(graph, comm.size, 3, io), model=f"unet3d:16+{loss}")
         module = load(plan, network, comm=comm, dtype=torch.float64)
         settings = Settings("sgd", accumulate=2)
         steps = sampler(plan, data.train.count, settings.accumulate)
         trainer = Trainer(module, data, steps, settings.build(module.parameters()), settings)
         losses = [step.loss for step in trainer.run(2)]
-        return losses, held_out_loss(module, data), evaluate(module, data)
+        assert evaluate(module, data) is None
+        told = evaluate(*predicted(module, data))
+        assert told is not None
+        if comm.size == 1:
+            assert_counted(told, module, data)
+        return losses, held_out_loss(module, data), told
 
-    losses, held_out, accuracy = run(SoloComm())
-    assert accuracy is None
+    def predicted(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data]:
+        made = predicting(module, data)
+        assert made is not None
+        return made
+
+    losses, held_out, alone = run(SoloComm())
     assert held_out is not None
     assert len(set(losses)) == 2
-    for mine, value, _ in run_threads(2, run):
+    for mine, value, theirs in run_threads(2, run):
         assert mine == pytest.approx(losses, rel=1e-9)
         assert value == pytest.approx(held_out, rel=1e-9)
+        assert theirs.dice == alone.dice

@@ -1,0 +1,145 @@
+"""Score: what a trained network makes of what was held out. No output leaves the rank that has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.config import Config
+from layerwise.importers.load import load_planned
+from layerwise.importers.torch.read.structure import tensors
+from layerwise.importers.with_loss import parted
+from layerwise.plan import Plan
+from layerwise.run.load import build_module
+from layerwise.run.outputs import without_classes
+from layerwise.run.parallel import ParallelModule
+from layerwise.train.data import Data
+from layerwise.train.loop import cross_entropy, filled_batches, target_box, whole_or_boxes
+from layerwise.train.task import Task, task
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Samples, or positions of them, by class: (classes,) each."""
+
+    right: Tensor  # that are of the class, and predicted to be
+    wanted: Tensor  # that are of the class
+    found: Tensor  # that are predicted to be
+
+    @property
+    def accuracy(self) -> float:
+        """The part of all that is predicted right."""
+        return int(self.right.sum()) / int(self.wanted.sum())
+
+    @property
+    def dice(self) -> tuple[float | None, ...]:
+        """Of each class, over all that was held out; None of one that is nowhere and was not found."""
+        both = (self.wanted + self.found).tolist()
+        return tuple(2 * right / of if of else None for right, of in zip(self.right.tolist(), both, strict=True))
+
+
+def evaluate(module: ParallelModule, data: Data) -> Score | None:
+    """The score of held-out samples; None where there are none, or the model returns its loss and no prediction.
+
+    The last batch is filled up to the plan's size with samples that do not count. Every rank calls this.
+    """
+    wanted, held = data.task, data.held_out
+    if held is None or wanted.own:
+        return None
+    counts = torch.zeros(3, wanted.classes, dtype=torch.float64, device=module.device)
+    loss, training = module.loss, module.training
+    gathered = module.io == "free" and loss is None  # then every rank has all of it
+    module.loss = None
+    module.eval()
+    try:
+        for numbers, real in filled_batches(module, held.count):
+            given, target = whole_or_boxes(module, wanted, held, numbers)
+            target[~real[_rows(module)]] = -1
+            inputs, left = wanted.feed(given, target, module.options.dtype)
+            assert left is not None
+            with torch.no_grad():
+                out = tensors(module(*(x.to(module.device) for x in inputs)))[0]
+            if not gathered or module.comm.rank == 0:
+                counts += _counted(out, _own(module, left).to(module.device), wanted)
+    finally:
+        module.loss = loss
+        module.train(training)
+    if module.comm.size > 1:
+        module.comm.all_reduce(counts, tuple(range(module.comm.size)), "io", "held-out counts").wait()
+    return Score(*counts.cpu().long().unbind())
+
+
+def held_out_loss(module: ParallelModule, data: Data) -> float | None:
+    """The mean of the model's own loss over held-out batches; None where it has none, or no batch is held out."""
+    wanted, held, size = data.task, data.held_out, module.plan.batch
+    if held is None or not wanted.own or held.count < size:
+        return None
+    mine, training, count = 0.0, module.training, held.count // size
+    module.eval()
+    try:
+        for first in range(0, count * size, size):
+            numbers = torch.arange(first, first + size)[module.share(size)]
+            inputs, _ = wanted.feed(*whole_or_boxes(module, wanted, held, numbers), module.options.dtype)
+            with torch.no_grad():
+                mine += float(tensors(module(*(x.to(module.device) for x in inputs)))[wanted.answer].mean())
+    finally:
+        module.train(training)
+    summed = wanted.loss is not None and wanted.loss.reduction == "sum"
+    everyone: list[float] = module.comm.all_gather_object(mine)
+    total = everyone[0] if module.io != "sample" else sum(everyone) / (1 if summed else len(everyone))
+    return total / count
+
+
+def predicting(module: ParallelModule, data: Data) -> tuple[ParallelModule, Data] | None:
+    """A network that has its loss by name (`unet3d:64+dice`) without it, as it is trained and split; and its data.
+
+    None where the network is another. Every rank calls this.
+    """
+    plan, (own, loss) = module.plan, parted(module.plan.model)
+    if loss is None:
+        return None
+    network = load_planned(own, None, plan.batch, plan.provenance.get("input_shape"))
+    graph = plan.layers(network.graph.rebatch(plan.batch))
+    strategy = {layer.name: plan.strategy[layer.name] for layer in graph.inner}
+    for name in graph.layers[-1].inputs:
+        strategy[name] = _of_all_classes(strategy[name])
+    without = replace(plan, model=own, digest=graph.digest, strategy=strategy, predicted={}, predicted_layers={})
+    made = _built(without, network, module)
+    made.load_state_dict(module.full_state_dict())
+    return made, replace(data, task=task(graph))
+
+
+def _built(plan: Plan, network: Any, module: ParallelModule) -> ParallelModule:
+    loss = cross_entropy if plan.io != "sample" else None  # with which outputs stay where they are
+    return build_module(plan, network, module.comm, replace(module.options, compile=None), loss=loss)
+
+
+def _of_all_classes(config: Config) -> Config:
+    """A prediction's class follows from all of them."""
+    return replace(config, degrees=tuple((label, d) for label, d in config.degrees if label not in ("c", "k")))
+
+
+def _rows(module: ParallelModule) -> slice:
+    """Which of the samples that this rank shares in its target is of."""
+    return target_box(module).slices()[0] if module.io == "boxes" else slice(None)
+
+
+def _own(module: ParallelModule, target: Tensor) -> Tensor:
+    """Of the target that this rank has that of its part of the output."""
+    if module.io != "free":
+        return target
+    box = module.output_boxes()[0]
+    return target[:0] if box is None else target[without_classes(box).slices()]
+
+
+def _counted(out: Tensor, target: Tensor, wanted: Task) -> Tensor:
+    """(3, classes): right, wanted and found ones. A target of -1 does not count."""
+    if not target.numel():
+        return torch.zeros(3, wanted.classes, dtype=torch.float64, device=out.device)
+    counts = target >= 0
+    found, target = out.argmax(1)[counts], target[counts]
+    each = (target[found == target], target, found)
+    return torch.stack([torch.bincount(one, minlength=wanted.classes) for one in each]).double()
