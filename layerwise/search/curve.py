@@ -11,7 +11,7 @@ from layerwise.cache import Answers
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, Progress
 from layerwise.search.find import search
-from layerwise.search.halos import reading_s, search_halos
+from layerwise.search.halos import search_halos
 from layerwise.search.result import Candidate, SearchResult, timeline_s
 
 POINTS = 16  # at most: limits are then this far apart, by a factor
@@ -63,8 +63,8 @@ def memory_curve(
             progress=progress,
             answers=answers,
         )
-        planned, result = search_halos(model, found)
-        results.append((limit, result, seconds(result.best) + reading_s(planned, result.best)))
+        _, result = search_halos(model, found)
+        results.append((limit, result, seconds(result.best)))
         need = result.best.price.memory_bytes
         if not result.best.fits or need <= least_bytes:
             break
@@ -78,5 +78,5 @@ def memory_curve(
 
 
 def step_time_s(c: Candidate) -> float:
-    """Equation 1."""
-    return c.price.step_time_s
+    """Equation 1, and what is read before it."""
+    return c.price.step_time_s + c.reading_s

@@ -23,6 +23,7 @@ from layerwise.search.classes import cuts_classes, of_all_classes
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import OFFERS, Strategy
 from layerwise.search.limit.within import LimitedSearch, Within
+from layerwise.search.reading import reading_s
 from layerwise.search.recall import Recall, Solved
 from layerwise.search.result import Candidate, SearchResult, preferred, timeline_s
 from layerwise.search.solve.narrow import exact_optimum, narrow, strategy_of
@@ -170,7 +171,7 @@ def choose(optima: Sequence[Candidate], baselines: Mapping[str, Candidate], *, h
     data = baselines["data"]
     if best is data or (heed_memory and data.fits != best.fits):
         return best
-    best_s, data_s = best.timeline.total_s, data.timeline.total_s
+    best_s, data_s = timeline_s(best), timeline_s(data)
     if best_s >= data_s * (1 - MEASURED_ERROR):  # no error is less
         return data
     return data if best_s >= data_s * (1 - max(data.error, best.error)) else best
@@ -194,6 +195,7 @@ def candidate(
         lambda: float(peak_bytes(model, strategy, footprints).max()),
         lambda memory_bytes: price(model, strategy, memory_bytes=memory_bytes),
         lambda: model_error(model, strategy),
+        reading_s(model, strategy),
     )
 
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
-from layerwise.geometry.arrays import Floats
 from layerwise.graph.cells import with_cells
-from layerwise.partition.place import place, read
-from layerwise.search.result import Candidate, Halos, SearchResult
+from layerwise.search.reading import most_read_bytes, read_elements
+from layerwise.search.result import Halos, SearchResult, timeline_s
 
 
 def search_halos(model: CostModel, search: Callable[[CostModel], SearchResult]) -> tuple[CostModel, SearchResult]:
@@ -30,44 +27,23 @@ def search_halos(model: CostModel, search: Callable[[CostModel], SearchResult]) 
     result, rate = search(model), model.devices.processor.read_bytes_per_s
     if model.options.io != "boxes" or rate is None:
         return model, result
-    inputs = overlapping(model, result.best.strategy)
+    inputs = overlapping(model, *(c.strategy for c in result.simulated))
     if not inputs:
         return model, result
     other = CostModel(with_cells(model.graph, inputs), model.devices, model.options)
     instead = search(other)
-    most = most_read_bytes(model, result.best), most_read_bytes(other, instead.best)
-    read_s = result.best.timeline.total_s + reading_s(model, result.best)
-    sent_s = instead.best.timeline.total_s + reading_s(other, instead.best)
+    most = most_read_bytes(model, result.best.strategy), most_read_bytes(other, instead.best.strategy)
+    read_s, sent_s = timeline_s(result.best), timeline_s(instead.best)
     sent = (not instead.best.fits, sent_s) < (not result.best.fits, read_s)
     halos = Halos(inputs, sent, read_s, sent_s, *most)
     return (other, replace(instead, halos=halos)) if sent else (model, replace(result, halos=halos))
 
 
-def reading_s(model: CostModel, found: Candidate) -> float:
-    """Seconds until the busiest device has read its boxes; 0 where the profile or the io says nothing of reading."""
-    rate = model.devices.processor.read_bytes_per_s
-    return 0.0 if model.options.io != "boxes" or rate is None else most_read_bytes(model, found) / rate
-
-
-def read_elements(model: CostModel, strategy: Mapping[str, Config]) -> dict[str, Floats]:
-    """By input, the (N,) elements that each device reads. strategy: of all layers."""
-    graph, devices = model.graph, model.devices.count
-    places = {
-        layer.name: place(layer, strategy[layer.name], devices, "boxes", unfed=layer.name in graph.unfed)
-        for layer in graph.layers
-    }
-    return {name: one.owned.volume for name, one in read(graph, places).items()}
-
-
-def overlapping(model: CostModel, strategy: Mapping[str, Config]) -> tuple[str, ...]:
-    """The inputs of which devices together read more than there is. Of whole numbers, such as classes, none."""
-    elements = read_elements(model, strategy)
-    specs = {name: model.graph[name].out for name in elements}
-    return tuple(n for n, read in elements.items() if specs[n].differentiable and read.sum() > specs[n].volume)
-
-
-def most_read_bytes(model: CostModel, found: Candidate) -> float:
-    """Of all inputs together, by the device that reads most."""
-    elements = read_elements(model, found.strategy)
-    sizes = [read * model.graph[name].out.item_bytes for name, read in elements.items()]
-    return float(np.sum(sizes, axis=0).max())
+def overlapping(model: CostModel, *strategies: Mapping[str, Config]) -> tuple[str, ...]:
+    """The inputs of which devices together read more than there is, under one of these. Of whole numbers, none."""
+    found = set()
+    for strategy in strategies:
+        elements = read_elements(model, strategy)
+        specs = {name: model.graph[name].out for name in elements}
+        found |= {n for n, read in elements.items() if specs[n].differentiable and read.sum() > specs[n].volume}
+    return tuple(layer.name for layer in model.graph.layers if layer.name in found)

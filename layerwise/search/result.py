@@ -27,6 +27,7 @@ class Candidate:
     _peak_bytes: Callable[[], float] = field(repr=False, compare=False)
     _price: Callable[[float], Price] = field(repr=False, compare=False)  # of the peak
     _error: Callable[[], float] = field(repr=False, compare=False)
+    reading_s: float = 0.0  # before the step, of the device that reads most (io boxes)
 
     @cached_property
     def memory_bytes(self) -> float:
@@ -99,8 +100,8 @@ class SearchResult:
 
 
 def timeline_s(c: Candidate) -> float:
-    """Seconds of a step with overlap."""
-    return c.timeline.total_s
+    """Seconds of a step with overlap, and of what is read before it."""
+    return c.timeline.total_s + c.reading_s
 
 
 def preferred(candidates: Iterable[Candidate]) -> Candidate:

@@ -27,8 +27,8 @@ from layerwise.plan import load_plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from layerwise.search.curve import memory_curve
-from layerwise.search.find import search
-from layerwise.search.halos import reading_s, search_halos
+from layerwise.search.find import candidate, search
+from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.report.memory import curve_dict, curve_table
@@ -158,6 +158,17 @@ def test_parallelize_takes_it_from_a_profile(tmp_path: Path, capsys: pytest.Capt
     assert "Halos of x are sent" in capsys.readouterr().out
 
 
+def test_plans_are_told_what_they_read() -> None:
+    """Of one device all of the input, of four a part each, halos included."""
+    for rate, io in ((None, "boxes"), (1e3, "boxes"), (1e3, "free")):
+        model = found(rate, io)[0]
+        model = CostModel(without_cells(model.graph), model.devices, model.options)
+        alone, cut = (candidate(model, "", {"conv": Config.of({"d": d}), "mean": Config()}) for d in (1, 4))
+        told = rate is not None and io == "boxes"
+        assert alone.reading_s == (16**3 * 4 / 1e3 if told else 0.0)
+        assert cut.reading_s == (6 * 16**2 * 4 / 1e3 if told else 0.0)
+
+
 @pytest.mark.parametrize(("rate", "io"), [(None, "boxes"), (1e3, "free")])
 def test_there_is_a_choice_only_where_reading_is_known(rate: float | None, io: str) -> None:
     model, result = found(rate, io)
@@ -184,8 +195,7 @@ def test_a_memory_curve_sends_halos_where_that_is_cheaper() -> None:
         assert any(point.halos_sent for point in curve) == sent
         for point in curve:
             assert point.best is None or ("x.cells" in point.best.strategy) == bool(point.halos_sent)
-        planned = CostModel(with_cells(model.graph, curve[0].halos_sent), model.devices, model.options)
-        with_reading_s = first.timeline.total_s + reading_s(planned, first)
+        with_reading_s = first.timeline.total_s + first.reading_s
         assert with_reading_s <= min(alone.halos.read_s, alone.halos.sent_s)
         assert curve_dict(curve)[0]["halos_sent"] == list(curve[0].halos_sent)
         assert curve_table(curve).columns[-1].header == "halos"
