@@ -19,7 +19,7 @@ import torch
 from layerwise.api.planning.measuring import module
 from layerwise.comm.base import Comm
 from layerwise.config import Config
-from layerwise.cost.compute.measured import LAYER, step_name
+from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel
 from layerwise.cost.timeline.simulate import UPDATE, Span, timeline
 from layerwise.machine.fields import Field
@@ -28,7 +28,7 @@ from layerwise.machine.layer_times_json import read, written
 from layerwise.measure.bench import Mode, UpdateSpec
 from layerwise.measure.layers.cells import Key, Wanted, layer_cells
 from layerwise.measure.layers.measure import Measuring, timed
-from layerwise.measure.layers.overhead import overhead
+from layerwise.measure.layers.overhead import COPIED, copied, overhead
 from layerwise.measure.stolen import stolen_s
 from layerwise.measure.stopwatch import Stopwatch
 
@@ -62,11 +62,11 @@ class Layers:
         self.comm, self.share = comm, share_of_core(comm)
         known = LayerTimes(Conditions("cpu", torch.__version__, "float32", threads=1))
         self.measuring = Measuring(known, MODE, lambda _: None, 0.0)
-        beside = overhead(optimizer, MODE, module)
+        beside = overhead(optimizer, MODE, module, self._clock)
         self.measuring.call_s = beside.call_s
         for name, cost in ((LAYER, beside.layer), (step_name(optimizer), beside.step)):
-            scaled = replace(cost, forward_s=cost.forward_s / self.share, backward_s=cost.backward_s / self.share)
-            self.measuring.add((name, ()), scaled)
+            self.measuring.add((name, ()), cost)
+        self.measuring.add((COPY, (COPIED,)), copied(MODE, self._stopwatch(CELL_S)))
         self.measuring.known = self._as_first(self.known)
 
     @property
@@ -109,11 +109,17 @@ class Layers:
         return times, ranks
 
     def _timed(self, cell: Wanted, seconds: float) -> CellTime:
-        stopwatch = Stopwatch(MODE.device, seconds, least=3, clock=lambda: time.process_time() / self.share)
-        cost = timed(cell, MODE, stopwatch)
+        cost = timed(cell, MODE, self._stopwatch(seconds))
         if isinstance(cell.spec, UpdateSpec):
-            cost = replace(cost, forward_s=max(0.0, cost.forward_s - self.measuring.call_s / self.share))
+            cost = replace(cost, forward_s=max(0.0, cost.forward_s - self.measuring.call_s))
         return cost
+
+    def _stopwatch(self, seconds: float) -> Stopwatch:
+        """Of CPU time, over this rank's share of a core."""
+        return Stopwatch(MODE.device, seconds, least=3, clock=self._clock)
+
+    def _clock(self) -> float:
+        return time.process_time() / self.share
 
     def _count(self, step: Step, seconds: float) -> int:
         """Steps of a block; warms up, too."""

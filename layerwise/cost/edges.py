@@ -8,7 +8,7 @@ import numpy as np
 
 from layerwise.cost.collectives import all_gather_s, group_shape, group_shapes, reduce_scatter_s
 from layerwise.cost.setting import Setting
-from layerwise.cost.transfer import port_seconds, seconds, traffic
+from layerwise.cost.transfer import kept_bytes, port_seconds, seconds, traffic
 from layerwise.geometry.arrays import Floats, Ints, Mask
 from layerwise.machine import DeviceGraph
 from layerwise.partition.edge import Edge
@@ -19,11 +19,20 @@ def transfer_s(setting: Setting, edge: Edge, directions: int, watched: tuple[int
     """(C_u, C_v) seconds in one direction or in both: the adjoint sends the same pieces the other way.
 
     Where the network has collectives, an all-gather is priced as one, everything else as messages. With `watched`
-    devices only (see `port_seconds`): a lower bound.
+    devices only (see `port_seconds`): a lower bound. What a device keeps is copied to what arrives, and its gradient
+    out of what is sent back: priced where that was measured.
     """
     graph, link_model = setting.devices, setting.options.link_model
     if link_model != "port":
         return directions * seconds(traffic(edge, graph), graph, link_model)
+    travelling = _travelling_s(edge, graph, directions, watched)
+    copy_s = 0.0 if setting.measurements is None else sum(setting.measurements.copy_s[:directions])
+    if copy_s == 0:
+        return travelling
+    return np.where(travelling > 0, travelling + copy_s * kept_bytes(edge, graph, watched), 0.0)
+
+
+def _travelling_s(edge: Edge, graph: DeviceGraph, directions: int, watched: tuple[int, ...] | None) -> Floats:
     messages: Floats = directions * _messages_s(edge, graph, watched)
     if not graph.collectives:
         return messages

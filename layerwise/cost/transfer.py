@@ -93,6 +93,15 @@ def port_seconds(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None
     return slowest
 
 
+def kept_bytes(edge: Edge, graph: DeviceGraph, watched: tuple[int, ...] | None = None) -> Floats:
+    """(C_u, C_v): the most that one of these devices has itself of what it needs."""
+    seen = tuple(range(graph.count)) if watched is None else watched
+    overlaps, most = Overlaps(edge, graph, seen), np.empty(edge.pairs)
+    for rows in _chunks(edge, seen):
+        most[rows] = overlaps.between(0, 0, rows)[0].max(1)
+    return most * edge.item_bytes
+
+
 def telling_devices(graph: DeviceGraph) -> tuple[int, ...]:
     """A few devices that are likely to be the busiest, with those that share their NICs: for quick lower bounds.
 
@@ -163,9 +172,7 @@ def _sweep(
     Arrays of shape (2, rows, W, C_v): elements and messages.
     """
     overlaps = Overlaps(edge, graph, watched)
-    step = max(1, CHUNK // (edge.pairs[1] * len(watched) * 2))
-    for start in range(0, edge.pairs[0], step):
-        rows = slice(start, start + step)
+    for rows in _chunks(edge, watched):
         own = overlaps.between(0, 0, rows)
         inward, outward = [own], [own]
         for level in range(1, len(graph.levels) + 1):
@@ -173,6 +180,12 @@ def _sweep(
             outward.append(overlaps.between(0, level, rows))
         received, sent = ([b - a for a, b in pairwise(way)] for way in (inward, outward))
         yield rows, received, sent
+
+
+def _chunks(edge: Edge, watched: Sequence[int]) -> Iterator[slice]:
+    """Of the producer's configurations, so many that arrays stay small."""
+    step = max(1, CHUNK // (edge.pairs[1] * len(watched) * 2))
+    return (slice(start, start + step) for start in range(0, edge.pairs[0], step))
 
 
 def _by_port(load: Floats, share: int, watched: Sequence[int]) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isclose
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from layerwise.config import Config
 from layerwise.cost import transfer
+from layerwise.cost.compute.measured import COPY
 from layerwise.cost.model import CostModel
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
 from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
@@ -20,6 +22,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
 from layerwise.machine import DeviceGraph, load
+from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.ops.tensor.view import Expand, Reshape
 from layerwise.partition.edge import Edge
@@ -28,6 +31,9 @@ from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
 from tests.examples import examples
 
+COPIES = LayerTimes(
+    Conditions("device", "2.13.0", "float32", threads=1), cells={COPY: {(100,): CellTime(1.0, 2.0, 0.1, 9)}}
+)
 MANY, SOME = examples(100), examples(30)  # 360 cases in all, of several edges each
 
 
@@ -54,8 +60,11 @@ def _pair(found: Traffic, i: int, j: int) -> Traffic:
 
 
 def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
-    """All edges of a network, each under a few configurations of both ends at once."""
-    model = CostModel(network, graph)
+    """All edges of a network, each under a few configurations of both ends at once.
+
+    Where something travels, what a device keeps is copied: where that was measured, at a time each way.
+    """
+    model, copying = CostModel(network, graph), CostModel(network, replace(graph, layers=(COPIES,)))
     chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
     for edge in network.edges():
         source, target = network[edge[0]], network[edge[1]]
@@ -67,6 +76,9 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
         np.testing.assert_allclose(exact, expected)
         quick = model.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], telling_devices(graph))
         assert (quick <= exact * (1 + 1e-9)).all()
+        copied = copying.edge_cost(edge, chosen[edge[0]], chosen[edge[1]])
+        quick = copying.edge_cost(edge, chosen[edge[0]], chosen[edge[1]], telling_devices(graph))
+        assert (quick <= copied * (1 + 1e-9)).all()
         for i, u in enumerate(chosen[edge[0]]):
             for j, v in enumerate(chosen[edge[1]]):
                 if any(name in network.unfed and c.total == 1 for name, c in zip(edge[:2], (u, v), strict=True)):
@@ -76,6 +88,8 @@ def check_network(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) 
                 table = brute.exchanged(*ends, lattices)
                 assert i or j or (brute.by_pieces(*ends, lattices) == table).all()
                 check(_pair(found, i, j), table, source.out.item_bytes, graph)
+                a_byte = (0.0, 0.01, 0.03)[model.directions(edge)] if exact[i, j] > 0 else 0.0
+                assert isclose(copied[i, j], exact[i, j] + table.diagonal().max() * source.out.item_bytes * a_byte)
 
 
 @given(networks.windows(), brute.machines(), st.data())

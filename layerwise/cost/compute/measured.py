@@ -20,6 +20,7 @@ from layerwise.partition.fullest import fullest
 from layerwise.partition.layout import Layout
 
 LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
+COPY = "runtime copy"  # of what a rank keeps of a tensor that travels; its extents are the bytes
 NONE = CellTime(0.0, 0.0, 0.0, 0)
 
 
@@ -75,6 +76,13 @@ class Measurements:
         backward = np.array([time.backward_s + step.backward_s for time in losses])
         zeros = np.zeros(len(rows))
         return ComputeTime(forward, backward, zeros, forward + backward, zeros)
+
+    @property
+    def copy_s(self) -> tuple[float, float]:
+        """Seconds a byte of a tensor's own part, where some of it travels: forward, and of its gradient."""
+        times = self.times.cells.get(COPY, {})
+        rows = ((extents[0], time) for extents, time in times.items() if extents and extents[0] > 0)
+        return next(((time.forward_s / size, time.backward_s / size) for size, time in rows), (0.0, 0.0))
 
     def _looked_up(self, name: str, rows: Sequence[Extents], works: Sequence[Roofline]) -> list[Floats]:
         """For each direction (C, 3): seconds that were measured, fitted, and analytic; two of them are 0."""

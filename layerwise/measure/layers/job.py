@@ -15,7 +15,7 @@ import torch
 from layerwise.cli import progress_bar
 from layerwise.config import Config, SearchSpace
 from layerwise.cost.compute.fit import held_out_error
-from layerwise.cost.compute.measured import LAYER, step_name
+from layerwise.cost.compute.measured import COPY, LAYER, step_name
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
@@ -26,7 +26,8 @@ from layerwise.measure.bench import Mode
 from layerwise.measure.conditions import made
 from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
 from layerwise.measure.layers.measure import Measuring
-from layerwise.measure.layers.overhead import MakeModule, optimizer_call_s, overhead
+from layerwise.measure.layers.overhead import COPIED, MakeModule, copied, optimizer_call_s, overhead
+from layerwise.measure.stopwatch import Stopwatch
 
 ROUNDS = 8  # of looking for the best strategies again, with what was measured meanwhile
 
@@ -107,7 +108,9 @@ class Job:
     def _overhead(self, measuring: Measuring, make_module: MakeModule) -> None:
         """Of the runtime on a CPU. On a GPU the host runs ahead of the kernels, and what it does takes no time."""
         optimizer = self.options.optimizer
-        step = (step_name(optimizer), ())
+        step, copy = (step_name(optimizer), ()), (COPY, (COPIED,))
+        if self.mode.device.type == "cpu" and not measuring.has(copy):
+            measuring.add(copy, copied(self.mode, Stopwatch(self.mode.device)))
         if self.mode.device.type == "cpu" and not (measuring.has(step) and measuring.has((LAYER, ()))):
             measured = overhead(optimizer, self.mode, make_module)
             measuring.call_s = measured.call_s

@@ -26,6 +26,8 @@ from layerwise.tensor import TensorSpec
 
 SHORT, LONG = 2, 34  # layers of the chains
 BATCH, WIDTH = 8, 8  # and their tensors
+COPIED = 2**23  # bytes of a tensor that is copied beside its halo: more than a core has cache of its own
+Clock = Callable[[], float]  # seconds
 MakeModule = Callable[[Plan, LayerGraph, Mode], nn.Module]  # makes the runtime's module of a plan on one device
 
 
@@ -47,26 +49,26 @@ class _Chains:
     each: CellTime  # of a layer beside its kernels
 
 
-def optimizer_call_s(optimizer: str, mode: Mode) -> float:
+def optimizer_call_s(optimizer: str, mode: Mode, clock: Clock | None = None) -> float:
     """Seconds of an optimizer's step over no parameters at all: of one tiny tensor twice, less of two."""
-    stopwatch = Stopwatch(mode.device, 0.2)
+    stopwatch = Stopwatch(mode.device, 0.2, clock=clock)
     one, two = (sum(_update(optimizer, mode, (1,) * count, stopwatch).seconds) for count in (1, 2))
     return max(0.0, 2 * one - two)
 
 
-def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
+def overhead(optimizer: str, mode: Mode, make_module: MakeModule, clock: Clock | None = None) -> Overhead:
     """Steps of chains of 2 and of 34 layers, against the sum of their layers, loss and update by themselves.
 
     What a layer takes is measured where its tensors fill a core's own cache, as they do in networks: the runtime's
-    code and objects have left it when the next layer comes.
+    code and objects have left it when the next layer comes. clock: as of `Stopwatch`, on a CPU.
     """
-    stopwatch = Stopwatch(mode.device, 0.5, most=100)
+    stopwatch = Stopwatch(mode.device, 0.5, most=100, clock=clock)
     runtime = _Runtime(optimizer, mode, make_module, stopwatch)
     tiny = runtime.chains(WIDTH)
     wide = own_cache_bytes() // (4 * BATCH) if mode.device.type == "cpu" else WIDTH
     layer = runtime.chains(wide).each if wide > WIDTH else tiny.each
     first = runtime.alone(_chain(SHORT, WIDTH), "first")
-    call_s = optimizer_call_s(optimizer, mode)
+    call_s = optimizer_call_s(optimizer, mode, clock)
     loss = stopwatch([(bench := LossBench(LossSpec(((BATCH, WIDTH),)), mode)).forward, bench.backward])
     update = _update(optimizer, mode, (WIDTH * WIDTH, WIDTH), stopwatch)
     steps, inside = tiny.steps, (tiny.each.forward_s, tiny.each.backward_s)
@@ -76,6 +78,25 @@ def overhead(optimizer: str, mode: Mode, make_module: MakeModule) -> Overhead:
     ]
     rest[1] += max(0.0, steps.seconds[2] - sum(update.seconds)) + call_s
     return Overhead(layer, CellTime(rest[0], rest[1], steps.spread, steps.samples), call_s)
+
+
+def copied(mode: Mode, stopwatch: Stopwatch) -> CellTime:
+    """Of `COPIED` bytes that a rank keeps of a tensor that travels: into one with room for a halo, and back out of it.
+
+    As `run.schedule.redistribute` does it.
+    """
+    kept = mode.filled((16, 32, COPIED // mode.dtype.itemsize // 512))
+    room = kept.new_empty((16, 34, kept.shape[2]))
+
+    def put() -> None:
+        kept.new_empty(room.shape)[:, 1:-1] = kept
+
+    def cut() -> None:
+        room[:, 1:-1].clone()
+
+    reading = stopwatch([put, cut], [partial(leave_only, (one,), mode.device) for one in (kept, room)])
+    forward, backward = reading.seconds
+    return CellTime(forward, backward, reading.spread, reading.samples)
 
 
 @dataclass(frozen=True, slots=True)
