@@ -8,6 +8,7 @@ speed-up means nothing without it. Ratios are what counts: a rank here is a core
     python -m benchmarks.cluster                                    # everything: about 45 minutes
     python -m benchmarks.cluster --only alexnet --nodes 4 --rates 1gbit
     python -m benchmarks.cluster --only unet,unet2 --nodes 2,4,8 --json volumes.json    # volumes: about an hour
+    python -m benchmarks.cluster --markdown --json volumes.json
 
 Of volumes a plan rests on links and layers that the ranks measure first; a rank has an equal part of four fifths of the
 cores, and keeps what it allocates (see benchmarks.common.launch).
@@ -28,6 +29,7 @@ from benchmarks.common.launch import launch
 from benchmarks.emulate import parse_rate
 from benchmarks.predictions import STANDARD, quota_of
 from benchmarks.ranks.cluster import Job
+from layerwise.files import write_text
 from layerwise.quantities import units
 
 Cell = dict[str, object]
@@ -102,6 +104,14 @@ def speed(cell: Cell, variant: str, against: str) -> float | None:
     return rows[against]["step_s"] / rows[variant]["step_s"] if {variant, against} <= set(rows) else None
 
 
+def at_most(cell: Cell, variant: str, against: str) -> float | None:
+    """The same, were no rank ever to wait: by the CPU time of each one's busiest rank. None where that is not known."""
+    rows = cell["variants"]
+    if not {variant, against} <= set(rows) or not all("busiest_cpu_s" in rows[name] for name in (variant, against)):
+        return None
+    return rows[against]["busiest_cpu_s"] / rows[variant]["busiest_cpu_s"]
+
+
 def error(row: Cell) -> float:
     """Of the predicted time, relative to the measured one."""
     return row["predicted_s"] / row["step_s"] - 1
@@ -131,6 +141,8 @@ def table(cell: Cell) -> Table:
         f"{units(cell['parameter_bytes'], 'B')} of parameters{ratio(cell)}"
     )
     head = ("step", "range", "steps", f"× {against}", "CPU a rank", "sent", "busiest link", "in use", "predicted")
+    bound = cell["cpu_quota"] is not None  # else it is not the CPU that a step waits for
+    head += ("without waiting",) * bound
     head += ("memory",) * any(row["live_bytes"] for row in cell["variants"].values())
     result = Table("", *head, title=title, title_justify="left", box=None)
     for name, row in cell["variants"].items():
@@ -147,6 +159,7 @@ def table(cell: Cell) -> Table:
             units(row["busiest_link_bytes"], "B"),
             "" if use is None else f"{use:.0%}",
             f"{units(row['predicted_s'], 's')} {error(row):+.0%}" if "predicted_s" in row else "",
+            *(["" if (most := at_most(cell, name, against)) is None else f"{most:.2f}×"] if bound else []),
             *([units(row["live_bytes"], "B")] if "memory" in head else []),
         )
     return result
@@ -197,6 +210,27 @@ def aims(cells: list[Cell]) -> Table:
     return result
 
 
+def markdown(cells: list[Cell]) -> Iterator[str]:
+    """The runs of volumes as the rows of docs/benchmarks/ddp.md."""
+    head = ("samples", "ranks", "link", "compute : communication", "one rank", "searched", "× one rank", "at most")
+    head += ("fixed d", "DDP", "FSDP2", "predicted: searched", "fixed d")
+    yield from (f"| {' | '.join(head)} |", "|---" * len(head) + "|")
+    for cell in sorted(
+        (c for c in cells if c["kind"] in VOLUMES), key=lambda c: (c["batch"], c["ranks"], -(c["rate"] or 0))
+    ):
+        rows = cell["variants"]
+        times = [units(rows[name]["step_s"], "s") if name in rows else "" for name in ("one rank", "searched")]
+        others = [speed(cell, name, "one rank") for name in ("searched", "fixed d", "DDP", "FSDP2")]
+        faster, *fixed = ("no" if one is None else f"{one:.2f}" for one in others)
+        most = at_most(cell, "searched", "one rank")
+        told = [
+            f"{units(r['predicted_s'], 's')} {error(r):+.0%}" for n in ("searched", "fixed d") if (r := rows.get(n))
+        ]
+        link, part = units(cell["rate"], "b/s") if cell["rate"] else "no limit", ratio(cell).rpartition("plan ")[2]
+        row = (cell["batch"], cell["ranks"], link, part, *times, faster, "" if most is None else f"{most:.2f}", *fixed)
+        yield f"| {' | '.join(map(str, (*row, *told)))} |"
+
+
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """Parts, numbers of nodes and rates."""
     for kind in args.only:
@@ -224,6 +258,7 @@ def main() -> None:
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")
+    p.add_argument("--markdown", action="store_true", help="only print the runs of volumes that --json has, for docs")
     p.add_argument("--json", metavar="FILE", help="keeps every run; what it has is not run again")
     args = p.parse_args()
     if unknown := [kind for kind in args.only if kind not in KINDS]:
@@ -232,6 +267,8 @@ def main() -> None:
         parse_rate(rate)
     console, kept = Console(width=150), Path(args.json) if args.json else None
     cells: list[Cell] = json.loads(kept.read_text()) if kept and kept.exists() else []
+    if args.markdown:
+        return print(*markdown(cells), sep="\n")
     known, missing = {(cell["kind"], cell["nodes"], cell["link"]) for cell in cells}, []
     for cell in cells:
         show(cell, console)
@@ -244,7 +281,7 @@ def main() -> None:
             missing.append(str(reason))
             continue
         if kept:
-            kept.write_text(json.dumps(cells, indent=1))
+            write_text(kept, json.dumps(cells, indent=1))  # whole or not at all
         show(cells[-1], console)
     console.print(aims(cells))
     if missing:

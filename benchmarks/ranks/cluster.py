@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from benchmarks.common.live import Live
 from benchmarks.common.networks import NETWORKS
-from benchmarks.ranks.cluster_plan import Measured, calibrated_model, in_short, measured_model, plans
+from benchmarks.ranks.cluster_plan import Measured, calibrated_model, in_short, measured_model, plans, priced_anew
 from benchmarks.ranks.cluster_variants import Ours, Variant, build, parameter_bytes
 from layerwise.comm.base import Comm
 from layerwise.comm.start import join_default_group
-from layerwise.cost.model import Strategy
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.trace import Trace
 from layerwise.train.compare_times import WARM, compare_times
@@ -35,6 +34,7 @@ from layerwise.train.compare_times import WARM, compare_times
 PATIENCE_S = 300
 SLOW_S = 4.0  # a first step longer than this is no different from the next
 LINKS = 0.1  # of the time for measuring is for links
+ANEW = 0.2  # and for the layers of the plans that are raced, once more
 BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it is the next one's turn
 
 
@@ -170,7 +170,6 @@ def measure(job: Job) -> dict[str, object]:
     batch = network.global_batch(world)
     comm = join_default_group(torch.device("cpu"), PATIENCE_S)
     variants, records = dict[str, Variant](), {name: Record() for name in job.variants}
-    known = list[Strategy]()
     if job.measure_s is None:
         first = "alone" if batch >= world else "together"
         alone = variants[first] = build(job.network, {}, first, comm)
@@ -178,10 +177,12 @@ def measure(job: Job) -> dict[str, object]:
         step_s = agreed(block(alone, 1, records.setdefault(first, Record())))
         model = calibrated_model(job.network, world, Measured(step_s, len(alone.x), rate, latency_s()))
         del alone
+        made = plans(model, job.network, job.variants)  # every rank finds the same: it starts from the same numbers
     else:
-        first = None
-        model, known = measured_model(job.network, comm, LINKS * job.measure_s, (1 - LINKS) * job.measure_s)
-    made = plans(model, job.network, job.variants, known)  # every rank finds the same: it starts from the same numbers
+        first, links_s, anew_s = None, LINKS * job.measure_s, ANEW * job.measure_s
+        model, layers, known = measured_model(job.network, comm, links_s, job.measure_s - links_s - anew_s)
+        chosen = plans(model, job.network, job.variants, known)
+        made = priced_anew(model, job.network, layers, chosen, anew_s)
     variants = {name: variants.get(name) or build(job.network, made, name, comm) for name in job.variants}
     take_turns(job, variants, first, records)
     for name, variant in variants.items():
@@ -213,11 +214,13 @@ def row(variant: Variant, records: list[Record], rate: float | None) -> dict[str
     """A variant's row, from every rank's record."""
     step_s = statistics.median(records[0].times)
     payload = sum((r.payload for r in records), Counter())
+    cpu = [statistics.median(r.cpu) for r in records]
     busiest = max(max(statistics.median(r.received), statistics.median(r.sent)) for r in records)
     result: dict[str, object] = {
         "step_s": step_s,
         "times_s": records[0].times,
-        "cpu_s": statistics.mean(statistics.median(r.cpu) for r in records),
+        "cpu_s": statistics.mean(cpu),
+        "busiest_cpu_s": max(cpu),
         "losses": records[0].losses,
         "sent_bytes": float(sum(payload.values()) or variant.sent),
         "busiest_link_bytes": busiest,

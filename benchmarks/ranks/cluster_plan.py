@@ -71,9 +71,9 @@ def space_of(name: str, ranks: int) -> SearchSpace:
     return SearchSpace(ranks, NETWORKS[name].dims, spread=True)
 
 
-def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tuple[CostModel, list[Strategy]]:
-    """Over links and layers that all ranks have measured at once, as when they train; and the strategies whose layers
-    are all measured, the fastest first.
+def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tuple[CostModel, Layers, list[Strategy]]:
+    """Over links and layers that all ranks have measured at once, as when they train; these layers; and the strategies
+    whose layers are all measured, the fastest first.
 
     For `layers_s` the layers of the fixed splits and of data parallelism are measured, then those of the best plan,
     until nothing is missing of it.
@@ -90,7 +90,25 @@ def measured_model(name: str, comm: Comm, links_s: float, layers_s: float) -> tu
         model = with_times(model, layers.known)
         wanted.append(search(model, space_of(name, comm.size)).best.strategy)
     whole = [strategy for strategy in wanted if not layers.measuring.left(_cells(model, strategy))]
-    return model, sorted(whole, key=lambda strategy: timeline(model, strategy).total_s)
+    return model, layers, sorted(whole, key=lambda strategy: timeline(model, strategy).total_s)
+
+
+def priced_anew(
+    model: CostModel, name: str, layers: Layers, made: Mapping[str, Plan], budget_s: float
+) -> Mapping[str, Plan]:
+    """The same plans, priced by times that are taken now: among many a search chooses those that seem too short."""
+    strategies = {
+        key: {layer.name: plan.strategy[layer.name] for layer in model.graph.inner} for key, plan in made.items()
+    }
+    cells = {cell.key: cell for strategy in strategies.values() for cell in _cells(model, strategy)}
+    layers.take(list(cells.values()), budget_s)
+    now, space = with_times(model, layers.known), space_of(name, model.devices.count)
+    found = ((key, candidate(now, key, strategy)) for key, strategy in strategies.items())
+    return {key: plan_for(_spec(name), "emulated", now, space, one, fused=True) for key, one in found}
+
+
+def _spec(name: str) -> str:
+    return f"benchmarks.common.networks:{name}"
 
 
 def _cells(model: CostModel, strategy: Strategy) -> Collection[Wanted]:
@@ -141,8 +159,7 @@ def plans(
         if measured and measured_share(model, best.strategy) < ENOUGH:
             best = candidate(model, "measured", measured[0])
         found.append(("searched", model, best))
-    spec = f"benchmarks.common.networks:{name}"
-    return {key: plan_for(spec, "emulated", of, space, one, fused=True) for key, of, one in found}
+    return {key: plan_for(_spec(name), "emulated", of, space, one, fused=True) for key, of, one in found}
 
 
 def along(model: CostModel, dim: str) -> dict[str, Config] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,6 +18,7 @@ from benchmarks.ranks.cluster_plan import (
     calibrated_profile,
     measured_model,
     plans,
+    priced_anew,
     space_of,
 )
 from benchmarks.ranks.side_by_side import MODE
@@ -28,6 +30,7 @@ from layerwise.measure.bench import CellSpec
 from layerwise.measure.layers.cells import Wanted
 from layerwise.measure.layers.measure import Measuring
 from layerwise.ops.stages import needed_box
+from layerwise.plan import Plan
 from layerwise.search.baselines import baseline
 from layerwise.search.find import search
 
@@ -99,7 +102,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
 
 
 def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm) -> None:
-    model, measured = measured_model("unet2", comm, 0.0, 1e9)
+    model, _, measured = measured_model("unet2", comm, 0.0, 1e9)
     made = plans(model, "unet2", ["searched", "fixed d"], measured)
     assert made["searched"].predicted["timeline_s"] <= made["fixed d"].predicted["timeline_s"]
     assert made["searched"].provenance["compute_time"]["measured"] >= ENOUGH
@@ -108,7 +111,7 @@ def test_the_searched_plan_of_volumes_knows_which_kernels_are_slow(comm: Comm) -
 
 
 def test_what_nobody_had_the_time_to_measure_is_not_raced(comm: Comm) -> None:
-    model, measured = measured_model("unet2", comm, 0.0, 1.0)  # time for one turn
+    model, _, measured = measured_model("unet2", comm, 0.0, 1.0)  # time for one turn
     best = search(model, space_of("unet2", 4)).best
     assert measured_share(model, best.strategy) < ENOUGH
     assert best.strategy not in measured
@@ -116,3 +119,26 @@ def test_what_nobody_had_the_time_to_measure_is_not_raced(comm: Comm) -> None:
     made = plans(model, "unet2", ["searched"], measured)
     assert made["searched"].strategy == {layer.name: measured[0][layer.name] for layer in model.graph.inner}
     assert made["searched"].predicted["timeline_s"] == min(timeline(model, one).total_s for one in measured)
+
+
+def computing(plan: Plan) -> float:
+    """Seconds of all layers."""
+    return sum(parts.get("compute_s", 0.0) for parts in plan.predicted_layers.values())
+
+
+def test_what_is_predicted_of_a_race_rests_on_times_that_did_not_choose_its_plans(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layers, measured = measured_model("unet2", comm, 0.0, 1e9)
+    chosen = plans(model, "unet2", ["searched", "fixed d"], measured)
+    known = truth
+
+    def twice(cell: Wanted) -> CellTime:
+        time = known(cell)
+        return replace(time, forward_s=2 * time.forward_s, backward_s=2 * time.backward_s)
+
+    monkeypatch.setitem(globals(), "truth", twice)
+    made = priced_anew(model, "unet2", layers, chosen, 1e9)
+    for key, plan in chosen.items():
+        assert made[key].strategy == plan.strategy
+        assert computing(made[key]) == pytest.approx(2 * computing(plan))
