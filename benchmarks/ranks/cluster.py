@@ -34,7 +34,7 @@ from layerwise.train.compare_times import WARM, compare_times
 PATIENCE_S = 300
 SLOW_S = 4.0  # a first step longer than this is no different from the next
 LINKS = 0.1  # of the time for measuring is for links
-ANEW = 0.2  # and for the layers of the plans that are raced, once more
+ANEW = 0.2  # as much on top, for the layers of the plans that are raced, once more
 BLOCK_S = 1.5  # steps of a variant are taken in blocks of about that, before it is the next one's turn
 
 
@@ -180,7 +180,7 @@ def measure(job: Job) -> dict[str, object]:
         made = plans(model, job.network, job.variants)  # every rank finds the same: it starts from the same numbers
     else:
         first, links_s, anew_s = None, LINKS * job.measure_s, ANEW * job.measure_s
-        model, layers, known = measured_model(job.network, comm, links_s, job.measure_s - links_s - anew_s)
+        model, layers, known = measured_model(job.network, comm, links_s, job.measure_s - links_s)
         chosen = plans(model, job.network, job.variants, known)
         made = priced_anew(model, job.network, layers, chosen, anew_s)
     variants = {name: variants.get(name) or build(job.network, made, name, comm) for name in job.variants}
