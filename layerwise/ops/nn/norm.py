@@ -140,14 +140,14 @@ class GroupNorm(_ChannelNorm):
 
     def run(self, local: Local, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         import torch
-        import torch.nn.functional as F
 
         (x,) = inputs
         shape = local.space.out.shape
         block = shape[1] // self.groups
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if local.all_reduce is None:
-            return F.group_norm(x, x.shape[1] // block, weight, bias, self.eps)
+            # torch.nn's refuses one number a group; of the whole it did so when traced, and a cell may have that.
+            return torch.group_norm(x, x.shape[1] // block, weight, bias, self.eps)
         channels = x.reshape(1, x.shape[0] * x.shape[1] // block, -1)  # one for every sample and group
         count = block * prod(shape[2:])
         y, *_ = normalised(channels, None, None, count=count, eps=self.eps, all_reduce=local.all_reduce)

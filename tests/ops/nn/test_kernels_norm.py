@@ -71,6 +71,12 @@ def test_group_norm(data: st.DataObject) -> None:
     check_kernel(op, [x], cuts, lambda t, **p: F.group_norm(t, groups, **p, eps=op.eps))
 
 
+def test_group_norm_of_groups_of_one_number() -> None:
+    """PyTorch refuses a sample whose groups have one number each, and takes several: then a cell may have one."""
+    x = TensorSpec((3, 2, 1), IMAGES[1])
+    check_kernel(GroupNorm(2), [x], (3, 1, 1), lambda t, **p: F.group_norm(t, 2, **p))
+
+
 @given(st.data())
 def test_instance_norm(data: st.DataObject) -> None:
     x = data.draw(images(low=2, high=5))
