@@ -28,18 +28,27 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
-from layerwise.run.guards.boxes import plain, unguarded
-from layerwise.run.guards.changes import Places, Sums, Version, check_frozen, check_unwritten, check_values, versions
+from layerwise.run.guards.boxes import unguarded
+from layerwise.run.guards.changes import (
+    Places,
+    Sums,
+    Version,
+    check_frozen,
+    check_unwritten,
+    check_values,
+    summed,
+    versions,
+)
 from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, check_parameters
 from layerwise.run.guards.optimizers import Form, watch
-from layerwise.run.guards.wanted import refuse_alone, stands_in
+from layerwise.run.guards.wanted import refuse_alone
 from layerwise.run.lean import lean
+from layerwise.run.leaves import Leaves
 from layerwise.run.means import OfParts, of_parts
 from layerwise.run.options import RuntimeOptions, check_types
 from layerwise.run.original import Original
 from layerwise.run.outputs import check_classes, global_loss, returned
 from layerwise.run.parallel import LossFunction
-from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.shapes import Shaped, Shapes
@@ -72,7 +81,7 @@ class LayeredModule(WithTree):
         self._whole_classes = loss is not None
         self._executors: dict[tuple[int, int, frozenset[str], torch.dtype | None], Executor] = {}
         self._trace: Trace | None = None
-        self._known: Mapping[str, Tensor] | None = None
+        self._leaves: Leaves | None = None
         boxes = parameter_boxes(self.graph, places(self.graph, plan))
         shared_out = shardings(self.graph, plan)
         owners = {name: layer.name for layer in self.graph.layers for name, _ in layer.own_parameters()}
@@ -192,7 +201,7 @@ class LayeredModule(WithTree):
             run.token, *tensors = ordered(token, *(fed[name] for name in names))
             fed |= dict(zip(names, tensors, strict=True))
         held_then = versions(self._reducer.parameters) if self.comm.size > 1 and token.requires_grad else {}
-        sums = self._sums(executor.schedule) if token.requires_grad else None
+        sums = self._sums(executor.schedule) if token.requires_grad and summed(self.steps) else None
         came = partial(self._came, shaped.graph, held_then, sums)
         try:
             outputs = executor.forward(run, fed)
@@ -274,40 +283,15 @@ class LayeredModule(WithTree):
                 check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
 
     def _held(self) -> Mapping[str, Tensor]:
-        """What the layers compute with, by name; collected anew where some were replaced, by `to` for example.
-
-        On several ranks, where a gradient is to be summed before a parameter has it, a leaf in the parameter's place.
-        """
-        if self._known is None:
-            self._known = self._state.tree.tensors()
-            if self.comm.size > 1:
-                self._known = {name: self._leaf(name, tensor) for name, tensor in self._known.items()}
-            self._gathers = Gathers(self.graph, self._parts, self._reducer, self._known, self.comm)
-        if self.comm.size > 1:
-            known = dict(self._known)
-            with unguarded():
-                for name, p in self._reducer.parameters.items():
-                    moved = known[name].data_ptr() != local_part(p).data_ptr()  # the loop gave it other: p.data = x
-                    if moved and name not in self._parts:
-                        known[name] = self._leaf(name, local_part(p))
-                    known[name].requires_grad_(p.requires_grad)
-            self._known = known
-        return self._known
-
-    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._reducer.parameters:
-            return plain(tensor)
-        leaf = plain(tensor).detach()
-        if name in self._parts:
-            leaf = leaf.new_empty(self._parts[name].shape)
-        leaf.requires_grad_()
-        stands_in(leaf)
-        # Weakly: Python's garbage collection does not see what such hooks hold.
-        leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
-        return leaf
+        """What the layers compute with, by name; collected anew where some were replaced, by `to` for example."""
+        if self._leaves is None:
+            summed_up = self._reducer.parameters if self.comm.size > 1 else {}
+            self._leaves = Leaves(self._state.tree.tensors(), summed_up, self._parts, partial(_made, ref(self)))
+            self._gathers = Gathers(self.graph, self._parts, self._reducer, self._leaves.tensors, self.comm)
+        return self._leaves.now()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
-        self._known, self._initial = None, {}
+        self._leaves, self._initial = None, {}
         super()._apply(fn, False)  # type: ignore[no-untyped-call]
         self._state.apply(fn)
         self._places = Places(self._tree)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.changes import SUMMED_FIRST, summed
 from layerwise.run.guards.hooks import check_modules
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
@@ -291,3 +292,11 @@ def test_new_initial_values_of_parts_are_refused() -> None:
         step(made)
 
     on_ranks(network, given, 2, plan_of(network, 2, CUT))
+
+
+@pytest.mark.parametrize("batches", range(1, 17))
+def test_every_batch_of_a_step_is_looked_at_in_time(batches: int) -> None:
+    """A loop may write to p.data in one of the batches of a step alone."""
+    later = [number for number in range(SUMMED_FIRST + 1, 18 * batches) if summed(number)]
+    assert {number % batches for number in later} == set(range(batches))
+    assert all(summed(number) for number in range(SUMMED_FIRST + 1))

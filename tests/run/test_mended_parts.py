@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
+from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
 from tests.comm.thread import run_threads
-from tests.run.plans import priced, random_plan
+from tests.run.plans import case, check_equal, priced, random_plan, train
 
 
 class Two(nn.Module):
@@ -60,6 +62,29 @@ def test_gradients_of_each_ranks_own_outputs(name: str, label: str, io: str) -> 
         for key, p in single.named_parameters():
             assert p.grad is not None
             torch.testing.assert_close(state[key], p.detach() - p.grad, rtol=1e-9, atol=1e-9)
+
+
+class Padded(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.last, self.pads = nn.Linear(4 * (8 + before + after), 5), (before, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(F.pad(self.conv(x), self.pads)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("pads", [(-3, 20), (9, 0), (-8, 9)])
+def test_a_rank_of_which_a_normalised_part_is_padding_alone(pads: tuple[int, int]) -> None:
+    """It differentiates nothing there, and yet takes part in the sums that the others make of it (they waited)."""
+    torch.manual_seed(0)
+    given = case(Padded(*pads).double(), (3, 8), 4)
+    single = train(given, random_plan(given.graph, 1, 0, "sample"), SoloComm())
+    cut = random_plan(given.graph, 3, 0, "free", choose=cut_along("l"))
+    plan = priced(replace(cut, strategy={**cut.strategy, "conv": Config()}), given.graph)
+    assert plan.strategy["pad"]["l"] == 3
+    check_equal(run_threads(3, lambda comm: train(given, plan, comm), timeout_s=20), single, plan, 1e-8)
 
 
 def test_a_loss_of_each_sample_by_a_weight_of_its_own_is_refused() -> None:

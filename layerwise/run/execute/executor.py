@@ -201,7 +201,10 @@ class Executor:
         x, dtype = values[edge.source], types[edge.source]
         whole = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or whole):
-            return edge.redistribution.kept(x, self._like(dtype))
+            kept = edge.redistribution.kept(x, self._like(dtype))
+            if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
+                kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
+            return kept
         there, back = self._ways(run, edge, dtype, alike=whole and not self.schedule.whole_classes)
         if not (run.differentiate and edge.backward):
             with torch.no_grad():
