@@ -17,6 +17,7 @@ Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
 KINDS = ".npy, .zarr, .h5::name or .hdf5::name"
+UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, LookupError)  # what arrays of others raise
 
 
 class Source(Protocol):
@@ -52,7 +53,10 @@ class Stacked:
         return tuple(int(extent) for extent in self.array.shape[1:])
 
     def read(self, index: int, slices: Slices) -> Array:
-        return np.asarray(self.array[(index, *slices)])
+        try:
+            return np.asarray(self.array[(index, *slices)])
+        except UNREADABLE as error:  # such as a tensor that needs a gradient, or of bfloat16
+            raise LayerwiseError(f"{self.where}, sample {index}: {_in_a_line(error)}") from error
 
     def file(self, index: int) -> str | None:
         return None
@@ -73,10 +77,7 @@ class File:
         return self._stacked().shape(index)
 
     def read(self, index: int, slices: Slices) -> Array:
-        try:
-            return self._stacked().read(index, slices)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise LayerwiseError(f"file {self.path!r}, sample {index}: {_in_a_line(error)}") from error
+        return self._stacked().read(index, slices)
 
     def file(self, index: int) -> str | None:
         return self.path
@@ -103,9 +104,10 @@ class Listed:
         return tuple(int(extent) for extent in self._array(index).shape)
 
     def read(self, index: int, slices: Slices) -> Array:
+        array = self._array(index)
         try:
-            return np.asarray(self._array(index)[slices])
-        except (OSError, RuntimeError, ValueError) as error:
+            return np.asarray(array[slices])
+        except UNREADABLE as error:
             file = self.file(index)
             which = f" (file {file!r})" if file else ""
             raise LayerwiseError(f"{self.where}, sample {index}{which}: {_in_a_line(error)}") from error
@@ -198,7 +200,9 @@ def _opened(path: str) -> Any:
             return opened[inside] if inside else opened
     except ImportError as error:
         raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except LayerwiseError:
+        raise
+    except (*UNREADABLE, EOFError) as error:
         raise LayerwiseError(f"file {path!r} cannot be read: {_in_a_line(error)}") from error
     raise LayerwiseError(f"file {path!r}: there are {KINDS}")
 

@@ -245,6 +245,8 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
     nan[1, 0, 3, 3, 3] = np.nan
     (path / "broken.npy").write_bytes(b"\x93NUMPY\x01")
     (path / "text.npy").write_text("no array")
+    (path / "empty.npy").write_text("")
+    zarr.save(str(path / "whole.zarr"), x)
     np.save(path / "short.npy", x)
     data = (path / "short.npy").read_bytes()
     (path / "short.npy").write_bytes(data[: len(data) // 2])
@@ -272,6 +274,10 @@ def wrong(x: NDArray[Any], target: NDArray[Any], path: Path) -> dict[str, Wrong]
         "wide": ((x, target.astype(np.uint64) + np.uint64(2**63)), {}, "int64, which cannot hold them"),
         "missing": ((path / "none.npy", target), {}, "does not exist"),
         "broken": ((path / "broken.npy", target), {}, "broken.npy' cannot be read"),
+        "empty": ((path / "empty.npy", target), {}, f"file '{path}/empty.npy' cannot be read: it is not in"),
+        "name in an array": ((f"{path / 'whole.zarr'}::x", target), {}, "whole.zarr::x' cannot be read"),
+        "gradient": ((torch.from_numpy(x).requires_grad_(), target), {}, "input 'x', sample 0: Can't call numpy()"),
+        "bfloat16": ((torch.from_numpy(x).bfloat16(), target), {}, "input 'x', sample 0: Got unsupported"),
         "text": ((path / "text.npy", target), {}, "text.npy' cannot be read: it is not in numpy's format"),
         "truncated": ((path / "short.npy", target), {}, "short.npy' cannot be read"),
         "kind": ((path / "x.txt", target), {}, "x.txt'"),
@@ -312,6 +318,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
             with pytest.raises(LayerwiseError) as caught:
                 list(BoxLoader(module, *sources, workers=workers, **options))
             assert said in str(caught.value), name
+            assert str(caught.value).count("cannot be read") <= 1, name
             assert "\n" not in str(caught.value), name
 
 
