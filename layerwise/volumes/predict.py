@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.parallel import ParallelModule
 from layerwise.volumes.loader import BoxLoader
+from layerwise.volumes.sources import UNREADABLE, in_a_line
 
 
 def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: int = 0) -> None:
@@ -22,7 +24,8 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     out: the path of a .npy file, which rank 0 makes, (samples, ...) of float32 or the output's own integers, on a disk
     that all ranks see; or anything that takes `out[index] = values`, such as a zarr array with chunks that no two ranks
     share. The model is in evaluation mode meanwhile. LayerwiseError where the loader shuffles, changes samples
-    or leaves some out, and where the plan has no such output.
+    or leaves some out, where the plan has no such output, and where `out` has another shape, takes whole numbers only
+    of an output that has others, or cannot be written.
     """
     boxes = model.output_boxes()
     if not 0 <= output < len(boxes):
@@ -36,8 +39,10 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
         raise LayerwiseError(f"the plan has io {model.io!r}: parallelize the model with io='boxes'")
     spec, box = model.graph.layers[-1].specs[output], boxes[output]
     made: Any = out
+    shape = (loader.samples, *spec.shape[1:])
     if isinstance(out, str | os.PathLike):
-        made = _file(os.fspath(out), (loader.samples, *spec.shape[1:]), spec.dtype, model)
+        made = _file(os.fspath(out), shape, spec.dtype, model)
+    _check(made, shape, spec.dtype)
     mode = model.training
     model.eval()
     try:
@@ -48,7 +53,7 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
                     first, *rest = box.slices()
                     here = slice(number * loader.batch + first.start, number * loader.batch + first.stop)
                     values = values.float() if values.is_floating_point() else values
-                    made[(here, *rest)] = values.cpu().numpy()
+                    _write(made, (here, *rest), values.cpu().numpy())
     finally:
         model.train(mode)
     if isinstance(made, np.memmap):
@@ -60,6 +65,25 @@ def _numbered(returned: object, output: int) -> Tensor:
     """One of what the model returns, in the order of a plan's outputs."""
     tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
     return tensors[output]
+
+
+def _check(made: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """LayerwiseError where `made` is no array of this shape: numpy would leave out what lies beyond it, unsaid."""
+    if not hasattr(made, "__setitem__") or isinstance(made, list | dict | Tensor):
+        raise LayerwiseError(f"predict cannot write into a {type(made).__name__}: give the path of a .npy, or an array")
+    given = tuple(getattr(made, "shape", shape))
+    if given != shape:
+        raise LayerwiseError(f"predict writes {shape} numbers, and what it is to write into has shape {given}")
+    kind = np.dtype(getattr(made, "dtype", float)).kind
+    if kind not in ("iu" if "int" in dtype else "biu" if dtype == "bool" else "f") + "f":
+        raise LayerwiseError(f"predict writes {dtype}, and what it is to write into has {made.dtype}")
+
+
+def _write(made: Any, where: tuple[slice, ...], values: NDArray[Any]) -> None:
+    try:
+        made[where] = values
+    except UNREADABLE as error:
+        raise LayerwiseError(f"samples from {where[0].start} cannot be written: {in_a_line(error)}") from error
 
 
 def _file(path: str, shape: tuple[int, ...], dtype: str, model: ParallelModule) -> Any:

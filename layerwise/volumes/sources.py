@@ -56,7 +56,7 @@ class Stacked:
         try:
             return np.asarray(self.array[(index, *slices)])
         except UNREADABLE as error:  # such as a tensor that needs a gradient, or of bfloat16
-            raise LayerwiseError(f"{self.where}, sample {index}: {_in_a_line(error)}") from error
+            raise LayerwiseError(f"{self.where}, sample {index}: {in_a_line(error)}") from error
 
     def file(self, index: int) -> str | None:
         return None
@@ -110,7 +110,7 @@ class Listed:
         except UNREADABLE as error:
             file = self.file(index)
             which = f" (file {file!r})" if file else ""
-            raise LayerwiseError(f"{self.where}, sample {index}{which}: {_in_a_line(error)}") from error
+            raise LayerwiseError(f"{self.where}, sample {index}{which}: {in_a_line(error)}") from error
 
     def file(self, index: int) -> str | None:
         one = self.given[index]
@@ -145,7 +145,7 @@ class Computed:
         try:
             return np.asarray(self.reader(index, slices))
         except Exception as error:  # the user's own code
-            told = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {_in_a_line(error)}"
+            told = f"{self.where}, sample {index}: its function raised {type(error).__name__}: {in_a_line(error)}"
             raise LayerwiseError(told) from error
 
     def file(self, index: int) -> str | None:
@@ -203,9 +203,10 @@ def _opened(path: str) -> Any:
     except LayerwiseError:
         raise
     except (*UNREADABLE, EOFError) as error:
-        raise LayerwiseError(f"file {path!r} cannot be read: {_in_a_line(error)}") from error
+        raise LayerwiseError(f"file {path!r} cannot be read: {in_a_line(error)}") from error
     raise LayerwiseError(f"file {path!r}: there are {KINDS}")
 
 
-def _in_a_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
+    """What it says, of which 200 characters."""
     return " ".join(str(error).split())[:200]

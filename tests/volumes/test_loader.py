@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.plan import Plan
@@ -322,21 +324,31 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
             assert "\n" not in str(caught.value), name
 
 
-@pytest.mark.parametrize("kind", ["file", "array"])
+def deepest(configs: Sequence[Config]) -> Config:
+    return max(configs, key=lambda c: (c["d"], -c.total))
+
+
+@pytest.mark.parametrize("kind", ["file", "array", "zarr"])
 def test_ranks_write_their_boxes(kind: str, tmp_path: Path) -> None:
     model, network, graph = segments(2, loss=False)
     x, _ = samples(4)
-    written = np.zeros((4, 3, *(EXTENT,) * 3))
+    shape = (4, 3, *(EXTENT,) * 3)
+    written: Any = np.zeros(shape)
+    choose = None
+    if kind == "zarr":  # a chunk a slice, of which no two ranks have a part where depth is split
+        chunks = (1, 3, 1, EXTENT, EXTENT)
+        written = zarr.create_array(tmp_path / "out.zarr", shape=shape, chunks=chunks, dtype="f4")
+        choose = deepest
     out = tmp_path / "out.npy" if kind == "file" else written
 
     def run(comm: Comm) -> list[object]:
-        module = load(random_plan(graph, comm.size, 5, "boxes"), network, comm=comm, dtype=torch.float64)
+        module = load(random_plan(graph, comm.size, 5, "boxes", choose), network, comm=comm, dtype=torch.float64)
         predict(module, BoxLoader(module, x), out)
         return list(module.output_boxes())
 
     boxes = run_threads(3, run)
-    assert sum(box.volume for (box,) in boxes if box is not None) == written.size / 2
-    found = np.load(tmp_path / "out.npy") if kind == "file" else written
+    assert sum(box.volume for (box,) in boxes if box is not None) == math.prod(shape) / 2
+    found = np.load(tmp_path / "out.npy") if kind == "file" else written[:]
     with torch.no_grad():
         wanted = copy.deepcopy(model).eval()(torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -346,7 +358,9 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
     _, network, graph = segments(2, loss=False)
     x, _ = samples(3)
     module = load(random_plan(graph, 1, 0, "boxes"), network, comm=SoloComm(), dtype=torch.float64)
-    whole = x[:2]
+    whole, shape = x[:2], (3, *(EXTENT,) * 3)
+    zarr.create_array(tmp_path / "a.zarr", shape=(2, *shape), chunks=(1, *shape), dtype="f4")
+    read_only = zarr.open_array(tmp_path / "a.zarr", mode="r")
     refused: list[tuple[BoxLoader, object, int, str]] = [
         (BoxLoader(module, x), tmp_path / "a.npy", 0, "a multiple of 2 samples"),
         (BoxLoader(module, whole, shuffle=True), tmp_path / "a.npy", 0, "does not shuffle"),
@@ -354,6 +368,11 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
         (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
         (BoxLoader(module, whole), tmp_path / "a.txt", 0, "makes .npy files"),
         (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "cannot write"),
+        (BoxLoader(module, whole), np.zeros((1, *shape)), 0, "what it is to write into has shape"),
+        (BoxLoader(module, whole), np.zeros((2, *shape), np.int32), 0, "predict writes float64, and .* has int32"),
+        (BoxLoader(module, whole), [1], 0, "cannot write into a list"),
+        (BoxLoader(module, whole), None, 0, "cannot write into a NoneType"),
+        (BoxLoader(module, whole), read_only, 0, "samples from 0 cannot be written: store was opened in read-only"),
     ]
     for loader, out, output, said in refused:
         with pytest.raises(LayerwiseError, match=said):

@@ -110,12 +110,40 @@ def focal_tversky(logits: Tensor, target: Tensor) -> Tensor:
     return focal + ((1 - (hit + 1) / (hit + 0.3 * more + 0.7 * less + 1)) ** 0.75).sum()
 
 
+def generalised_dice(logits: Tensor, target: Tensor) -> Tensor:
+    """Classes weigh by their size, squared and inverse (Sudre et al., DLMIA 2017); sums as einsum."""
+    p, t = logits.softmax(1), F.one_hot(target, CLASSES).movedim(-1, 1).to(logits.dtype)
+    sizes = torch.einsum("bcdhw->bc", t)
+    weights = 1 / (sizes * sizes + 1)
+    both = (weights * torch.einsum("bcdhw,bcdhw->bc", p, t)).sum(1)
+    return 1 - (2 * both / (weights * (torch.einsum("bcdhw->bc", p) + sizes)).sum(1)).mean()
+
+
+def dice_in_a_loop(logits: Tensor, target: Tensor) -> Tensor:
+    """Of each class by itself, and each sample, as vectors."""
+    parts, probabilities = [], logits.softmax(1)
+    for i in range(CLASSES):
+        p, t = probabilities[:, i].flatten(1), (target == i).flatten(1)
+        parts.append(1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1))
+    return torch.stack(parts).mean()
+
+
+def weighted(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy with weights of classes, of which one is ignored; what is smoothed along d."""
+    weight = torch.tensor([0.2, 0.5, 0.3], dtype=logits.dtype)
+    smooth = (logits[:, :, 1:] - logits[:, :, :-1]).abs().mean()
+    return F.cross_entropy(logits, torch.where(target == 2, IGNORED, target), weight, ignore_index=IGNORED) + smooth
+
+
 LOSSES: dict[str, Callable[[tuple[Tensor, Tensor], Tensor], Tensor]] = {
     "nnU-Net": deep(dc_and_ce(batch_dice=True)),
     "IoU": of_fine(iou),
     "ignored classes": of_fine(ignoring),
     "SSIM": of_fine(ssim),
     "focal and Tversky": of_fine(focal_tversky),
+    "generalised Dice": of_fine(generalised_dice),
+    "Dice in a loop": of_fine(dice_in_a_loop),
+    "weights": of_fine(weighted),
 }
 
 
