@@ -6,21 +6,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from layerwise.models import find
-from torch import Tensor, nn
 
 import layerwise
 from layerwise import checkpoint
-from layerwise.volumes.mni152 import CLASSES, mni152
+from layerwise.cli import run_main
+from layerwise.volumes.mni152 import CLASSES, Brain, mni152, parted
 
 
-class Segmentation(nn.Module):
+class Segmentation(torch.nn.Module):
     """The loss of a batch, and the Dice of each class."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = find("unet3d").build(width=0.125, num_classes=len(CLASSES))
 
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.network(x)
         p, t, axes = logits.softmax(1), F.one_hot(target, len(CLASSES)).movedim(-1, 1), (0, 2, 3, 4)
         dice = 2 * (p * t).sum(axes) / (p + t).sum(axes)
@@ -34,13 +34,13 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
     model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), **how)
     mixed = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     print(f"rank {model.comm.rank} reads {model.read_boxes()['x'].shape} of {tuple(x.shape)}")
-    (image, labels), cut = mni152(), 131  # of 197 slices; the rest is held out
+    train, held_out = parted(mni152(), extent)
 
-    def crops(part: slice, count: int) -> layerwise.BoxLoader:
-        sources = [np.broadcast_to(a, (count, *a.shape)) for a in (image[:, part], labels[part])]
+    def crops(brain: Brain, count: int) -> layerwise.BoxLoader:
+        sources = [np.broadcast_to(a, (count, *a.shape)) for a in brain]
         return layerwise.BoxLoader(model, *sources, crop="random", flip="dhw")
 
-    optimizer, loader = torch.optim.Adam(model.parameters(), lr=3e-3), crops(slice(cut), steps * batch)
+    optimizer, loader = torch.optim.Adam(model.parameters(), lr=3e-3), crops(train, steps * batch)
     if folder and checkpoint.resume(folder, model, optimizer, {}):  # of any number of ranks
         loader.set_epoch(0, done=model.steps)
     for inputs in loader:
@@ -54,7 +54,7 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
     if folder:
         checkpoint.save(folder, model, optimizer, {})
     with torch.no_grad(), mixed:
-        dice = torch.stack([model(*inputs)[1] for inputs in crops(slice(cut, None), 4 * batch)]).mean(0)
+        dice = torch.stack([model(*inputs)[1] for inputs in crops(held_out, 4 * batch)]).mean(0)
     if model.comm.rank == 0:
         print("held out: " + ", ".join(f"{name} {d:.3f}" for name, d in zip(CLASSES, dice.tolist(), strict=True)))
 
@@ -62,8 +62,8 @@ def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) ->
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8, help="in all, those before a checkpoint included")
-    parser.add_argument("--extent", type=int, default=32, help="of a crop, in voxels; 64 to 128 for real work")
+    parser.add_argument("--extent", type=int, default=32, choices=range(16, 129, 16), help="of a crop, in voxels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--checkpoint", dest="folder", help="go on from there, if there is one, and save there")
-    main(**vars(parser.parse_args()))
+    raise SystemExit(run_main(lambda _: main(**vars(parser.parse_args()))))

@@ -37,6 +37,7 @@ def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except LayerwiseError as error:
         line = f"layerwise: error: {' '.join(str(error).split())}\n"
         sys.stderr.write(line)  # in one piece, for the ranks of a node write to one terminal
+        sys.last_value = error  # as after a traceback: what is done at exit tells other ranks of it
         return 2
     except BrokenPipeError:  # `| head`: what is still buffered must not raise once more at exit
         with contextlib.suppress(OSError, ValueError):

@@ -24,7 +24,11 @@ def losses(said: str) -> list[float]:
 def alone(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """What an example says on one process; here, for a process of its own would import torch once more."""
     monkeypatch.setattr(sys, "argv", [name, *flags])
-    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    try:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     return capsys.readouterr().out
 
 
@@ -61,3 +65,48 @@ def test_the_swapped_line_has_the_losses_of_one_process(
     assert "Sequential on 2 × cpu" in done.stdout[0]
     both = [losses(said) for said in done.stdout if said]
     assert both == [pytest.approx(losses(alone("ddp_swap.py", monkeypatch, capsys)), abs=2e-4)]
+
+
+def test_volumes_have_the_losses_and_the_dice_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", "3")
+    done = launch(["examples/segment_volume.py", *flags])
+    assert done.codes == [0, 0], done.stderr
+    wanted = alone("segment_volume.py", monkeypatch, capsys, *flags)
+    assert losses(done.stdout[0]) == pytest.approx(losses(wanted), abs=2e-4)
+    assert held_out(done.stdout[0]) == pytest.approx(held_out(wanted), abs=2e-3)
+
+
+def held_out(said: str) -> list[float]:
+    return [float(value) for value in re.findall(r"matter (\d\.\d+)", said)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_user_can_get_wrong_is_one_line(ranks: int) -> None:
+    done = launch(["examples/segment_volume.py", "--steps", "0"], ranks)
+    assert done.codes == [2] * ranks, done.stderr
+    for said in done.stderr:
+        assert "Traceback" not in said
+        assert said.count("layerwise: error: 0 samples are no batch of 1") == 1
+
+
+def test_what_one_rank_reads_wrong_ends_all(tmp_path: Path) -> None:
+    """The other is told at once, in its own line, and does not wait for what never comes."""
+    script = tmp_path / "one.py"
+    lines = [
+        "import torch, layerwise",
+        "from layerwise.cli import run_main",
+        "def main(_):",
+        "    model = layerwise.parallelize(torch.nn.Linear(4, 4), torch.empty(2, 4), measure_s=0.0)",
+        "    if model.comm.rank == 1: raise layerwise.LayerwiseError('no file 7')",
+        "    model.comm.barrier()",
+        "raise SystemExit(run_main(main))",
+    ]
+    script.write_text("\n".join(lines))
+    done = launch([str(script)])
+    assert done.codes == [2, 2], done.stderr
+    assert "Traceback" not in "".join(done.stderr)
+    assert "layerwise: error: no file 7" in done.stderr[1]
+    assert "layerwise: error: rank 1" in done.stderr[0]
+    assert "no file 7" in done.stderr[0]

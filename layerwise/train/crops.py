@@ -13,12 +13,11 @@ from layerwise.geometry import Box
 from layerwise.tensor import TensorSpec
 from layerwise.train.sources import Batch, Samples
 from layerwise.train.task import Task
-from layerwise.volumes.mni152 import CLASSES, mni152
+from layerwise.volumes.mni152 import CLASSES, mni152, parted
 from layerwise.volumes.reading import Input, Reading
 from layerwise.volumes.sources import Array, Stacked
 
 TRAIN, HELD_OUT = 256, 32  # crops
-TRAINED = 2 / 3  # of the volume, along its first dimension; the rest is held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class Crops:
         return (image,), classes
 
 
-def brain(task: Task, seed: int) -> tuple[Samples, Samples | None]:
-    """Crops of the MNI152 template to train on, and others that are held out, where the rest has room for them.
+def brain(task: Task, seed: int) -> tuple[Samples, Samples]:
+    """Crops of the MNI152 template to train on, and others that are held out.
 
     LayerwiseError where they are not what the model takes.
     """
@@ -53,16 +52,12 @@ def brain(task: Task, seed: int) -> tuple[Samples, Samples | None]:
         raise LayerwiseError("mni152 has a class for each voxel, which is not the model's target")
     if task.classes < len(CLASSES):
         raise LayerwiseError(f"mni152 has {len(CLASSES)} classes, the model's output has {task.classes}")
-    image, classes = mni152()
-    cut = round(classes.shape[0] * TRAINED)
-    room = (cut, *classes.shape[1:])
+    train, held_out = parted(mni152(), task.target_sample[0])
+    room = train[1].shape
     if any(taken > extent for taken, extent in zip(task.target_sample, room, strict=True)):
         told = " x ".join(map(str, room))
         raise LayerwiseError(f"mni152 has {told} voxels to train on, and the model takes more: {shapes}")
-    train = _crops(task, (image[:, :cut], classes[:cut]), TRAIN, "dhw", seed)
-    if task.target_sample[0] > classes.shape[0] - cut:
-        return train, None
-    return train, _crops(task, (image[:, cut:], classes[cut:]), HELD_OUT, "", 0)
+    return _crops(task, train, TRAIN, "dhw", seed), _crops(task, held_out, HELD_OUT, "", 0)
 
 
 def _crops(task: Task, arrays: Sequence[Array], count: int, flip: str, seed: int) -> Crops:

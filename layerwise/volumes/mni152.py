@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from layerwise.errors import LayerwiseError
 
 CLASSES = ("background", "grey matter", "white matter")
+TRAINED = 2 / 3  # of the slices along d; the rest is held out
+
+Brain = tuple[NDArray[np.float32], NDArray[np.int64]]  # an image, and the class of each of its voxels
 
 
-def mni152() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def mni152() -> Brain:
     """The image (1, d, h, w), of mean 0 and deviation 1, and the class of every voxel, (d, h, w), of `CLASSES`.
 
     A voxel is of the matter that it has more than half of. LayerwiseError where nilearn is not installed.
@@ -46,3 +49,15 @@ def mni152() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     for number, part in enumerate((grey, white), start=1):
         classes[part > part.max() / 2] = number
     return ((image - image.mean()) / image.std())[None], classes
+
+
+def parted(brain: Brain, extent: int) -> tuple[Brain, Brain]:
+    """The slices along d to train on, and those that are held out, to which air is added where they are fewer than
+    `extent`: the last slice, again and again.
+    """
+    image, classes = brain
+    cut = round(classes.shape[0] * TRAINED)
+    missing = max(extent - (classes.shape[0] - cut), 0)
+    more = [(0, missing), (0, 0), (0, 0)]
+    held_out = np.pad(image[:, cut:], [(0, 0), *more], "edge"), np.pad(classes[cut:], more, "edge")
+    return (image[:, :cut], classes[:cut]), held_out
