@@ -9,6 +9,8 @@ from importlib.metadata import version
 from layerwise.cost.model import CostModel, Strategy
 from layerwise.cost.price import Price, measured_share
 from layerwise.machine.layer_times import Conditions
+from layerwise.ops.base import Stage
+from layerwise.ops.nn.norm import BatchNorm
 
 # By how much of their time two plans must differ before the model tells them apart, by what t_C rests on. These are of
 # the model and not of a machine, so no profile holds them. They are judged: single steps are predicted worse
@@ -80,7 +82,14 @@ def describe(model: CostModel, shares: Basis) -> str:
 
 
 def warnings(model: CostModel) -> Iterator[str]:
-    """Where measured times are not of what is planned for: another element type, device or version."""
+    """What cannot be trained; and where measured times are not of what is planned for: another element type, device or
+    version.
+    """
+    if single := [layer.name for layer in model.graph.layers if any(map(_of_one_number, layer.stages))]:
+        yield (
+            f"WARNING: PyTorch will not train layer {single[0]!r}: its batch norm has one number of each channel, and "
+            "needs two: give larger samples, or more of them (--global-batch)."
+        )
     sets, dtype = model.devices.layers, model.options.dtype
     if not sets:
         return
@@ -96,6 +105,11 @@ def warnings(model: CostModel) -> Iterator[str]:
             f"WARNING: layers were measured on {where.device}, and profile {model.devices.name} describes "
             f"{model.devices.processor.name}."
         )
+
+
+def _of_one_number(stage: Stage) -> bool:
+    out = stage.space.out
+    return isinstance(stage.op, BatchNorm) and out.volume == out.shape[1]
 
 
 def _release(torch: str) -> str:

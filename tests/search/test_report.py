@@ -188,3 +188,13 @@ def test_grids_that_do_not_fit() -> None:
     found = study(model, SearchSpace(4), grids(4, model.graph))
     lines = [line for line in show(model, found).renderables if isinstance(line, str)]
     assert "no plan fits into" in lines[-1]
+
+
+@pytest.mark.parametrize(("batch", "warned"), [(1, True), (2, False)])
+def test_a_batch_norm_of_one_number_is_warned_of(batch: int, warned: bool) -> None:
+    """A cube of 8 voxels a side is halved three times; PyTorch has no variance of what is left of one sample."""
+    model = CostModel(fuse(load_model("unet3d:8", batch)), load("cpu").device_graph(2, gpus_per_node=2))
+    text, _, found = said(model, search(model, SearchSpace(2)))
+    line = "WARNING: PyTorch will not train layer 'bottom.0': its batch norm has one number of each channel"
+    assert (line in text) == warned
+    assert any(line in one for one in found["warnings"]) == warned
