@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 
 from layerwise.errors import LayerwiseError
 
@@ -26,8 +27,11 @@ def parse_bytes(value: object, what: str) -> float:
         if match[2].upper() not in UNITS:
             raise LayerwiseError(f"{what} is {value!r}: the unit {match[2]!r} is none of B, KB, MB, GB, TB, KiB … TiB")
         size = number * UNITS[match[2].upper()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        size = float(value) if abs(value) < 2**1000 else math.inf
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            size = float(value)
+        except OverflowError:
+            size = math.inf
     else:
         raise LayerwiseError(f"{what} is {value!r}: give a number of bytes, or a text such as '14GB'")
     if not 1 <= size < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 
 from layerwise.errors import LayerwiseError
@@ -22,6 +23,7 @@ from layerwise.quantities import parse_bytes, parse_bytes_range
         ("512MiB", 2**29),
         (7, 7.0),
         (2.5e9, 2.5e9),
+        (np.int64(7), 7.0),
     ],
 )
 def test_sizes(written: object, size: float) -> None:

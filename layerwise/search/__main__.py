@@ -162,7 +162,12 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--price", metavar="STRATEGY.json", help="price this strategy ({layer: {dim: degree}}) instead of searching"
     )
-    g.add_argument("--export-costs", metavar="FILE.cfn", help="write the whole cost tables as a toulbar2 problem")
+    g.add_argument(
+        "--export-costs",
+        metavar="FILE.cfn",
+        help="write the whole cost tables as a toulbar2 problem; under a limit that binds this takes many searches "
+        "more, over all forms of all layers, and can take far longer than the search itself",
+    )
     g.add_argument(
         "--depth-first", type=positive, metavar="SECONDS", help="also run the paper's depth-first search for so long"
     )
@@ -279,7 +284,8 @@ def _export(
     """--export-costs: the tables, with the limit and what may save memory where the limit binds."""
     rows: list[Costs] = []
     if result.within is not None and result.within.prices:
-        tables, rows = constrained(LimitedSearch(model, configs, offer=result.offer), result.within)
+        with progress_bar("searching for rows that bind", quiet=args.json) as progress:
+            tables, rows = constrained(LimitedSearch(model, configs, offer=result.offer), result.within, progress)
     export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 

@@ -45,9 +45,10 @@ def memory_curve(
 ) -> list[Point]:
     """The fastest plan under `most_bytes`, then under what is less than that one needs, and so on to `least_bytes`.
 
-    Between a point's limit and the memory of its plan no other limit has another answer, so the curve is exact
-    at its steps; where there are more steps than `points` some are left out, and a limit is then a given factor below
-    the last. The last point may be one where nothing fits.
+    By equation 1 no limit between a point's and the memory of its plan has another answer, so that curve is exact
+    at its steps; with overlap, a point is the best of the candidates that were met. Where there are more steps than
+    `points` some are left out, and a limit is then a given factor below the last. The last point may be one where
+    nothing fits.
     """
     seconds = timeline_s if objective == "timeline" else step_time_s
     factor, offered = (least_bytes / most_bytes) ** (1 / max(points - 1, 1)), tuple(offer)

@@ -154,7 +154,7 @@ def test_choices_are_counted() -> None:
     assert list(choices([plain, again])) == ["To fit, 1 layer is computed once more in the backward pass."]
     (line,) = choices([again, again, Config(states="sharded"), Config(states="gathered")])
     assert line.startswith("To fit, 2 layers are computed once more in the backward pass, the optimizer's state of 1 ")
-    assert line.endswith(", the parameters of 1, too, which are gathered when they compute.")
+    assert line.endswith(", all states of 1 are shared out, parameters gathered when they compute.")
 
 
 def test_one_device_has_one_plan() -> None:

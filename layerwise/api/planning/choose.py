@@ -32,7 +32,7 @@ from layerwise.search.report.text import halo_lines
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
-KNOWN = "or give memory_limit= in bytes if you know better"
+KNOWN = "or give a larger memory_limit= if a device has more"
 Strategy = str | Mapping[str, Mapping[str, object]]
 
 

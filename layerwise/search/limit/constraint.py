@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from layerwise.cost.memory.bounds import MemoryBounds, MemoryTables
-from layerwise.cost.model import CostTables
+from layerwise.cost.model import CostTables, Progress
 from layerwise.geometry.arrays import Floats, Ints
 from layerwise.search.limit.additive import Choice, Costs, Problem
 from layerwise.search.limit.limited import fastest_within
@@ -17,11 +17,14 @@ from layerwise.search.limit.within import LimitedSearch, Within
 CUTS = 20_000  # variants times rows that are exported beside those that have a price
 
 
-def constrained(search: LimitedSearch, within: Within) -> tuple[CostTables, list[Costs]]:
+def constrained(
+    search: LimitedSearch, within: Within, progress: Progress | None = None
+) -> tuple[CostTables, list[Costs]]:
     """All that a search under a limit chose from, and rows of bytes under which its answer is the fastest.
 
     They are those that have a price, and more as far as CUTS allow, for what is faster by these and does not fit:
     rows near its memory; where these are below it (of buckets of several layers), a row that leaves out it alone.
+    Each such row takes a search of its own. progress: of these searches, of which it may take fewer.
     """
     space = Variants.of(search.cells, search.forms)
     bounds, tables = MemoryBounds(search.model, space.configs), search.model.tables(space.configs)
@@ -32,7 +35,10 @@ def constrained(search: LimitedSearch, within: Within) -> tuple[CostTables, list
     def taken(choice: Choice) -> Floats:
         return np.array([row.of(choice, base) for row in rows])
 
-    for _ in range(max(8, CUTS // sum(map(len, base.values())))):
+    searches = max(8, CUTS // sum(map(len, base.values())))
+    for done in range(searches):
+        if progress:
+            progress(done, searches)
         time = Costs(tables.node, tables.transfer)
         problem = Problem(time, base, rows.__getitem__, taken, lambda choice: float(taken(choice).max()))
         found = fastest_within(problem, within.limit_bytes, memory_bytes=search.memory_bytes, known=answer)

@@ -59,7 +59,7 @@ def choices(configs: Iterable[Config]) -> Iterator[str]:
     if counts["sharded"]:
         said.append(f"the optimizer's state of {counts['sharded']} is shared out")
     if counts["gathered"]:
-        said.append(f"the parameters of {counts['gathered']}, too, which are gathered when they compute")
+        said.append(f"all states of {counts['gathered']} are shared out, parameters gathered when they compute")
     if said:
         yield f"To fit, {', '.join(said)}."
 
