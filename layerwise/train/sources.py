@@ -159,7 +159,11 @@ class Listed:
     def batch(self, numbers: Tensor) -> Batch:
         columns: list[tuple[Tensor, ...]] = []
         for number in numbers.tolist():
-            item = self.items[number]
+            try:
+                item = self.items[number]
+            except Exception as error:  # the user's own code: a file that is missing or truncated
+                told = f"{self.where}: item {number} raised {type(error).__name__}: {' '.join(str(error).split())}"
+                raise LayerwiseError(told) from error
             if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
                 raise LayerwiseError(f"{self.where}: item {number} is not (input, target)")
             inputs = tuple(item[0]) if isinstance(item[0], tuple | list) else (item[0],)
@@ -167,7 +171,7 @@ class Listed:
         if len({tuple(x.shape for x in row) for row in columns}) > 1:
             raise LayerwiseError(f"{self.where}: its items have different shapes; one batch must be one tensor")
         *stacked, target = (torch.stack(column) for column in zip(*columns, strict=True))
-        return checked(self.task, tuple(stacked), target, self.where)
+        return checked(self.task, tuple(stacked), target, self.where, numbers.tolist())
 
 
 def inputs_and_target(value: object) -> Batch | None:
@@ -178,13 +182,19 @@ def inputs_and_target(value: object) -> Batch | None:
     return (inputs, value[1]) if all(isinstance(x, Tensor) for x in inputs) else None
 
 
-def checked(task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str) -> Batch:
-    """The user's samples. LayerwiseError unless they are what the model takes."""
+def checked(
+    task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str, numbers: Sequence[int] | None = None
+) -> Batch:
+    """The user's samples, of these numbers (default: from 0). LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):
         names = ", ".join(one.name for one in task.inputs)
         raise LayerwiseError(f"{where} has {len(inputs)} inputs, the model takes {len(task.inputs)}: {names}")
     for one, x in zip(task.inputs, inputs, strict=True):
         _fits(x, one.sample, one.spec.differentiable, f"{where}: input {one.name!r}")
+        if x.is_floating_point() and bool((wrong := x.isnan().flatten(1).any(1)).any()):
+            first = int(wrong.nonzero()[0])
+            sample = first if numbers is None else numbers[first]
+            raise LayerwiseError(f"{where}: input {one.name!r}, sample {sample} has values that are not numbers (NaN)")
         if len(x) != len(target):
             raise LayerwiseError(f"{where}: {len(x)} samples of input {one.name!r}, but {len(target)} targets")
         if not one.spec.differentiable and one.values > 2:

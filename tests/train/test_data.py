@@ -156,6 +156,15 @@ class Odd(Listed):
     def __getitem__(self, i): return x[i]
 class Uneven(Listed):
     def __getitem__(self, i): return x[i, : 3 + i % 2], 0
+class Torn(Listed):
+    def __getitem__(self, i):
+        if i == 3: raise OSError("file 3 is\\ntruncated")
+        return super().__getitem__(i)
+class Holes(Listed):
+    def __getitem__(self, i): return torch.where(x[i] == 19., torch.nan, x[i]), 0
+def torn(): return Torn(), Torn()
+def holes(): return Holes(), Holes()
+def nan(): return torch.where(x == 31., torch.nan, x), y
 def tensors(): return x, y
 def pair(): return (x, y), (x[:3], y[:3])
 def listed(): return Listed()
@@ -216,6 +225,9 @@ def test_users_random_data_are_the_same_on_every_rank(users: Callable[[str], Any
     [
         ("odd", "is not (input, target)"),
         ("uneven", "different shapes"),
+        ("torn", "train: item 3 raised OSError: file 3 is truncated"),
+        ("holes", "train: input 'input', sample 3 has values that are not numbers (NaN)"),
+        ("nan", "input 'input', sample 5 has values that are not numbers (NaN)"),
         ("wide", "input 'input' has shape (20, 7); the model takes ('samples', 6)"),
         ("integers", "input 'input' has dtype int64; the model takes floating-point numbers"),
         ("floats", "the target has dtype float32; the model takes integers"),
@@ -230,7 +242,7 @@ def test_users_random_data_are_the_same_on_every_rank(users: Callable[[str], Any
 )
 def test_users_mistakes(users: Callable[[str], Any], name: str, reason: str) -> None:
     with pytest.raises(LayerwiseError) as error:
-        users(name).train.batch(torch.arange(4))
+        users(name).train.batch(torch.tensor([1, 2, 3, 0]))
     assert reason in str(error.value)
     assert f"user_data:{name}" in str(error.value)
 
