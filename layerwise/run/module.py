@@ -249,10 +249,10 @@ class LayeredModule(WithTree):
         self.begin()
         self._unused.came(graph, has_gradient)
 
-    def _finish(self, gradients: Gradients) -> None:
+    def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
         self._gathers.end()
         gradients.leave_alone = self._unused.parameters()
-        super()._finish(gradients)
+        super()._finish(gradients, differentiable=differentiable)
 
     def _made(self, name: str, leaf: Tensor) -> None:
         """Autograd has added up the gradient of what the layers compute with in place of a parameter."""

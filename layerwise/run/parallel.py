@@ -102,18 +102,22 @@ class ParallelModule(nn.Module):
                 gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
             self._pass = number, gradients
             self._begun()
-            end = _End(partial(self._finish, gradients), partial(self._failed, gradients))
+            finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
+            end = _End(finish, partial(self._failed, gradients))
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @abstractmethod
     def _begun(self) -> None:
         """A backward pass has begun."""
 
-    def _finish(self, gradients: Gradients) -> None:
+    def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
+        """differentiable: the pass was asked for a graph of the gradients (`create_graph=True`)."""
         self._pass = None
         with torch.no_grad():
             with unguarded():
                 gradients.finish()
+                if differentiable and self.comm.size > 1:
+                    gradients.refuse_derivatives()
             gradients.call_hooks()
 
     def _failed(self, gradients: Gradients) -> None:

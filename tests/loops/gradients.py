@@ -185,6 +185,18 @@ def gradient_penalty_with_batch_norm(setting: Setting) -> Numbers:
 
 
 @row
+def penalty_on_gradients(setting: Setting) -> Numbers:
+    """a penalty on `p.grad` after `loss.backward(create_graph=True)`"""
+    model = setting.net(smooth=True)
+    (x, _), *_ = setting.batches()
+    model(x).square().mean().backward(create_graph=True)
+    slope = next(p.grad for p in model.parameters() if p.grad is not None)
+    penalty = (slope * slope).sum()
+    (model(x).square().mean() + getattr(penalty, "full_tensor", lambda: penalty)()).backward()
+    return whole(model)
+
+
+@row
 def of_parameters(setting: Setting) -> Numbers:
     """`torch.autograd.grad` with respect to parameters"""
     model = setting.net()

@@ -25,6 +25,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "muon": {"split": "Muon takes a parameter as one matrix"},
     "lbfgs": dict.fromkeys(("data", "split"), "LBFGS decides by the loss how many steps it takes"),
     "optimizer_of_before": {"split": "build the optimizer over the returned model's parameters"},
+    "penalty_on_gradients": dict.fromkeys(("data", "split"), "it is a sum over the ranks, and no graph of it is kept"),
     "of_parameters": {
         "data": "would give the gradient of this rank's samples only",
         "split": "was asked for by torch.autograd.grad or by inputs= of backward()",

@@ -47,7 +47,7 @@ def test_a_weight_penalty_in_the_loss_is_refused_on_a_split_plan() -> None:
         assert text.startswith("sum() of a parameter: the plan splits the parameters over the ranks")
         assert "weight_decay" in text
     for text in refused(network, lambda made: next(made.parameters())[0, 0].backward(), 2, plan_of(network, 2, CUT)):
-        assert "is used outside the model, by a weight penalty in the loss for example" in text
+        assert "is used outside the model's call: by a penalty on weights" in text
 
 
 def test_a_weight_penalty_is_right_where_every_rank_holds_all() -> None:
@@ -135,7 +135,7 @@ def test_a_hook_and_a_weight_penalty_are_refused() -> None:
         (loss(made(SAMPLES[0][made.share()])) + p.square().sum()).backward()
 
     for text in refused(network, act):
-        assert "the hook would be called twice" in text
+        assert "The hook would be called twice" in text
 
 
 class Recorder(nn.Module):

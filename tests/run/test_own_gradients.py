@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from layerwise.importers.load import Network
 from layerwise.run.parallel import ParallelModule
 from tests.run.own_modules import IMAGES, calm, loss, net, same_on_ranks, state_and_gradients
-from tests.run.small_modules import gradients, refused, traced
+from tests.run.plans import difference
+from tests.run.small_modules import gradients, on_ranks, plan_of, refused, traced
 
 
 def test_penalties_clipping_accumulation() -> None:
@@ -101,6 +102,47 @@ def test_a_gradient_penalty_through_global_statistics() -> None:
         return gradients(model)
 
     same_on_ranks(loop, calm)
+
+
+def test_gradients_of_gradients_of_parameters_are_refused() -> None:
+    """What ranks sum has no graph, and a penalty on it would be left out of the gradients without a word."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    network, x = traced(module, torch.randn(6, 4).double()), torch.randn(6, 4).double()
+
+    def penalised(made: ParallelModule) -> None:
+        made(x[made.share()]).mean().backward(create_graph=True)
+        slopes = [p.grad for p in made.parameters() if p.grad is not None]
+        (made(x[made.share()]).mean() + (slopes[0] * slopes[0])[0, 0]).backward()
+
+    for degrees in (None, {}, {"c": 2}):  # as written; layer by layer: whole, split
+        for text in refused(network, penalised, 2, plan_of(network, 2, degrees)):
+            assert text.startswith("the gradient of parameter ")
+            assert "create_graph=True" in text
+
+    def stepped(made: ParallelModule) -> dict[str, Tensor | None]:
+        update = torch.optim.Adam(made.parameters())
+        for graph in (True, False, True):
+            made(x[made.share()]).mean().backward(create_graph=graph)
+            update.step()
+        return gradients(made)
+
+    whole, *parts = (on_ranks(network, stepped, 2, plan_of(network, 2, degrees)) for degrees in (None, {}))
+    for found in parts:
+        for name, value in found[0].items():
+            assert difference(value, whole[0][name.removeprefix("_tree.")]) <= 1e-9
+
+
+def test_a_gradient_penalty_of_a_part_within_no_sync_is_called_one() -> None:
+    """And not a penalty on weights only."""
+
+    def act(made: ParallelModule) -> None:
+        x = torch.randn(3, 4).double().requires_grad_()
+        with made.no_sync():
+            (slope,) = torch.autograd.grad(made.get_submodule("head")(x).sin().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+
+    for text in refused(net()[1], act):
+        assert "a part of the model that is called alone, for a gradient penalty" in text
 
 
 def test_gradients_asked_for_by_name_are_refused() -> None:

@@ -21,7 +21,7 @@ from layerwise.partition.buckets import ALONE, fill
 from layerwise.run.execute.buckets import Bucket, full, scaled
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
-from layerwise.run.guards.hooks import call_hooks
+from layerwise.run.guards.hooks import call_hooks, without_graph
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
 
@@ -283,6 +283,13 @@ class Gradients:
             elif name not in self.leave_alone:
                 self.reducer.hand_out(p, part)
         bucket.flat = bucket.mine = None
+
+    def refuse_derivatives(self) -> None:
+        """Of a pass that was to make a graph: what parameters were given has none, and says so when it is asked for."""
+        for name in self.made:
+            p = self.reducer.parameters[name]
+            if p.grad is not None:
+                p.grad = without_graph(name, p.grad)
 
     def call_hooks(self) -> None:
         """The loop's, of the parameters that have their gradient now; in one order on all ranks."""

@@ -10,7 +10,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as every
 from torch.utils import checkpoint
 
@@ -18,6 +19,11 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.guards.boxes import unguarded
 from layerwise.run.parts import is_dtensor, lie_as
+
+OUTSIDE = (
+    "is used outside the model's call: by a penalty on weights, or by a part of the model that is called alone, for a "
+    "gradient penalty (create_graph=True) for example"
+)
 
 
 class Guarded(Protocol):
@@ -40,23 +46,44 @@ class FromOutside:
         module = self._module()
         if module is not None and hooks_of(p):
             raise LayerwiseError(
-                f"parameter {self._name!r} has a hook and is used outside the model, by a weight penalty in the loss "
-                "for example: the hook would be called twice. Leave one of them out"
+                f"parameter {self._name!r} has a hook and {OUTSIDE}. The hook would be called twice: leave one of "
+                "them out"
             )
         if is_dtensor(p):
             lie_as(p)
         elif module is not None and module.cut:
             raise LayerwiseError(
-                f"parameter {self._name!r} is used outside the model, by a weight penalty in the loss for "
-                "example: the plan splits the parameters over the ranks, so this one sees a part of them only. Give "
-                "the optimizer a weight_decay instead, or parallelize with strategy='data'"
+                f"parameter {self._name!r} {OUTSIDE}. The plan splits the parameters over the ranks, so this one sees "
+                "a part of them only: call the whole model, give the optimizer a weight_decay in place of a penalty on "
+                "weights, or parallelize with strategy='data'"
             )
         if module is not None and not module.summed:
-            raise LayerwiseError(
-                f"parameter {self._name!r} is used outside the model, by a weight penalty in the loss for "
-                "example, while gradients wait for their sum over the ranks, to which that would not belong: leave "
-                "no_sync() and sync_every out, or give the optimizer a weight_decay instead"
-            )
+            raise outside_while_waiting(self._name)
+
+
+def outside_while_waiting(name: str) -> LayerwiseError:
+    """For a gradient from outside that would be added to what is yet to be summed over the ranks."""
+    return LayerwiseError(
+        f"parameter {name!r} {OUTSIDE}, while gradients wait for their sum over the ranks, to which that would not "
+        "belong: leave no_sync() and sync_every out, call the whole model, or give the optimizer a weight_decay in "
+        "place of a penalty on weights"
+    )
+
+
+def without_graph(name: str, gradient: Tensor) -> Tensor:
+    """The same numbers; LayerwiseError where they are differentiated, as no graph of a sum over the ranks is kept."""
+
+    def refuse(_: Tensor) -> None:
+        raise LayerwiseError(
+            f"the gradient of parameter {name!r} is differentiated, as a penalty on p.grad after "
+            "loss.backward(create_graph=True) does: it is a sum over the ranks, and no graph of it is kept. Gradients "
+            "of inputs, by torch.autograd.grad(loss, x, create_graph=True), can be differentiated"
+        )
+
+    with torch.enable_grad():
+        one = torch.ones_like(gradient, requires_grad=True)
+        one.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return gradient * one
 
 
 def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:

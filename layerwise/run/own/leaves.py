@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.run.execute.reducer import Gradients
-from layerwise.run.guards.hooks import call_hooks
+from layerwise.run.guards.hooks import call_hooks, outside_while_waiting
 
 Hook = Callable[[nn.Parameter], None]
 
@@ -140,11 +140,7 @@ class Leaves:
     def _stray(self, name: str) -> None:
         """A gradient of something else than the model's call: a weight penalty, or a part of the model alone."""
         if not self.summed():
-            raise LayerwiseError(
-                f"parameter {name!r} is used outside the model, by a weight penalty in the loss for "
-                "example, while gradients wait for their sum over the ranks, to which that would not belong: leave "
-                "no_sync() and sync_every out, or give the optimizer a weight_decay instead"
-            )
+            raise outside_while_waiting(name)
         if not self._astray:
             torch.autograd.Variable._execution_engine.queue_callback(self._check_strays)
         self._astray.append(name)

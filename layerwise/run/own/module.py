@@ -264,10 +264,10 @@ class OwnModule(WithModule):
             self.comm.at(self.steps, "the model (backward)")
             self._leaves.begin(self._pass[1])
 
-    def _finish(self, gradients: Gradients) -> None:
+    def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
         if self.comm.size > 1:
             self._leaves.finish()
-        super()._finish(gradients)
+        super()._finish(gradients, differentiable=differentiable)
 
     def _failed(self, gradients: Gradients) -> None:
         super()._failed(gradients)
