@@ -181,6 +181,7 @@ class ParallelModule(nn.Module):
         """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
 

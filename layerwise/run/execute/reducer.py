@@ -21,7 +21,7 @@ from layerwise.partition.buckets import ALONE, fill
 from layerwise.run.execute.buckets import Bucket, full, scaled
 from layerwise.run.execute.rows import Parts, Rows
 from layerwise.run.guards.boxes import BoxGradient, plain
-from layerwise.run.guards.hooks import call_hooks, without_graph
+from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
 
@@ -289,7 +289,7 @@ class Gradients:
         for name in self.made:
             p = self.reducer.parameters[name]
             if p.grad is not None:
-                p.grad = without_graph(name, p.grad)
+                p.grad = refuse_derivatives(name, p.grad)
 
     def call_hooks(self) -> None:
         """The loop's, of the parameters that have their gradient now; in one order on all ranks."""

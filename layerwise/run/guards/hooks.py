@@ -10,7 +10,6 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
 from torch.utils import checkpoint
@@ -70,8 +69,8 @@ def outside_while_waiting(name: str) -> LayerwiseError:
     )
 
 
-def without_graph(name: str, gradient: Tensor) -> Tensor:
-    """The same numbers; LayerwiseError where they are differentiated, as no graph of a sum over the ranks is kept."""
+def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
+    """The same, in the same memory; LayerwiseError where it is differentiated: no graph of a sum over ranks is kept."""
 
     def refuse(_: Tensor) -> None:
         raise LayerwiseError(
@@ -80,10 +79,11 @@ def without_graph(name: str, gradient: Tensor) -> Tensor:
             "of inputs, by torch.autograd.grad(loss, x, create_graph=True), can be differentiated"
         )
 
-    with torch.enable_grad():
-        one = torch.ones_like(gradient, requires_grad=True)
-        one.register_hook(refuse)  # type: ignore[no-untyped-call]
-        return gradient * one
+    # As `.data` it is no view of what gradients of several parameters lie in: that could not be zeroed in place.
+    alone = gradient if is_dtensor(gradient) else gradient.data
+    alone = alone if type(alone) is type(gradient) else alone.as_subclass(type(gradient))
+    alone.requires_grad_().register_hook(refuse)  # type: ignore[no-untyped-call]
+    return alone
 
 
 def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
