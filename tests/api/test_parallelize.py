@@ -175,7 +175,7 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
         ({"batch": True}, "batch is True"),
         ({"sync_every": True}, "must be 'auto' or a whole number"),
         ({"memory_limit": "1KB"}, "use more ranks or a smaller batch"),
-        ({"memory_limit": -1}, "memory_limit is -1: it must be above 0"),
+        ({"memory_limit": -1}, "memory_limit is -1: it must be at least 1 B, and finite"),
         ({"memory_limit": "2GByte"}, "memory_limit is '2GByte': the unit 'GByte' is none of"),
         ({"plan": "nothing.json"}, "nothing.json"),
         ({"plan": "x", "strategy": "data"}, "give one of them"),
