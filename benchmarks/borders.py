@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -32,13 +33,16 @@ def convolved(x: Tensor, weight: Tensor) -> Tensor:
     return onednn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
 
 
-def ways(samples: int, inputs: int, outputs: int, *extents: int) -> tuple[Way, Way, Way]:
+def ways(
+    samples: int, inputs: int, outputs: int, *extents: int, device: torch.device | None = None
+) -> tuple[Way, Way, Way]:
     """A step of the convolution: whole, alone, in parts."""
     depth, *others = extents
-    x, weight = torch.randn(samples, inputs, *extents), torch.randn(outputs, inputs, 3, 3, 3, requires_grad=True)
-    low, high = (torch.randn(samples, inputs, 1, *others) for _ in range(2))
-    gradient = torch.randn(samples, outputs, *extents)
-    full = torch.randn(samples, inputs, depth + 2, *others, requires_grad=True)
+    random = partial(torch.randn, device=device)
+    x, weight = random(samples, inputs, *extents), random(outputs, inputs, 3, 3, 3, requires_grad=True)
+    low, high = (random(samples, inputs, 1, *others) for _ in range(2))
+    gradient = random(samples, outputs, *extents)
+    full = random(samples, inputs, depth + 2, *others, requires_grad=True)
 
     def alone(room: Tensor = full) -> Tensor:
         made: Tensor = torch.autograd.grad(convolved(room, weight), (room, weight), gradient)[0]

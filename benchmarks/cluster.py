@@ -10,8 +10,8 @@ speed-up means nothing without it. Ratios are what counts: a rank here is a core
     python -m benchmarks.cluster --only unet,unet2 --nodes 2,4,8 --json volumes.json    # volumes: about an hour
     python -m benchmarks.cluster --markdown --json volumes.json
 
-Of volumes a plan rests on links and layers that the ranks measure first; a rank has an equal part of four fifths of the
-cores, and keeps what it allocates (see benchmarks.common.launch).
+Of volumes and of states shared out a plan rests on links and layers that the ranks measure first; a rank has an equal
+part of four fifths of the cores, and keeps what it allocates (see benchmarks.common.launch).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = {
     "alexnet": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
     "vgg": Kind(("alone", "DDP", "data", "DDP fp16", "FSDP2", "searched"), "DDP"),
     "states": Kind(
-        ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", None, 4, "1gbit", "alexnet"
+        ("alone", "DDP", "data", "FSDP2 once", "sharded", "FSDP2", "gathered"), "FSDP2", True, 4, "1gbit", "alexnet"
     ),
     "unet": Kind(("one rank", "fixed d", "searched"), "one rank", measured=True),
     "unet2": Kind(("one rank", "DDP", "FSDP2", "fixed d", "searched"), "one rank", measured=True),
@@ -253,8 +253,8 @@ def main() -> None:
     p.add_argument("--variants", type=words, help=f"of {', '.join(MEANING)} (default: all)")
     p.add_argument("--rounds", type=int, help="turns of each variant (default: as many as the time allows)")
     p.add_argument("--seconds", type=float, help="about how long the turns of one run take (default: 40)")
-    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: an equal part for U-Net, else all)")
-    p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="U-Net: for links and layers")
+    p.add_argument("--cpu-quota", type=float, help="cores a rank may use (default: all, or an equal part)")
+    p.add_argument("--measure-seconds", type=float, default=60.0, metavar="SEC", help="for links and layers")
     p.add_argument("--timeout", type=float, default=600, metavar="SEC", help="of a run (default: %(default)s)")
     p.add_argument("--wait-quiet", type=float, default=0, metavar="SEC", help="before each run, for idle CPUs")
     p.add_argument("--cprofile", metavar="VARIANT", help="print where rank 0 spends its time in this variant")

@@ -27,12 +27,10 @@ EXAMPLES = (
         f"search {m} --gpus 4 --profile p100 --link-model sum --sync parameter-server --io free --objective additive"
         for m in ("alexnet", "vgg16")
     ),
-    "search mlp:784x1024x1024x10 --gpus 8 --grid all --profile p100",
+    *(f"search mlp:784x1024x1024x10 --gpus 8 --price grid:{g} --profile p100" for g in ("8x1", "4x2", "2x4", "1x8")),
     "search lenet5 --gpus 2 --profile cpu --gpus-per-node 2 --global-batch 16 --out plan.json",
     "explain plan.json classifier.0",
     "oracle resnet50 --gpus 1..64 --profile v100",
-    "oracle resnet50 --gpus 1..1024 --profile v100 --formulas published",
-    "oracle resnet50 --gpus 1..1024 --profile v100 --formulas chainermnx",
     "run 2 plan.json --data digits --steps 20 --dtype float64 --compare-single",
 )
 CLOCK = ("import_s", "tables_s", "search_s", "seconds", "peak_rss_bytes", "samples_per_s", "layerwise", "torch")

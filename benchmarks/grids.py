@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.common.calibrated import calibrated
 from benchmarks.common.launch import launch
+from benchmarks.common.process_grids import AlphaBeta, GridStudy, distribution, study
 from benchmarks.published import cori as published
 from benchmarks.ranks.grids import Job, spec
 from benchmarks.ranks.predictions import OPTIMIZER
@@ -37,9 +38,8 @@ from layerwise.importers.load import load_model
 from layerwise.machine import Profile, load
 from layerwise.machine.curves import Links, parse_links
 from layerwise.machine.fields import Field
-from layerwise.mlp_grid.cost import AlphaBeta, distribution
-from layerwise.mlp_grid.grid import GridStudy, grids, study
 from layerwise.quantities import units
+from layerwise.search.grids import grids
 
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)

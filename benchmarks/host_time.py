@@ -72,7 +72,9 @@ def compare(name: str, side: int, steps: int, *, compiled: bool) -> Row:
     inputs, targets = torch.randn(BATCH, 3, side, side), torch.zeros(BATCH, dtype=torch.long)
     plain = layerwise.models.find(name).build()
     model = layerwise.models.find(name).build()
-    parallel = layerwise.parallelize(model, inputs, verbose=False, measure_s=0, compile=compiled)
+    parallel = layerwise.parallelize(
+        model, inputs, verbose=False, options=layerwise.ParallelOptions(measure_s=0), compile=compiled
+    )
     if compiled:
         plain.compile()
     contestants = {"eager": step_of(plain, inputs, targets), "layerwise": step_of(parallel, inputs, targets)}

@@ -14,18 +14,18 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.paradl.facts import Facts, facts_of
+from benchmarks.paradl.framework import Framework, framework
+from benchmarks.paradl.project import case_of, project
 from benchmarks.published.calibrate import calibrate, projected
 from benchmarks.published.records import Record, factor, log_errors, order, read_records
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.oracle.formulas.facts import Facts, facts_of
-from layerwise.oracle.formulas.phases import Phases
-from layerwise.oracle.formulas.project import case_of, project
-from layerwise.oracle.framework import Framework, framework
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.runs import accuracy
 from layerwise.oracle.strategies import HYBRID, Wishes
 
-RECORDS = Path(__file__).parents[1] / "tests" / "oracle" / "abci_v100.json"
+RECORDS = Path(__file__).parent / "published" / "abci_v100.json"
 # What the paper claims (Kahira et al., section 5.2), and what its report's figure 2 gives for three networks.
 CLAIMED = {"data": 0.9610, "filter": 0.8556, "channel": 0.7367, "df": 0.9143, "ds": 0.8346}
 RECOMPUTED = {"data": 0.798, "filter": 0.528, "channel": 0.451, "df": 0.744, "ds": 0.470}

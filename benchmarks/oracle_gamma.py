@@ -1,8 +1,8 @@
 """python -m benchmarks.oracle_gamma: the memory reuse factor gamma, from our own runtime's peak on one device.
 
 gamma is the peak of a training step over what a closed form counts (layers' inputs, outputs and their gradients, all at
-once); `layerwise oracle --formulas published --gamma G` and `--formulas as-run --gamma G` take it. The peak is counted
-as benchmarks.memory_prediction counts it: CUDA's allocator, or on a CPU the storages that are alive at once.
+once), as ParaDL has it (`benchmarks.paradl`, `project(case, gamma=G)`). The peak is counted as
+benchmarks.memory_prediction counts it: CUDA's allocator, or on a CPU the storages that are alive at once.
 
     python -m benchmarks.oracle_gamma --networks vgg16 resnet50 --batch 8
 """
@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.live import step_bytes
-from benchmarks.layers import network
+from benchmarks.common.networks import NETWORKS
+from benchmarks.paradl.facts import facts_of
+from benchmarks.paradl.memory import reuse_factor
+from benchmarks.paradl.project import Formulas, case_of, project
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.graph.fuse import fuse
+from layerwise.importers.load import Network, load_network, network_of
 from layerwise.machine import load
 from layerwise.measure.conditions import device_of
-from layerwise.oracle.formulas.facts import facts_of
-from layerwise.oracle.formulas.memory import reuse_factor
-from layerwise.oracle.formulas.phases import Formulas
-from layerwise.oracle.formulas.project import case_of, project
 from layerwise.plan import Plan
 from layerwise.quantities import units
 
@@ -45,6 +45,15 @@ def gammas(name: str, batch: int, optimizer: str, device: torch.device) -> tuple
     facts = facts_of(graph, load("cpu"), options=options)
     counted = [project(case_of("serial", facts, 1, batch), form).phases.memory_bytes for form in FORMS]
     return predicted, peak, [reuse_factor(peak, each) for each in counted]
+
+
+def network(name: str, batch: int) -> Network:
+    """A small network of this folder, or a built-in one."""
+    if name not in NETWORKS:
+        return load_network(name, batch, None)
+    known = NETWORKS[name]
+    torch.manual_seed(0)
+    return network_of(known.build(), (torch.empty(2, *known.input_shape),), batch, name)
 
 
 def main() -> None:

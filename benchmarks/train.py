@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.ranks.cluster_plan import in_short
 from layerwise.plan import load_plan
-from layerwise.train.report import seconds_text
+from layerwise.quantities import units
 
 MODEL = "benchmarks.train:alexnet"
 SIDE = 64
@@ -94,7 +94,7 @@ def main() -> None:
             assert sent == result["bytes_predicted"], (sent, result["bytes_predicted"])
             table.add_row(
                 str(ranks), f"{mean(losses[:epoch]):.4f}", f"{mean(losses[-epoch:]):.4f}", f"{off:.1e}",
-                f"{result['accuracy']:.2%}", seconds_text(result["step_time_s"]), f"{sum(sent.values()) / 1e6:.3g} MB",
+                f"{result['accuracy']:.2%}", units(result["step_time_s"], "s"), f"{sum(sent.values()) / 1e6:.3g} MB",
             )  # fmt: skip
             if ranks > 1:
                 console.print(f"{ranks} ranks: {in_short(load_plan(plan))}")

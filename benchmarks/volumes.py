@@ -195,27 +195,29 @@ def _compared(network: Network, plan: Plan, x: Tensor, wanted: Mapping[str, Tens
 
 def page(rows: Sequence[Row], dtype: str) -> str:
     """docs/benchmarks/volumes.md."""
-    intro = (__doc__ or "").split("\n\n    PYTHON")[0].partition(": ")[2]
     lines = [
         "# Networks of volumes, split by space",
         "",
-        f"`python -m benchmarks.volumes`: {intro}",
+        "`python -m benchmarks.volumes` (after `make zoo`) plans each network for 8 GPUs at batch 1 with io boxes",
+        "(profile h100), on eight times the sample's sides (UNETR: the sample), and trains a step of it on 2 and",
+        "4 ranks (threads). Every layer is split along space wherever it can be: along the first dimension that",
+        "has room, along `w` on two ranks, and two by two on four. *largest*: the largest relative difference of",
+        "loss, outputs, gradients, buffers and parameters from plain PyTorch on one device, of all four ways, in",
+        f"{dtype}; at most {EXACT[dtype]:g} is rounding. Bytes sent are the bytes predicted. *gain* is predicted,",
+        "over one GPU. Dropout is off.",
         "",
-        f"In {dtype}; the numbers are the largest relative differences, of which at most {EXACT[dtype]:g} is rounding.",
-        "Layers that are not split in some way have no space any more, or too little; the loss's last sums are among",
-        "them. Most of UNETR is made of a sequence that was a volume, whose dimensions are not known for space then.",
-        "*Gain* is predicted, over one GPU, of the same network on the larger sample beside it. What is dropped is 0.",
-        "",
-        f"| network | sample | layers split | {' | '.join(WAYS)} | planned | gain at 8 | proven | plan (s) |",
-        f"|---|---|---:|{'---:|' * len(WAYS)}---|---:|---|---:|",
+        "| network | sample | layers split | largest | gain at 8 | plan (s) |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for row in rows:
-        verdicts = [f"{row.differences[way]:.0e}" if way in row.differences else "" for way in WAYS]
+        complete = row.differences.keys() == WAYS.keys()
         split = str(min(row.split.values(), default=0)) + (f" of {row.layers}" if row.layers else "")
-        plan = (row.planned_at, f"{row.gain:.2f}", "yes" if row.proven else "no", f"{row.plan_s:.1f}")
+        gain = f"{row.gain:.2f}" + " (not proven)" * (not row.proven)
+        plan = (gain, f"{row.plan_s:.1f}") if row.planned_at else ("", "")
         name = row.name.partition("/")[2] or row.name
-        cells = (name, row.size, split, *verdicts, *(plan if row.planned_at else [""] * len(plan)))
-        lines.append(f"| {' | '.join(cells)} |")
+        largest = f"{max(row.differences.values()):.0e}" if complete else "see below"
+        lines.append(f"| {' | '.join((name, row.size.replace(' x ', '×'), split, largest, *plan))} |")
+    lines += ["", "Layers that are not split have no space any more, or too little; UNETR is mostly a sequence."]
     missing = [name for name in (*OWN, *ZOO) if name not in {row.name for row in rows}]
     lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     said = [f"- {row.name}, {way}: {text}" for row in rows for way, text in row.said.items()]

@@ -27,7 +27,9 @@ def main(steps: int, measure_s: float) -> None:
     loader = DataLoader(data, 64 // world, sampler=sampler, drop_last=True)
     model: nn.Module = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
     example = next(iter(loader))[0]  # what one rank calls the model with
-    model = layerwise.parallelize(model, example, measure_s=measure_s)  # was: DistributedDataParallel(model)
+    model = layerwise.parallelize(
+        model, example, options=layerwise.ParallelOptions(measure_s=measure_s)
+    )  # was: DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, (x, y) in zip(range(steps), loader, strict=False):
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ def main(epochs: int, measure_s: float, out: str | None) -> None:
         epochs=epochs,
         batch=64,
         held_out=(x[512:], y[512:]),
-        measure_s=measure_s,
+        options=layerwise.ParallelOptions(measure_s=measure_s),
     )
     if out is not None:
         layerwise.save(model, out)  # the whole model's state dict, whatever the plan

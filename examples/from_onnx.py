@@ -40,7 +40,15 @@ def main(file: str | None, epochs: int, measure_s: float) -> None:
         network = Path(file or f"{folder}/mlp-{os.environ.get('RANK', '0')}.onnx")
         if file is None:
             write(network)
-        layerwise.fit(network, (x, y), nn.CrossEntropyLoss(), "adam", epochs=epochs, batch=64, measure_s=measure_s)
+        layerwise.fit(
+            network,
+            (x, y),
+            nn.CrossEntropyLoss(),
+            "adam",
+            epochs=epochs,
+            batch=64,
+            options=layerwise.ParallelOptions(measure_s=measure_s),
+        )
 
 
 if __name__ == "__main__":

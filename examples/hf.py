@@ -20,7 +20,7 @@ def main(steps: int, measure_s: float) -> None:
     model = GPT2LMHeadModel(config)
     ids = torch.randint(128, (8, 16))[rank::world]  # this rank's texts
     batch = {"input_ids": ids, "labels": ids}
-    model = layerwise.parallelize(model, batch, measure_s=measure_s)
+    model = layerwise.parallelize(model, batch, options=layerwise.ParallelOptions(measure_s=measure_s))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ from layerwise.models import find
 import layerwise
 from layerwise import checkpoint
 from layerwise.cli import run_main
-from layerwise.volumes.mni152 import CLASSES, Brain, mni152, parted
+from layerwise.examples.brain import CLASSES, Brain, parted, read_brain
 
 
 class Segmentation(torch.nn.Module):
@@ -30,11 +30,11 @@ class Segmentation(torch.nn.Module):
 def main(steps: int, extent: int, batch: int, bf16: bool, folder: str | None) -> None:
     torch.manual_seed(0)
     x = torch.empty(batch, 1, extent, extent, extent, device="meta")  # of all ranks together, in nobody's memory
-    how = {"io": "boxes", "measure_s": 0.0, "autocast": torch.bfloat16 if bf16 else None}
-    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), **how)
+    autocast, quick = torch.bfloat16 if bf16 else None, layerwise.ParallelOptions(measure_s=0)
+    model = layerwise.parallelize(Segmentation(), (x, x[:, 0].long()), io="boxes", autocast=autocast, options=quick)
     mixed = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     print(f"rank {model.comm.rank} reads {model.read_boxes()['x'].shape} of {tuple(x.shape)}")
-    train, held_out = parted(mni152(), extent)
+    train, held_out = parted(read_brain(), extent)
 
     def crops(brain: Brain, count: int) -> layerwise.BoxLoader:
         sources = [np.broadcast_to(a, (count, *a.shape)) for a in brain]

@@ -22,6 +22,7 @@ _HOME = {
     "LayerGraph": "layerwise.graph.layer",
     "LayerwiseError": "layerwise.errors",
     "Op": "layerwise.ops.base",
+    "ParallelOptions": "layerwise.api.options",
     "Plan": "layerwise.plan",
     "SearchSpace": "layerwise.config",
     "TensorSpec": "layerwise.tensor",
@@ -53,6 +54,7 @@ __all__ = [
     "LayerGraph",
     "LayerwiseError",
     "Op",
+    "ParallelOptions",
     "Plan",
     "SearchSpace",
     "TensorSpec",
@@ -76,6 +78,7 @@ __all__ = [
 if TYPE_CHECKING:
     from layerwise.api.data.split import split
     from layerwise.api.fit import fit
+    from layerwise.api.options import ParallelOptions
     from layerwise.api.parallelize import parallelize
     from layerwise.api.save import save
     from layerwise.config import Config, SearchSpace

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,9 +18,10 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, shown
 from layerwise.files import parse_json, write_text
 from layerwise.version import __version__
 
@@ -36,7 +38,8 @@ class UnkeyedError(Exception):
 def folder() -> Path:
     """What layerwise keeps for later runs: $LAYERWISE_CACHE, else layerwise in the user's cache.
 
-    A user without a home, as in a container, has one among temporary files.
+    A user without a home, as in a container, has one among temporary files, where nobody else may have made it.
+    LayerwiseError where somebody has.
     """
     if named := os.environ.get("LAYERWISE_CACHE"):
         return Path(named)
@@ -45,7 +48,14 @@ def folder() -> Path:
     try:
         return Path.home() / ".cache" / "layerwise"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
+        place = Path(tempfile.gettempdir()) / f"layerwise-{os.getuid()}"
+        with contextlib.suppress(OSError):  # where it cannot be, whoever writes there says so
+            place.mkdir(mode=0o700)
+        found = place.lstat() if os.path.lexists(place) else None
+        if found and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022):
+            told = "is a link, or others may write into it: set LAYERWISE_CACHE to a folder of your own"
+            raise LayerwiseError(f"the cache's folder {os.fspath(place)!r} {told}") from None
+        return place
 
 
 class Answers:
@@ -119,7 +129,39 @@ def answers(*, wanted: bool = True) -> Answers | None:
     """The user's own; None where they are not wanted, as $LAYERWISE_NO_CACHE says, too."""
     if not wanted or os.environ.get("LAYERWISE_NO_CACHE"):
         return None
-    return Answers(folder() / ANSWERS, lambda line: print(f"layerwise: {line}", file=sys.stderr))
+
+    def say(line: str) -> None:
+        print(f"layerwise: {shown(line)}", file=sys.stderr)
+
+    try:
+        return Answers(folder() / ANSWERS, say)
+    except (LayerwiseError, OSError) as error:
+        say(f"no answers of earlier runs are used: {error}")
+        return None
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """A value of this type, of what JSON has for it: dataclasses, tuples, dictionaries, numbers and text.
+
+    TypeError where it is of another type: a file's digest may be anybody's.
+    """
+    parts = get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if type(value) is dict and value.keys() <= hints.keys():
+            return kind(**{name: restored(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    elif get_origin(kind) is tuple and type(value) is list:
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return tuple(restored(one, item) for one, item in zip(kinds, value, strict=True))
+    elif get_origin(kind) is dict and type(value) is dict:
+        return {name: restored(parts[1], item) for name, item in value.items()}
+    elif get_origin(kind) is UnionType:
+        return None if value is None else restored(parts[0], value)
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise TypeError(f"a {type(value).__name__} stands where a {kind} belongs")
 
 
 def key_of(*facts: object) -> str:

@@ -8,22 +8,27 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
 
 from layerwise.config import SearchSpace
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, shown
+from layerwise.files import check_writable, write_text
 from layerwise.machine import DEFAULT, DTYPES, names, precision
 from layerwise.plan import MAX_BATCH
+from layerwise.report import as_json, html, text
+from layerwise.report.content import Report
 from layerwise.tensor import LABELS
 
 MODEL_HELP = "the plan's model, where that is package.module:callable: a plan runs no code that you do not name"
-PIPED_WIDTH = 160  # columns of output that goes to a file or a pipe
+PIPED_WIDTH = 80  # columns of output that goes to a file or a pipe: as many as a page, a terminal or a mail has
 
 
 def run_main(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
@@ -56,15 +61,57 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Console(Console):
+    """Whose text is `shown`: the codes that it writes to a terminal are its own."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shown(text), **options)  # before widths are measured
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError  # for run_main
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal or $COLUMNS, else (in a pipe, in a file) wide. Names in text are never markup."""
+    """As wide as the terminal or $COLUMNS, in a pipe and in a file PIPED_WIDTH. Names in text are never markup."""
     piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
     width = PIPED_WIDTH if piped else None
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+def output_arguments(group: argparse._ActionsContainer) -> None:
+    """How the answer is written: --json, --html."""
+    group.add_argument("--json", action="store_true", help="everything, for programs")
+    group.add_argument("--html", metavar="FILE.html", help="write the answer as a page that needs no other file, too")
+
+
+def present(report: Report, args: argparse.Namespace, written: Mapping[str, str | None] | None = None) -> None:
+    """Writes the answer as `output_arguments` ask for. written: what has been written to which file, if one was asked
+    for.
+    """
+    if args.html is not None:
+        write_text(args.html, html.page(report))
+    if args.json:
+        print(as_json.text(report.values()))
+        return
+    out = console()
+    out.print(text.text(report))
+    for what, path in {**(written or {}), "page": args.html}.items():
+        if path is not None:
+            out.print(f"{what} written to {path}", soft_wrap=True)
+
+
+def check_files(paths: Mapping[str, str | None]) -> None:
+    """LayerwiseError where a file cannot be written, or two flags name the same. paths: by flag."""
+    seen: dict[str, str] = {}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(os.path.realpath(path), flag)) != flag:
+            raise LayerwiseError(f"{other} and {flag} name the same file: give each its own")
+        check_writable(path)
 
 
 def machine_arguments(
@@ -141,6 +188,13 @@ def shape(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not sizes joined by x, such as 3x224x224")
     return sizes
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def positive(text: str) -> float:

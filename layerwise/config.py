@@ -22,14 +22,22 @@ States = Literal["replicated", "sharded", "gathered"]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Degrees of parallelism above 1, by dimension label, and where the cells go; what memory is saved by.
+    """A configuration of a layer: its degrees of parallelism, where the cells go, and what saves memory.
 
-    Cell i of P goes to device i (contiguous: the fewest nodes) or to device i*N//P of N (strided: spread over nodes).
-    recompute: what the layer's backward pass reads is not kept, but made again, with its block
-    (`partition.blocks`): its inputs are transferred once more, and it is computed once more.
-    states: of parameters that r devices hold alike. "sharded": each has 1/r of the optimizer's state, updates that
-    much, and gathers the rest (ZeRO-1). "gathered": each has 1/r of the parameters, too, which are gathered for the
-    forward pass and for the backward pass (ZeRO-3).
+    Attributes:
+        degrees: (dimension label, degree) of every degree above 1; `Config.of` takes a mapping.
+        placement: Cell i of P goes to device i ("contiguous": the fewest nodes), or to device i*N//P of N ("strided":
+            spread over nodes).
+        recompute: What the backward pass reads is not saved but recomputed, with the layer's block
+            (`partition.blocks`): inputs are transferred once more, and the layer is computed once more.
+        states: Of parameters that r devices replicate. "sharded": each has 1/r of the optimizer's state, updates that
+            much, and gathers the rest (ZeRO-1). "gathered": each has 1/r of the parameters, too, which are gathered for
+            the forward pass and for the backward pass (ZeRO-3).
+
+    Examples:
+        >>> config = Config.of({"n": 4, "c": 2})
+        >>> print(config, config.total)
+        {n=4, c=2} 8
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
@@ -87,7 +95,19 @@ def distinct_cells(configs: Sequence[Config]) -> tuple[tuple[Config, ...], list[
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What is searched."""
+    """The configurations that a search chooses from.
+
+    Attributes:
+        devices: How many there are.
+        dims: Labels of the dimensions that may be split; "k" splits reductions, too.
+        powers_of_two: Degrees are powers of two, else all divisors of `devices`.
+        spread: Configurations on fewer devices are tried strided, too, as several nodes make worthwhile.
+
+    Examples:
+        >>> from layerwise.ops.facts import Dim
+        >>> [str(config) for config in SearchSpace(2, dims=("n", "c")).configurations((Dim("n", 8), Dim("c", 6)))]
+        ['{}', '{c=2}', '{n=2}']
+    """
 
     devices: int
     dims: tuple[str, ...] = ("n", "c", "d", "h", "w", "l", "s")  # that may be split

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
-from rich.table import Table
-
-from layerwise.cli import Parser, console, run_main
+from layerwise.cli import Parser, check_files, output_arguments, present, run_main
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.plan import as_json, load_plan
 from layerwise.quantities import units
-from layerwise.search.report.text import short
+from layerwise.report.content import Column, Lines, Part, Report, Table, filled
+from layerwise.search.report.tables import short
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,13 +20,14 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog="layerwise diff", description="Compares two plans of the same network, layer by layer.")
     p.add_argument("a", metavar="A.json")
     p.add_argument("b", metavar="B.json")
-    p.add_argument("--json", action="store_true", help="for programs")
+    output_arguments(p)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, compare, print."""
     args = parser().parse_args(argv)
+    check_files({"--html": args.html})
     a, b = load_plan(args.a), load_plan(args.b)
     if not set(a.strategy) & set(b.strategy):
         raise LayerwiseError(f"the plans have no layer in common: {a.model!r} and {b.model!r} are other networks")
@@ -40,27 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(a, name) != getattr(b, name)
     ]
     shared = [key for key in a.predicted if key in b.predicted]
-    if args.json:
-        body = {
-            "settings": {name: [x, y] for name, x, y in settings},
-            "layers": {n: [as_json(p.strategy[n]) if n in p.strategy else None for p in (a, b)] for n in changed},
-            "predicted": {key: [a.predicted[key], b.predicted[key]] for key in shared},
-        }
-        print(json.dumps(body, indent=1))
-        return 0
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for name in ("", args.a, args.b):
-        table.add_column(name)
-    for setting, x, y in settings:
-        table.add_row(setting, *(str(v)[:12] if setting == "digest" else str(v) for v in (x, y)))
-    for name in changed:
-        table.add_row(name, *(_written(p.strategy.get(name)) for p in (a, b)))
+    rows: list[tuple[str, str, str]] = []
+    for setting, *values in settings:
+        first, second = (str(value)[:12] if setting == "digest" else str(value) for value in values)
+        rows.append((setting, first, second))
+    rows += [(name, _written(a.strategy.get(name)), _written(b.strategy.get(name))) for name in changed]
     for key in shared:
         unit = "s" if key.endswith("_s") else "B"
-        table.add_row(key, units(a.predicted[key], unit), units(b.predicted[key], unit))
-    out = console()
-    out.print(table)
-    out.print(f"\n{len(changed)} of {len(layers)} layers differ")
+        rows.append((key, units(a.predicted[key], unit), units(b.predicted[key], unit)))
+    columns = [Column(""), Column(args.a, wraps=True), Column(args.b, wraps=True)]
+    body = {
+        "settings": {name: [x, y] for name, x, y in settings},
+        "layers": {n: [as_json(p.strategy[n]) if n in p.strategy else None for p in (a, b)] for n in changed},
+        "predicted": {key: [a.predicted[key], b.predicted[key]] for key in shared},
+    }
+    parts: list[Part] = [Table(filled(columns, rows)), Lines([f"{len(changed)} of {len(layers)} layers differ"])]
+    present(Report(a.model, f" in {args.a} and {args.b}", parts, lambda: body), args)
     return 0
 
 

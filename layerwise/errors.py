@@ -8,6 +8,7 @@ from typing import Final
 MOST: Final = 260  # characters that are repeated of one thing that a user gave: a path may have 255, and quotes
 MOST_IN_ALL: Final = 2000
 
+_UNSEEN: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Short quotations, too: else the sentence from the end of one to the beginning of the next would look like a long one.
 _ONE_THING: Final = re.compile(rf"(?<!\w)'[^']*'(?!\w)|(?<!\w)\"[^\"]*\"|\S{{{MOST + 1},}}")
 
@@ -18,10 +19,27 @@ class LayerwiseError(ValueError):
     The message is one line that says what is wrong, where (layer, dimension, sizes), and what to do. What it repeats of
     the input is cut: of a quotation or a word, 260 characters are left.
     Command lines print it and exit with code 2; anything else that is raised is a bug in layerwise.
+
+    Examples:
+        >>> import layerwise
+        >>> try:
+        ...     layerwise.load_profile("p10")
+        ... except LayerwiseError as error:
+        ...     print(str(error).split('?')[0])
+        unknown profile 'p10': did you mean p100
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(shortened(message))
+        super().__init__(shown(shortened(message)))
+
+
+def shown(text: str) -> str:
+    """A text as it is shown to people: what would not be seen, but do something to a terminal, is written out.
+
+    Names of layers, of nodes and of files are whatever somebody wrote: escape codes, another direction of writing, and
+    halves of characters (surrogates), which no terminal takes.
+    """
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(message: str) -> str:

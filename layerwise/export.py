@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from layerwise.cli import Parser, run_main
-from layerwise.errors import LayerwiseError
+from layerwise.errors import LayerwiseError, shown
 from layerwise.files import check_writable, writing
 
 
@@ -88,9 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(asdict(done)))
     else:
-        print(
-            f"{done.out}: {done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
-        )
+        told = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, of step {done.steps} ({done.checkpoint})"
+        print(shown(f"{done.out}: {told}"))
     return 0
 
 

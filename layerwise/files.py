@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +22,8 @@ MAX_DEPTH = 200  # of JSON: what walks through it must not run out of stack
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what shall be at `path`: a file beside it, renamed at the end, removed where that is not reached.
+    """Where to write what shall be at `path`: a new file beside it, renamed at the end, removed where that is not
+    reached.
 
     Symbolic links are followed; a pipe or a device is written to as it is. LayerwiseError where that is impossible.
     """
@@ -32,7 +34,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
             if temporary != target:
                 temporary.replace(target)
         finally:
-            _remove(target, temporary)
+            if temporary != target:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
     except LayerwiseError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
@@ -50,29 +54,26 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     try:
         target, temporary = _places(path)
         if temporary != target:
-            try:
-                temporary.touch()
-            finally:
-                _remove(target, temporary)
+            temporary.unlink()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL, a lone surrogate
         raise _unwritable(path, error) from None
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where the text shall be, and where it is written first: a file beside it, to rename."""
+    """Where the text shall be, and where it is written first: an empty file beside it, to rename.
+
+    Its name cannot be foretold and it did not exist: in a folder that others write to, a name that they know of before
+    may be a link of theirs, which leads to a file of ours.
+    """
     given = Path(path)
     if given.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if given.exists() and not given.is_file():
         return given, given
     target = Path(os.path.realpath(given))
-    return target, target.with_name(f".{target.name}.{os.getpid()}.tmp")
-
-
-def _remove(target: Path, temporary: Path) -> None:
-    if temporary != target:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    return target, temporary
 
 
 def _unwritable(path: str | os.PathLike[str], error: Exception) -> LayerwiseError:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from html import escape
 from typing import Any, Literal
 
 from layerwise.config import NOT_DEGREES, Config, check_choices, parse
@@ -20,7 +19,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.facts import Dim
 from layerwise.partition import holding
-from layerwise.picture import runs, svg, table
+from layerwise.report.content import Column, Lines, Picture, Table, filled
+from layerwise.report.html import fragment
+from layerwise.report.picture import runs, svg
 from layerwise.tensor import LABELS
 
 FORMAT, VERSION = "layerwise-plan", 2
@@ -30,7 +31,28 @@ MAX_BATCH = 2**30  # samples a step; beyond, counts of bytes would leave 64 bits
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs where."""
+    """A strategy with all that the runtime needs of it: what passes from the search to the runtime, as JSON.
+
+    Attributes:
+        model: The model as given on the command line.
+        digest: Of the fused graph at `batch` samples.
+        batch: Samples a step of all devices together.
+        gpus: Devices.
+        gpus_per_node: Devices a node.
+        io: What each device is fed: its samples, the whole batch ("free"), or the boxes that it needs.
+        fused: Whether the layers are those of `fuse`.
+        strategy: The configuration of every layer but inputs and sink.
+        device_order: The rank that is each of the planned devices.
+        predicted: Seconds and bytes of a step.
+        provenance: Versions, profile, options and proof of the search.
+        predicted_layers: Seconds of each layer's parts (compute_s, transfers_s, sync_s, statistics_s), where known.
+        halos_sent: Inputs of which a rank reads its own cell (io boxes); older plans have none.
+
+    Examples:
+        >>> plan = Plan("lenet5", "", 64, 2, 2, "sample", True, {"fc1": Config.of({"c": 2})})
+        >>> plan.strategy["fc1"].total, plan.device_order
+        (2, (0, 1))
+    """
 
     model: str  # as given on the command line
     digest: str  # of the fused graph at `batch` samples
@@ -69,8 +91,9 @@ class Plan:
 
     def _repr_html_(self) -> str:
         rows = [(title, str(config) if config.total > 1 else "one device") for title, config, _ in runs(self.strategy)]
-        title = f"<p><b>{escape(self.model)}</b> on {self.gpus} devices, {self.batch:,} samples a step</p>"
-        return title + svg(self.strategy, self.gpus) + table(rows, ("layers", "configuration"), left=2)
+        table = Table(filled([Column("layers"), Column("configuration")], rows))
+        about = Lines([f"{self.model} on {self.gpus} devices, {self.batch:,} samples a step"])
+        return fragment([about, Picture(svg(self.strategy, self.gpus)), table])
 
     def layers(self, network: LayerGraph) -> LayerGraph:
         """The layers that the plan is for: fused, and with cells of inputs whose halos are sent, where it says so."""
@@ -99,12 +122,29 @@ class Plan:
             )
         for name, config in self.strategy.items():
             parse(as_json(config), graph[name].space.dims, self.gpus, name)
-            holding.check(graph[name], config, self.gpus)
+            holding.check(graph[name], config)
             check_choices(config, name, differentiated=graph.differentiates(graph[name]))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads a plan. LayerwiseError where the file is not a sound plan; whether it fits a model says `Plan.check`."""
+    """Returns the plan in a file. Whether it fits a model says `Plan.check`.
+
+    Args:
+        path: A file of `Plan.save`, `layerwise search --out` or `parallelize(...).plan.save`.
+
+    Returns:
+        The plan. No code of the file is run.
+
+    Raises:
+        LayerwiseError: The file cannot be read, or is not a sound plan.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     Plan("lenet5", "", 64, 2, 2, "sample", True, {"fc1": Config.of({"c": 2})}).save(file.name)
+        ...     load_plan(file.name).gpus
+        2
+    """
     return _plan(read_json(path, "plan"), f"plan {os.fspath(path)!r}")
 
 
@@ -191,7 +231,7 @@ def parse_strategy(value: object, graph: LayerGraph, devices: int) -> dict[str, 
         if name in placements and isinstance(degrees, dict):
             degrees = degrees | {"placement": placements[name]}
         result[name] = parse(degrees, layer.space.dims, devices, name)
-        holding.check(layer, result[name], devices)
+        holding.check(layer, result[name])
     return result
 
 

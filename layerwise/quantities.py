@@ -8,24 +8,30 @@ from numbers import Real
 
 from layerwise.errors import LayerwiseError
 
-UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
-    "TIB": 2**40,
-}  # fmt: skip
+UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", 1):
+    UNITS |= {_prefix: 10 ** (3 * _power), f"{_prefix}B": 10 ** (3 * _power)}
+    UNITS |= {f"{_prefix}I": 2 ** (10 * _power), f"{_prefix}IB": 2 ** (10 * _power)}
+PLAUSIBLE = 10**6  # bytes of a device's memory: a number without a unit below it is meant in another
 
 
 def parse_bytes(value: object, what: str) -> float:
-    """`14GB` is 14e9 bytes, `14GiB` 14 * 2**30; a number is of bytes. LayerwiseError unless it is at least one.
+    """`14GB` or `14G` is 14e9 bytes, `14GiB` 14 * 2**30; a number is of bytes.
+
+    LayerwiseError unless it is at least one, and one million where it has no unit.
 
     what: how the error calls it, such as --memory-limit.
     """
+    match = None
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([+-]?[0-9.]+(?:e[+-]?[0-9]+)?|nan|[+-]?inf)\s*([A-Za-z]*)\s*", value, re.IGNORECASE)
         number = _number(match[1]) if match else math.nan
         if match is None or (math.isnan(number) and match[1].lower() != "nan"):
             raise LayerwiseError(f"{what} is {value!r}: give a number of bytes, such as 14GB or 14GiB")
         if match[2].upper() not in UNITS:
-            raise LayerwiseError(f"{what} is {value!r}: the unit {match[2]!r} is none of B, KB, MB, GB, TB, KiB … TiB")
+            raise LayerwiseError(
+                f"{what} is {value!r}: the unit {match[2]!r} is none of B, KB, MB, GB, TB, KiB … TiB, K … T"
+            )
         size = number * UNITS[match[2].upper()]
     elif isinstance(value, Real) and not isinstance(value, bool):
         try:
@@ -37,6 +43,10 @@ def parse_bytes(value: object, what: str) -> float:
     if not 1 <= size < math.inf:
         shown = repr(value) if isinstance(value, str) else f"{size:g}"
         raise LayerwiseError(f"{what} is {shown}: it must be at least 1 B, and finite")
+    if size < PLAUSIBLE and (not isinstance(value, str) or (match and not match[2])):
+        raise LayerwiseError(
+            f"{what} is {size:g}, which is {size:g} bytes: write {size:g}GB or {size:g}GiB, or {size:g}B"
+        )
     return size
 
 
@@ -71,3 +81,11 @@ def units(value: float, unit: str) -> str:
 def three_digits(value: float) -> str:
     """`1.50`, `12.3`."""
     return f"{value:#.3g}".rstrip(".")
+
+
+def duration(seconds: float) -> str:
+    """`3.21 h`, `41.0 min`, `12.3 s`, `850 ms`."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return units(seconds, "s")

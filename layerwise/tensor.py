@@ -19,8 +19,17 @@ LABELS = ("n", "c", "d", "h", "w", "l", "s")  # of tensor dimensions; a reductio
 class TensorSpec:
     """Shape, a label (or None) and a granularity for every dimension, and the element type.
 
-    Labels are unique in a tensor: n sample, c channel, l length, h height, w width, d depth, s sequence. None: never
-    split. A dimension with unit u is cut only at multiples of u (it was merged from an outer one and u inner elements).
+    Attributes:
+        shape: Extents, each at least 1.
+        dims: Labels, unique in a tensor: n sample, c channel, l length, h height, w width, d depth, s sequence. None:
+            never split.
+        dtype: PyTorch's name of the element type.
+        units: A dimension with unit u is cut only at multiples of u (it was merged from an outer one and u inner
+            elements).
+
+    Examples:
+        >>> TensorSpec((32, 64, 7), ("n", "c", None)).describe()
+        '(n=32, c=64, 7)'
     """
 
     shape: tuple[int, ...]

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import IO, Any, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,6 +83,16 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], read: Callable[[str], T
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
+
+
+def torch_save(value: object, file: IO[bytes]) -> None:
+    """`torch.save` into an open file; OSError where that cannot be written (PyTorch's writer raises a RuntimeError)."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def sync_folder(folder: Path) -> None:

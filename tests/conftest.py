@@ -66,7 +66,6 @@ FIRST = (
     "tests/run/test_dtensors.py",
     "tests/cost/test_transfer.py",
     "tests/train/test_run_ranks.py",
-    "tests/usability/test_scripts.py",
     "tests/api/test_parallelize.py",
     "tests/importers/onnx/test_operators.py",
     "tests/importers/torch/test_from_torch.py",

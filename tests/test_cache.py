@@ -77,6 +77,28 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     assert folder().parent == tmp_path
+    assert folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_among_temporary_files_that_others_can_write_into_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LAYERWISE_CACHE", raising=False)
+    monkeypatch.delenv("LAYERWISE_NO_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~none").expanduser())  # which raises
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    place = tmp_path / f"layerwise-{os.getuid()}"
+    place.mkdir()
+    place.chmod(0o777)
+    assert answers() is None
+    place.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "elsewhere")
+    assert answers() is None
+    assert capsys.readouterr().err.count("set LAYERWISE_CACHE to a folder of your own") == 2
+    place.unlink()
+    assert answers() is not None
 
 
 def test_what_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:

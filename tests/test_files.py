@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.published.records import read_records
 from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
-from layerwise.files import MAX_DEPTH, parse_json, read_json
+from layerwise.files import MAX_DEPTH, check_writable, parse_json, read_json, write_text
 from layerwise.machine import load
 from layerwise.oracle.runs import read_runs
 from layerwise.plan import load_plan, parse_plan
+from layerwise.report.figures import save_plot
 
 READERS = {
     "plan": load_plan,
@@ -46,6 +49,18 @@ def test_numbers_that_are_none_and_deep_nesting_are_refused_in_every_json_file(r
             READERS[reader](file)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 400
+
+
+def test_a_link_of_somebody_else_s_beside_a_file_is_not_written_through(tmp_path: Path) -> None:
+    """In a folder that others write into, too, with the name that a temporary file used to have."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / f".plan.json.{os.getpid()}.tmp").symlink_to("precious")
+    (tmp_path / f".plan.png.{os.getpid()}.tmp").symlink_to("precious")
+    check_writable(tmp_path / "plan.json")
+    write_text(tmp_path / "plan.json", "new")
+    save_plot(Figure(), tmp_path / "plan.png")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "plan.json").read_text() == "new"
 
 
 def test_what_json_holds_is_read() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -48,7 +51,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("dist")
     for name in (*SOURCES, "tests", "notebooks", "docs", "examples", ".ci"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
-    for name in ("LICENSE", "MANIFEST.in", "Makefile", "pyproject.toml", "mkdocs.yml", "CITATION.cff", *WRITTEN):
+    for name in (
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+        "pyproject.toml",
+        "setup.py",
+        "mkdocs.yml",
+        "CITATION.cff",
+        *WRITTEN,
+    ):
         shutil.copy(ROOT / name, source)
     script = f"from setuptools import build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
     said = python("-c", script, cwd=source, errors=True)
@@ -127,19 +139,21 @@ def test_installed_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert json.loads(python(*module, cwd=tmp_path, path=str(target)))["optimal"]
 
 
-def test_packages_are_all_listed() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    rooms = [path.parent for path in (ROOT / "layerwise").rglob("*.*") if path.suffix in (".py", ".json")]
-    assert listed == {".".join(room.relative_to(ROOT).parts) for room in rooms} | {
-        "layerwise.models",
-        "layerwise.models.graphs",
-        "layerwise.profiles",
+def test_packages_are_found(wheel: Path) -> None:
+    """All of them, and nothing that is no part of the package (`models/` and `profiles/` are installed inside it)."""
+    inside = {str(Path(name).parent) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("layerwise/")}
+    there = {
+        path.parent for source in SOURCES for path in (ROOT / source).rglob("*.*") if "__pycache__" not in str(path)
     }
+    rooms = {path.relative_to(ROOT).as_posix() for path in there}
+    assert inside == {room if room.startswith("layerwise") else f"layerwise/{room}" for room in rooms}
 
 
-def test_versions_agree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == layerwise.__version__
+def test_versions_agree(wheel: Path) -> None:
+    """`layerwise/version.py` has it; the build reads it there, and the changelog begins with it."""
+    assert wheel.name.startswith(f"layerwise-{layerwise.__version__}-")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == layerwise.__version__
 
 
 def test_console_script() -> None:
@@ -195,3 +209,26 @@ def test_built_in_networks_are_planned_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["layerwise", "layerwise.search", "layerwise.explain", "layerwise.diff"])
 def test_modules_run_without_warning(module: str, tmp_path: Path) -> None:
     assert python("-W", "error", "-m", module, "--help", cwd=tmp_path).startswith("usage: layerwise")
+
+
+@pytest.mark.parametrize("name", [name for name in layerwise.__all__ if name != "__version__"])
+def test_public_names_say_their_arguments_and_their_examples_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = getattr(layerwise, name)
+    monkeypatch.setenv("COLUMNS", "80")
+    text = inspect.getdoc(public) or ""
+    if inspect.isclass(public):
+        told, needed = parameters_of(public), ("Attributes:" if is_dataclass(public) else "")
+    else:
+        told, needed = set(inspect.signature(public).parameters), "Args:"
+    assert needed in text
+    for word in told:
+        assert re.search(rf"^    {word}: \S", text, re.MULTILINE), f"{name} does not say what {word} is"
+    examples = doctest.DocTestFinder(recurse=False).find(public, name, globs=dict(vars(inspect.getmodule(public))))
+    assert ">>> " in text or "    model = " in text or "BoxLoader(" in text  # what only a script under torchrun shows
+    for example in examples:
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+def parameters_of(public: type) -> set[str]:
+    """What a user gives a class: the fields of a dataclass without those that are computed."""
+    return {field.name for field in fields(public) if field.init} if is_dataclass(public) else set()

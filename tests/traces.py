@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from layerwise.api.planning.choose import Choice, Planner, Strategy
 from layerwise.comm.base import Comm
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers import load
+from layerwise.importers.torch.read.arguments import Call
 from layerwise.ops.base import Role
 
 _traced: dict[object, Any] = {}
@@ -30,10 +32,10 @@ def once() -> Iterator[None]:
     """
     trace, choose = load.traced, Planner.choose
 
-    def traced(module: nn.Module, examples: Sequence[object], name: str, trusted: bool) -> Any:
-        key = _likeness(module), tuple(_form(x) for x in examples), name, trusted
+    def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> Any:
+        key = _likeness(module), str(pytree.tree_map(_form, call)), name, trusted
         if key not in _traced:
-            made = trace(module, examples, name, trusted)
+            made = trace(module, call, name, trusted)
             if any(layer.role is Role.CONSTANT for layer in made[0].layers):  # a value, which is this model's
                 return made
             _traced[key] = made
@@ -63,14 +65,14 @@ def by_rank_0(comm: Comm) -> Iterator[None]:
     """
     trace = load.traced
 
-    def traced(module: nn.Module, examples: Sequence[object], name: str, trusted: bool) -> Any:
+    def traced(module: nn.Module, call: Call, name: str, trusted: bool) -> Any:
         mine: Any = None
         try:
-            mine = trace(module, examples, name, trusted) if comm.rank == 0 else None
+            mine = trace(module, call, name, trusted) if comm.rank == 0 else None
         finally:
             said = comm.all_gather_text("" if mine is None else _written(module, *mine))[0]
         if mine is not None or not said:
-            return mine or trace(module, examples, name, trusted)
+            return mine or trace(module, call, name, trusted)
         graph, stored, *others = pickle.loads(base64.b64decode(said))
         return graph, {key: partial(_value, value) for key, value in (stored | _held(module, stored)).items()}, *others
 

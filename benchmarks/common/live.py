@@ -22,7 +22,7 @@ from layerwise.measure.layers.step import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parts import local_part
-from layerwise.train.loop import cross_entropy
+from layerwise.train.objective import cross_entropy
 
 
 class Live(TorchDispatchMode):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
+from benchmarks.paradl.chainermnx import FILTER_PASSES
+from benchmarks.paradl.facts import Facts
+from benchmarks.paradl.framework import Framework
+from benchmarks.paradl.project import case_of, project
 from benchmarks.published.records import Record
 from layerwise.errors import LayerwiseError
-from layerwise.oracle.formulas.chainermnx import FILTER_PASSES
-from layerwise.oracle.formulas.facts import Facts
-from layerwise.oracle.formulas.phases import Projection
-from layerwise.oracle.formulas.project import case_of, project
-from layerwise.oracle.framework import Framework
+from layerwise.oracle.phases import Projection
 from layerwise.oracle.strategies import HYBRID, Wishes
 
 FactsOf = Callable[[str, int, str], Facts]  # model, batch of a device, runs

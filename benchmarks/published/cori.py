@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.mlp_grid.cost import AlphaBeta, FullLayer, grid_s
-from layerwise.mlp_grid.grid import ProcessGrid, parse_grid
+from benchmarks.common.process_grids import AlphaBeta, FullLayer, grid_s
+from layerwise.search.grids import ProcessGrid, parse_grid
 
 FILE = Path(__file__).with_name("cori_mlp_grids.json")
 BATCH = 100

@@ -20,14 +20,15 @@ from layerwise.models.mlp import mlp
 from torch import Tensor, nn
 
 from benchmarks.common.networks import Network
+from benchmarks.common.process_grids import study
 from benchmarks.ranks import predictions
 from benchmarks.ranks.predictions import PATIENCE_S, Training, measure, plan_of, profile_of, with_layers
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
-from layerwise.mlp_grid.grid import ProcessGrid, grids, study
 from layerwise.plan import Plan
+from layerwise.search.grids import ProcessGrid, grids
 from layerwise.search.result import Candidate
 
 DISTRIBUTED = ProcessGrid(2, 2)

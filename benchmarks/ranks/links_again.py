@@ -10,15 +10,15 @@ import numpy as np
 
 from layerwise.comm.base import Comm
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
-from layerwise.measure.links.measure import bucket_bytes, operation_time, overlap
+from layerwise.measure.links.measure import measure_overlap, operation_time
 from layerwise.measure.links.shapes import Shape, find_topology, pairs, shapes
 
 USED: tuple[Operation, ...] = ("message", "exchange", "all_reduce", "reduce_scatter")  # by gloo
 
 
 class LinksAgain:
-    """The curves at their knots, and what computation and all-reduces cost each other; what a further message costs is
-    not. All ranks do the same. Without links there is nothing to do."""
+    """The curves at their knots, and what computation and messages beside it cost each other; what a further message
+    costs is not, nor the wait after computation. All ranks do the same. Without links there is nothing to do."""
 
     def __init__(self, comm: Comm, links: Links | None, operations: Sequence[Operation] = USED) -> None:
         where = find_topology(comm)
@@ -61,6 +61,6 @@ class LinksAgain:
         return [operation_time(self.comm, curve.operation, shape, size, rounds=1).seconds for size, _ in curve.knots]
 
     def _overlap(self, known: Overlap) -> Overlap:
-        alone = self.first.curve("all_reduce", known.fan, known.load)
+        alone = self.first.curve(known.operation, known.fan, known.load)
         assert alone is not None
-        return overlap(self.comm, self.groups[known.fan, known.load], bucket_bytes(alone), rounds=1)
+        return measure_overlap(self.comm, alone, self._shape(alone), rounds=1)

@@ -35,7 +35,7 @@ from layerwise.machine import Profile
 from layerwise.machine.curves import Links
 from layerwise.machine.layer_times import LayerTimes
 from layerwise.measure.layers.cells import Key, Wanted, wanted_cells
-from layerwise.oracle.formulas.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
+from layerwise.oracle.pipeline import cuts_of, pipeline_phases, pipeline_stages, pipelined_s
 from layerwise.oracle.question import Answer, Oracle, Question
 from layerwise.oracle.strategies import UnreachableError, Wishes, strategy
 from layerwise.oracle.tables import price_plan

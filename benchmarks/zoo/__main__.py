@@ -46,7 +46,8 @@ def main() -> int:
     rows = [known[name, asked.dtype] for name in wanted]
     print(summary(rows))
     if asked.write:
-        asked.write.write_text(page(rows, [row for row in known.values() if row.dtype != asked.dtype]))
+        before = asked.write.read_text() if asked.write.exists() else ""
+        asked.write.write_text(page(rows, [row for row in known.values() if row.dtype != asked.dtype], before))
     return int(any(row.wrong or (asked.small and not row.exact) for row in rows))
 
 

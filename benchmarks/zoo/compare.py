@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from benchmarks.zoo.example import Example
 from benchmarks.zoo.plans import RANKS
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
@@ -17,7 +22,9 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
+from layerwise.run import shapes
 from layerwise.run.load import load
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.parts import local_part
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
@@ -41,36 +48,57 @@ class Reference:
     state: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     random: bool  # the network draws: this is of one rank's layers, not of the user's module
+    evaluated: Mapping[str, tuple[Tensor, ...]]  # by stage: outputs in evaluation, of the batch and of another
 
 
-def reference(model: nn.Module, names: Sequence[str], inputs: tuple[Tensor, ...], network: Network) -> Reference:
+def reference(given: Example, inputs: tuple[Tensor, ...], network: Network) -> Reference:
     """Of the whole batch."""
     random = any(stage.op.random for layer in network.graph.layers for stage in layer.stages)
     own: nn.Module
     if random:
         plan = random_plan(fuse(network.graph), 1, 0, "sample")
-        layered = replace(network, module=None)
-        own = load(plan, layered, comm=SoloComm(), dtype=getattr(torch, network.graph.dtype))
-        outputs = _numbers(own(*inputs))
+        dtype = getattr(torch, network.graph.dtype)
+        # What is computed again goes through the layers, and so draws by position; evaluation is traced anew.
+        own = load(plan, network, comm=SoloComm(), dtype=dtype, checkpoint_activations=True)
     else:
-        own = copy.deepcopy(model)
-        outputs = _numbers(own(**dict(zip(names, inputs, strict=True))) if names else own(*inputs))
+        own = copy.deepcopy(given.model)
+    outputs = _called(own, given, inputs)
     generator = torch.Generator().manual_seed(0)
     weights = tuple(torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs)
     total = _loss(outputs, weights)
     total.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in own.named_parameters(remove_duplicate=False) if p.grad is not None}
     state = {name: value.detach().clone() for name, value in own.state_dict().items()}
-    return Reference(total.item(), tuple(out.detach() for out in outputs), weights, state, gradients, random)
+    own.eval()
+    with torch.no_grad():
+        evaluated = {stage: _called(own, given, _first(inputs, size)) for stage, size in stages(inputs).items()}
+    return Reference(total.item(), tuple(out.detach() for out in outputs), weights, state, gradients, random, evaluated)
 
 
-def compared(network: Network, plan: Plan, inputs: tuple[Tensor, ...], wanted: Reference) -> dict[str, float]:
+def stages(inputs: tuple[Tensor, ...]) -> dict[str, int]:
+    """What comes after the step, all in evaluation, and of how many samples."""
+    return {"evaluation": len(inputs[0]), "another batch": RANKS, "saved and loaded": RANKS}
+
+
+def _first(inputs: Sequence[Tensor], size: int) -> tuple[Tensor, ...]:
+    return tuple(x[:size] if x.dim() and len(x) == len(inputs[0]) else x for x in inputs)
+
+
+def _called(module: nn.Module, given: Example, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs that are numbers, of a call as the model is called."""
+    positional, named = given.call(inputs)
+    return _numbers(module(*positional, **named))
+
+
+def compared(
+    network: Network, plan: Plan, given: Example, inputs: tuple[Tensor, ...], wanted: Reference
+) -> dict[str, float]:
     """The largest difference of the loss, of each output, gradient and entry of the state dict.
 
     Relative to the largest element of the tensor; what is 1e-3 or less in all its elements counts as 1e-3.
     AssertionError where the ranks send other bytes than were predicted.
     """
-    ranks = run_threads(RANKS, lambda comm: _step(network, plan, comm, inputs, wanted), timeout_s=TIMEOUT_S)
+    ranks = run_threads(RANKS, lambda comm: _step(network, plan, comm, given, inputs, wanted), timeout_s=TIMEOUT_S)
     losses = [rank.pop("loss") for rank in ranks]
     away = {name: max(rank.get(name, 0.0) for rank in ranks) for name in dict.fromkeys(n for r in ranks for n in r)}
     sent = {kind: sum(rank.get(f"sent {kind}", 0.0) for rank in ranks) for kind in KINDS}
@@ -81,13 +109,14 @@ def compared(network: Network, plan: Plan, inputs: tuple[Tensor, ...], wanted: R
     return away | {"loss": abs(mean - wanted.loss) / max(abs(wanted.loss), 1e-3)}
 
 
-def _step(network: Network, plan: Plan, comm: Comm, inputs: tuple[Tensor, ...], wanted: Reference) -> dict[str, float]:
+def _step(
+    network: Network, plan: Plan, comm: Comm, given: Example, inputs: tuple[Tensor, ...], wanted: Reference
+) -> dict[str, float]:
     """What one rank has, compared; its own loss, and the bytes that it sent."""
     torch.set_num_threads(1)
     module = load(plan, network, comm=comm, dtype=getattr(torch, network.graph.dtype))
     before = dict(comm.sent)
-    share, batch = module.share(), inputs[0].shape[0]
-    outputs = _numbers(module(*(x[share] if x.dim() and x.shape[0] == batch else x for x in inputs)))
+    outputs = _called(module, given, _share(module, inputs))
     if len(outputs) != len(wanted.outputs):
         raise LayerwiseError(f"the plan returns {len(outputs)} tensors of numbers, PyTorch {len(wanted.outputs)}")
     parts = [_part(whole, out, comm.rank) for whole, out in zip(wanted.outputs, outputs, strict=True)]
@@ -111,12 +140,60 @@ def _step(network: Network, plan: Plan, comm: Comm, inputs: tuple[Tensor, ...], 
         else:
             away[f"gradient of {name}"] = float(gradient.abs().max())
     for name in dict(module.named_parameters()):
-        if name in wanted.gradients and name not in found:
+        if name in wanted.gradients and name in boxes and name not in found:
             away[f"gradient of {name}"] = float(wanted.gradients[name].abs().max())
     state = module.full_state_dict()
     if state.keys() != wanted.state.keys():
         raise LayerwiseError(f"the state dict has other names: {sorted(state.keys() ^ wanted.state.keys())[:3]}")
-    return away | {f"state {name}": difference(value, wanted.state[name]) for name, value in state.items()}
+    away |= {f"state {name}": difference(value, wanted.state[name]) for name, value in state.items()}
+    module.eval()
+    for stage, size in stages(inputs).items():
+        if stage == "saved and loaded":
+            for shard in module.shards():
+                if state.keys() & {shard.name, *shard.aliases}:  # not a constant of the forward pass
+                    shard.tensor.zero_()
+            module.load_state_dict(state)
+        away |= _evaluated(module, given, _first(inputs, size), wanted.evaluated[stage], stage)
+    return away
+
+
+@torch.no_grad()
+def _evaluated(
+    module: ParallelModule, given: Example, inputs: tuple[Tensor, ...], wanted: Sequence[Tensor], stage: str
+) -> dict[str, float]:
+    """The differences of outputs in evaluation. LayerwiseError, with the stage, where it is refused."""
+    try:
+        outputs = _called(module, given, _share(module, inputs))
+    except LayerwiseError as error:
+        raise LayerwiseError(f"{stage}: {error}") from None
+    parts = [_part(whole, out, module.comm.rank) for whole, out in zip(wanted, outputs, strict=True)]
+    pairs = enumerate(zip(outputs, parts, strict=True))
+    return {f"{stage}, output {i}": difference(out, part) for i, (out, part) in pairs if part.dim()}
+
+
+def _share(module: ParallelModule, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A rank's samples."""
+    batch = len(inputs[0])
+    return tuple(x[module.share(batch)] if x.dim() and len(x) == batch else x for x in inputs)
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Within it a network is traced once more for evaluation, not by every rank under every plan."""
+    lock, known, trace = Lock(), dict[str, Network](), shapes.network_of
+
+    def network(module: nn.Module, examples: Any, batch: Any, name: str, named: Any = None, **how: Any) -> Network:
+        key = str((module.training, batch, pytree.tree_map_only(Tensor, lambda x: x.shape, (examples, named))))
+        with lock:
+            if key not in known:
+                known[key] = trace(module, examples, batch, name, named, **how)
+            return known[key]
+
+    shapes.network_of = network  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        shapes.network_of = trace
 
 
 def _numbers(returned: object) -> tuple[Tensor, ...]:

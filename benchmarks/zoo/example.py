@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,10 @@ class Example:
     model: nn.Module
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...] = ()
+
+    def call(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What the model is called with, by position and by name, where it is given these."""
+        return ((), dict(zip(self.names, inputs, strict=True))) if self.names else (tuple(inputs), {})
 
 
 Build = Callable[[], Example]

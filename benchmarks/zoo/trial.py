@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.compare import NARROW, TOLERANCES, Reference, compared, reference
+from benchmarks.zoo.compare import NARROW, TOLERANCES, Reference, compared, reference, traced_once
 from benchmarks.zoo.example import SAMPLES, Example
 from benchmarks.zoo.networks import build
 from benchmarks.zoo.plans import PLANS, RANKS
-from layerwise.api.loop.keywords import ByPosition
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel
 from layerwise.errors import LayerwiseError
@@ -84,20 +83,20 @@ def _stages(row: Row, *, timed: bool) -> None:
     torch.set_num_threads(1)
     _export(nn.Linear(2, 2), (torch.randn(2, 2),))  # what torch.export imports at its first call is nobody's time
     given = prepared(build(row.name), getattr(torch, row.dtype))
-    model = ByPosition(given.model, given.names) if given.names else given.model
+    call = given.call(given.inputs)
     row.parameters = sum(p.numel() for p in given.model.parameters())
     row.stage = "export"
     if timed:
         with _clock(row, "export_s"):
-            _export(model, given.inputs)
+            _export(given.model, *call)
     row.stage = "import"
     try:
         with _clock(row, "import_s"):
-            network = network_of(model, given.inputs, SAMPLES * RANKS, row.name)
+            network = network_of(given.model, call[0], SAMPLES * RANKS, row.name, call[1])
     except LayerwiseError:
         if not timed:
             row.stage = "export"
-            _export(model, given.inputs)  # whose failure it is not, or is
+            _export(given.model, *call)  # whose failure it is not, or is
             row.stage = "import"
         raise
     row.layers = len(network.graph.inner)
@@ -110,12 +109,13 @@ def _stages(row: Row, *, timed: bool) -> None:
     row.stage = "run"
     made = {stage.space.out.dtype for layer in network.graph.inner for stage in layer.stages}
     row.narrow = row.dtype == "float64" and "float32" in made
-    _run(row, given, network, NARROW if row.narrow else TOLERANCES[row.dtype])
+    with traced_once():
+        _run(row, given, network, NARROW if row.narrow else TOLERANCES[row.dtype])
 
 
-def _export(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _export(model: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor] | None = None) -> None:
     with redirect_stderr(io.StringIO()):  # where it fails, it prints the graph so far
-        torch.export.export(model, inputs, strict=False)
+        torch.export.export(model, inputs, dict(named or {}), strict=False)
 
 
 def _plan(row: Row, network: Network) -> None:
@@ -130,12 +130,12 @@ def _plan(row: Row, network: Network) -> None:
 def _run(row: Row, given: Example, network: Network, tolerance: float) -> None:
     """Under every kind of plan, on two ranks."""
     inputs = tuple(torch.cat([x, _other(x)]) for x in given.inputs)
-    wanted: Reference = reference(given.model, given.names, inputs, network)
+    wanted: Reference = reference(given, inputs, network)
     row.random = wanted.random
     for kind, make in PLANS.items():
         try:
             plan = make(network)
-            away = compared(network, plan, inputs, wanted)
+            away = compared(network, plan, given, inputs, wanted)
         except LayerwiseError as error:
             row.refused[kind] = str(error)
             continue

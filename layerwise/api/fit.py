@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -21,18 +21,20 @@ from layerwise.api.data.evaluation import Metric, evaluate
 from layerwise.api.data.feed import Feed, feed
 from layerwise.api.data.split import seat
 from layerwise.api.loop import losses
-from layerwise.api.loop.guards import written_back
 from layerwise.api.loop.optimizers import Scheduling, Wanted, build, planned
 from layerwise.api.loop.optimizers import check as check_optimizer
+from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.api.planning.source import Model
 from layerwise.cli import console, progress_bar
 from layerwise.comm.start import default_device
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
+from layerwise.run.guards.given import forget_given
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.data import order
-from layerwise.train.loop import least
+from layerwise.train.data import StepSampler
+from layerwise.train.loop import Trainer, least
+from layerwise.train.sources import Batch
 
 BATCH = 32  # samples of all ranks together, by default
 
@@ -92,20 +94,44 @@ def fit(
 
         fitted = layerwise.fit(model, (x, y), nn.CrossEntropyLoss(), "adam", epochs=5, held_out=(x_test, y_test))
 
-    data, held_out: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set,
-    batch size, shuffling, workers and collate function are used); all ranks give the same. loss: of outputs and
-    targets, for losses that are a mean over samples: class weights, and targets that the loss ignores, are refused.
-    optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
-    which then has the parallel module's in their place. scheduler: the optimizer's, or a function of it; it steps once
-    an epoch. batch: samples of all ranks together (default: the loader's, else 32). metrics: means over samples, by
-    name; with accuracy where outputs are scores of classes, they come after every epoch. autocast: torch.bfloat16 for
-    mixed precision, which is planned, and in which model and loss are computed. checkpoint: a folder that all
-    ranks share, written after every epoch; resume goes on from it, also on another number of ranks. how: as
-    `parallelize` takes it.
-
     The order of the samples depends on `seed` and the epoch alone, so losses and weights do not depend on the number
     of ranks. No sample is left out: what remains joins the last batch where it is less than half a batch. At the end
-    a model that is an nn.Module with values has the trained ones. LayerwiseError for data that does not fit.
+    a model that is an nn.Module with values has the trained ones.
+
+    Args:
+        model: As `parallelize` takes it, or what it returned.
+        data: (inputs, targets) tensors, a map-style Dataset of (input, target), or a DataLoader (its data set, batch
+            size, shuffling, workers and collate function are used); all ranks give the same.
+        loss: Of outputs and targets, a mean over samples: class weights, and targets that it ignores, are refused.
+        optimizer: "sgd", "momentum", "adam", "adamw"; a function of the parameters; or one over the model's parameters,
+            which then has the parallel module's in their place.
+        epochs: Passes over the data.
+        batch: Samples of all ranks together. None: the loader's, else 32.
+        held_out: Data to evaluate on after every epoch.
+        metrics: Means over samples, by name; accuracy comes with outputs that are scores of classes.
+        shuffle: Another order every epoch. None: as the loader does, else yes.
+        scheduler: The optimizer's, or a function of it; it steps once an epoch.
+        clip_norm: The largest norm of all gradients together.
+        autocast: torch.bfloat16 for mixed precision, which is planned, and in which model and loss are computed.
+        checkpoint: A folder that all ranks share, written after every epoch.
+        resume: Whether to go on from the checkpoint, also on another number of ranks.
+        seed: Of the samples' order, and of `ParallelOptions`.
+        progress: Rank 0 prints a line an epoch.
+        how: As `parallelize` takes it.
+
+    Returns:
+        The parallel module, trained, its optimizer, and what each epoch came to.
+
+    Raises:
+        LayerwiseError: Data, loss or optimizer do not fit, or what `parallelize` raises.
+
+    Examples:
+        >>> import layerwise
+        >>> x = torch.randn(64, 4)
+        >>> fitted = layerwise.fit(nn.Linear(4, 1), (x, x.sum(1, keepdim=True)), nn.MSELoss(), "sgd", progress=False,
+        ...                        verbose=False)
+        >>> len(fitted.history)
+        1
     """
     losses.check(loss)
     at_least_1("epochs", epochs)
@@ -134,14 +160,16 @@ def fit(
     done = 0 if resumed is None else int(resumed[1]["epochs"])
     if resumed is not None and schedule is not None:
         schedule.load_state_dict(resumed[1]["scheduler"])
+    shuffle = train.shuffle is not False if shuffle is None else shuffle
+    objective = UserObjective(module, train, loss, autocast)
+    trainer = Trainer(module, objective, _sampler(train, module, seed, shuffle), made, clip_norm)
     for number in range(done, epochs):
-        cuts = cut(train, module, seed, number, train.shuffle is not False if shuffle is None else shuffle)
-        value, seconds = _epoch(module, made, train, cuts, loss, clip_norm, autocast, quiet=not said)
+        value, seconds, samples = _epoch(trainer, number, quiet=not said)
         if schedule is not None:
             schedule.step()
-        with _within(module, autocast):
+        with objective.arithmetic():
             results = {} if held is None else evaluate(module, held, loss, metrics or {})
-        epoch = Epoch(number + 1, value, seconds, sum(map(len, cuts)), results)
+        epoch = Epoch(number + 1, value, seconds, samples, results)
         fitted.history.append(epoch)
         if said:
             console().print(epoch.line(epochs), soft_wrap=True)
@@ -150,12 +178,8 @@ def fit(
             checkpoints.save(checkpoint, module, made, {"epochs": number + 1, **facts, **state})
     if isinstance(model, nn.Module) and model is not module and not any(p.is_meta for p in model.parameters()):
         model.load_state_dict(fitted.state_dict())
-        written_back(model)
+        forget_given(model)
     return fitted
-
-
-def _within(module: ParallelModule, autocast: torch.dtype | None) -> AbstractContextManager[object]:
-    return nullcontext() if autocast is None else torch.autocast(module.device.type, autocast)
 
 
 def _module(
@@ -173,7 +197,8 @@ def _module(
                 f"the model is planned for batches of {model.plan.batch}, not {batch}: leave batch= out"
             )
         return model
-    ranks = how["comm"].size if how.get("comm") is not None else seat()[1]
+    options = how.get("options", ParallelOptions())
+    ranks = seat()[1] if options.comm is None else options.comm.size
     if train.count < ranks:
         raise LayerwiseError(f"the data set has {train.count} samples, too few for {ranks} ranks: start fewer")
     if batch is not None:
@@ -183,7 +208,8 @@ def _module(
     # The data is loaded to the CPU; where there are GPUs, this rank's computes.
     device = default_device(int(os.environ.get("LOCAL_RANK", "0")))
     inputs, whole = tuple(x.to(device) for x in examples), min(whole, train.count)
-    return parallelize(model, inputs, batch=whole, optimizer=optimizer, seed=seed, autocast=autocast, **how)
+    kept = {**how, "options": replace(options, seed=seed)}
+    return parallelize(model, inputs, batch=whole, optimizer=optimizer, autocast=autocast, **kept)
 
 
 def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
@@ -201,50 +227,49 @@ def _check_keywords(model: object, how: Mapping[str, Any]) -> None:
             )
 
 
-def cut(train: Feed, module: ParallelModule, seed: int, epoch: int, shuffle: bool) -> list[Tensor]:
-    """The samples of every batch of an epoch.
-
-    A last batch of less than half a batch joins the one before: so all ranks have a part of it, whatever their number.
-    """
-    count, size = train.count, module.plan.batch
-    numbers = order(count, seed, epoch) if shuffle else torch.arange(count)
-    batches = [numbers[first : first + size] for first in range(0, count, size)]
-    left = count % size
-    if left and train.drop_last:
-        return batches[:-1]
-    if left and left < max(size / 2, least(module.plan)) and len(batches) > 1:
-        batches[-2:] = [torch.cat(batches[-2:])]
-    return batches
+def _sampler(train: Feed, module: ParallelModule, seed: int, shuffle: bool) -> StepSampler:
+    """A last batch of less than half a batch joins the one before: so all ranks have a part of it."""
+    size = module.plan.batch
+    join = max(-(-size // 2), least(module.plan))
+    return StepSampler(train.count, size, least=size if train.drop_last else 1, seed=seed, join=join, shuffle=shuffle)
 
 
-def _epoch(
-    module: ParallelModule,
-    optimizer: Optimizer,
-    train: Feed,
-    cuts: list[Tensor],
-    loss: Metric,
-    clip_norm: float | None,
-    autocast: torch.dtype | None,
-    *,
-    quiet: bool,
-) -> tuple[float, float]:
-    """The mean loss over all samples, and the seconds of the slowest rank."""
-    module.train()
-    mine = [numbers[module.share(len(numbers))].tolist() for numbers in cuts]
-    started, total = time.perf_counter(), torch.zeros((), dtype=torch.float64)
+@dataclass(frozen=True, slots=True)
+class UserObjective:
+    """A user's loss of outputs and targets, a mean over samples."""
+
+    module: ParallelModule
+    train: Feed
+    function: Metric
+    autocast: torch.dtype | None = None
+    summed: bool = False
+
+    def read(self, batches: Sequence[Tensor]) -> Iterator[Batch]:
+        """This rank's samples of each batch."""
+        mine = [numbers[self.module.share(len(numbers))].tolist() for numbers in batches]
+        for inputs, target in self.train.batches(mine):
+            losses.check_targets(self.function, target, self.train.name)
+            yield inputs, target.to(self.module.device)
+
+    def loss(self, given: Batch, batch: int) -> Tensor:
+        """The function's value."""
+        inputs, target = given
+        with self.arithmetic():
+            return self.function(self.module(*inputs, batch=batch), target)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """In which model and loss are computed."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.module.device.type, self.autocast)
+
+
+def _epoch(trainer: Trainer[Batch], number: int, *, quiet: bool) -> tuple[float, float, int]:
+    """The mean loss over all samples, the seconds of the slowest rank, and the samples."""
+    each, started = trainer.sampler.per_epoch, time.perf_counter()
+    total, samples = 0.0, 0
     with progress_bar("training", quiet=quiet) as bar:
-        for i, (numbers, (inputs, target)) in enumerate(zip(cuts, train.batches(mine), strict=True)):
-            optimizer.zero_grad()
-            losses.check_targets(loss, target, train.name)
-            with _within(module, autocast):
-                value = loss(module(*inputs, batch=len(numbers)), target.to(module.device))
-            value.backward()  # type: ignore[no-untyped-call]
-            if clip_norm is not None:
-                module.clip_grad_norm_(clip_norm)
-            optimizer.step()
-            total += value.detach().double().cpu() * len(mine[i])
+        for step in trainer.run((number + 1) * each, number * each):
+            total, samples = total + step.loss * step.samples, samples + step.samples
             if bar is not None:
-                bar(i + 1, len(cuts))
-    everyone = module.comm.all_gather_object([float(total), time.perf_counter() - started])
-    sums = everyone[:1] if module.io == "free" else everyone
-    return sum(t for t, _ in sums) / sum(map(len, cuts)), max(s for _, s in everyone)
+                bar(step.number - number * each, each)
+    seconds = max(trainer.module.comm.all_gather_object(time.perf_counter() - started))
+    return total / samples, seconds, samples

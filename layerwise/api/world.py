@@ -90,18 +90,22 @@ def _join(device: torch.device, timeout_s: float) -> Comm:
             alone = dist.get_world_size() == 1
             _Joined.comm = SoloComm(device) if alone else join_default_group(device, timeout_s)
             _Joined.group = dist.group.WORLD
+            atexit.register(_leave, _Joined.comm, os.getpid(), wait=False)
         return _Joined.comm
     made = start(timeout_s, device=device.type)
     if made.size > 1:
         _Joined.comm, _Joined.group = made, dist.group.WORLD
-        atexit.register(_leave, made)
+        atexit.register(_leave, made, os.getpid(), wait=True)
     return made
 
 
-def _leave(comm: Comm) -> None:
-    """At the end of a script: the ranks wait for each other, or are told of the error that ends this one."""
-    if dist.is_initialized():  # else the script has taken the network down itself
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+def _leave(comm: Comm, process: int, *, wait: bool) -> None:
+    """At the end of a script: the ranks are told of the error that ends this one, else wait for each other.
+
+    wait: not where the script has made the network itself. process: not in one that was forked from that.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if dist.is_initialized() and os.getpid() == process and (wait or error):  # else the script has ended the network
         try:
             comm.close(error)
         except LayerwiseError as failure:  # one line: nobody can catch it any more

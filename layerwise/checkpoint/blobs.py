@@ -14,12 +14,12 @@ import zipfile
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from layerwise.tensorfile import Spec
+from layerwise.tensorfile import Spec, torch_save
 
 ALIGNED = 64  # bytes: torch.save puts elements at multiples of it, counted from where it begins
 ELEMENTS = "/data/0"  # the end of the member's name
@@ -39,7 +39,7 @@ def write_blobs(path: Path, values: Iterable[object]) -> tuple[str, list[Span]]:
         for value in values:
             out.write(b"\0" * (-out.length % ALIGNED))
             start = out.length
-            torch.save(_alone(value), out)  # type: ignore[arg-type]
+            torch_save(_alone(value), cast(IO[bytes], out))
             spans.append((start, out.length - start))
             del value  # before the next one comes
         file.flush()

@@ -1,45 +1,42 @@
-"""What is where in a checkpoint: torch.distributed.checkpoint's `.metadata`, read without running what is in it.
-
-It is a pickle. The only things that may be made of it are DCP's own records of shapes, types and places, and numbers
-and text; any other name in it is refused. All that the records say is checked before it is used.
-"""
+"""What is where in a checkpoint: torch.distributed.checkpoint's `.metadata`, a pickle that is read, never run."""
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
-from pathlib import PurePosixPath
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as records
 
+from layerwise.checkpoint.unpickled import Name, Pairs, Record, unpickled
 from layerwise.geometry import Box
-from layerwise.tensorfile import DTYPES, Spec
+from layerwise.tensorfile import DTYPE_OF, Spec
 
 FILE = re.compile(r"__\d+_\d+\.distcp")  # and nothing else: a name may not lead out of the folder
 RECORDS = (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-KNOWN: Mapping[tuple[str, str], Any] = {
-    **{(records.__name__, name): getattr(records, name) for name in RECORDS},
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch", "Size"): torch.Size,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-}
+KNOWN = frozenset(
+    {
+        *(f"{records.__name__}.{name}" for name in RECORDS),
+        *(f"torch.{name}" for name in (*DTYPE_OF, "Size", "serialization._get_layout")),
+        f"{filesystem.__name__}._StorageInfo",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+    }
+)
+MOST_DIMS = 64  # of a tensor, in PyTorch
+MOST_CUT = 8  # dimensions in which a tensor is cut into boxes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileSpan:
     """Where something is that torch.save wrote."""
 
     file: str
@@ -52,7 +49,7 @@ class Stored:
     """A tensor, by the boxes that tile it."""
 
     spec: Spec
-    boxes: list[tuple[Box, Place]] = field(default_factory=list)
+    boxes: list[tuple[Box, FileSpan]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,59 +57,94 @@ class Description:
     """By name what a checkpoint holds: tensors, and values that are none."""
 
     tensors: dict[str, Stored]
-    values: dict[str, Place]
+    values: dict[str, FileSpan]
 
 
 def read_description(content: bytes) -> Description:
     """Of a `.metadata`. ValueError and the like where it is none, or contradicts itself."""
-    found = _Records(io.BytesIO(content)).load()
-    if not isinstance(found, records.Metadata):
-        raise ValueError("it is no description of a checkpoint")
-    places = {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): _place(info)
-        for index, info in found.storage_data.items()
-    }
+    found = _members(unpickled(content, KNOWN), "Metadata")
+    places = dict[tuple[str, tuple[int, ...] | None], FileSpan]()
+    for index, info in found["storage_data"]:
+        key = _members(index, "MetadataIndex")
+        offset = key.get("offset")  # of what is no tensor there is none
+        places[_text(key["fqn"]), None if offset is None else _numbers(offset)] = _place(info)
     made = Description({}, {})
-    for name, one in found.state_dict_metadata.items():
-        if isinstance(one, records.BytesStorageMetadata):
-            made.values[str(name)] = places[name, None]
+    for name, one in found["state_dict_metadata"].members().items():
+        if _kind(one) == "BytesStorageMetadata":
+            made.values[name] = places[name, None]
             continue
-        shape, dtype = tuple(one.size), one.properties.dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"{name!r} is of type {dtype}")
-        boxes = [_box(name, chunk, shape) for chunk in one.chunks]
-        made.tensors[str(name)] = Stored((shape, dtype), [(box, places[name, box.lo]) for box in boxes])
-        check_whole(str(name), shape, boxes)
+        stored = _members(one, "TensorStorageMetadata")
+        shape, dtype = _numbers(stored["size"]), stored["properties"].state[0]
+        if type(dtype) is not Name or _kind(stored["properties"]) != "TensorProperties":
+            raise ValueError(f"{name!r} has no type")
+        boxes = [_box(name, _members(chunk, "ChunkStorageMetadata"), shape) for chunk in stored["chunks"]]
+        spec = shape, DTYPE_OF[dtype.removeprefix("torch.")]
+        made.tensors[name] = Stored(spec, [(box, places[name, box.lo]) for box in boxes])
+        check_whole(name, shape, boxes)
     return made
 
 
-def check_whole(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """ValueError where some are missing: they are disjoint, so all are there where they have as many elements."""
+def check_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """ValueError unless every element is in exactly one of these boxes, which lie inside the shape.
+
+    Of boxes that cover an element an even number of times, corners cancel where they meet: only where all of a box is
+    covered an odd number of times are its own corners left. With as many elements as it has, that is once.
+    """
     saved, volume = sum(box.volume for box in boxes), prod(shape)
     if saved != volume:
         raise ValueError(f"{saved} of the {volume} elements of {name!r} are there")
+    cut = [d for d, extent in enumerate(shape) if any(box.shape[d] != extent for box in boxes if box.volume)]
+    if len(cut) > MOST_CUT:
+        raise ValueError(f"{name!r} is cut in {len(cut)} dimensions")
+    left = Counter[tuple[int, ...]]()
+    for box in boxes:
+        if box.volume:
+            left.update(product(*((box.lo[d], box.hi[d]) for d in cut)))
+    odd = {corner for corner, times in left.items() if times % 2}
+    if volume and odd != set(product(*((0, shape[d]) for d in cut))):
+        raise ValueError(f"of {name!r} some elements are there twice, and others not at all")
 
 
-def _box(name: str, chunk: records.ChunkStorageMetadata, shape: tuple[int, ...]) -> Box:
-    sizes, lo = tuple(chunk.sizes), tuple(chunk.offsets)
-    inside = (0 <= a <= a + b <= n for a, b, n in zip(lo, sizes, shape, strict=True))
-    if not all(type(number) is int for number in (*sizes, *lo, *shape)) or not all(inside):
+def _kind(value: object) -> str:
+    """`Metadata`: the class of a record, without its module."""
+    return value.of.rpartition(".")[2] if isinstance(value, Record) else type(value).__name__
+
+
+def _members(value: Any, kind: str) -> dict[str, Any]:
+    """A record's attributes."""
+    if _kind(value) != kind or not isinstance(value.state, Pairs):
+        raise ValueError(f"a {_kind(value)} stands where a {kind} belongs")
+    return value.state.members()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a {_kind(value)} stands where a name belongs")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """Of a torch.Size, or a tuple."""
+    numbers = value.arguments[0] if _kind(value) == "Size" else value
+    if type(numbers) is not tuple or len(numbers) > MOST_DIMS or not all(type(number) is int for number in numbers):
+        raise ValueError(f"a {_kind(value)} stands where sizes belong")
+    return numbers
+
+
+def _box(name: str, chunk: dict[str, Any], shape: tuple[int, ...]) -> Box:
+    sizes, lo = _numbers(chunk["sizes"]), _numbers(chunk["offsets"])
+    if not all(0 <= a <= a + b <= n for a, b, n in zip(lo, sizes, shape, strict=True)):
         raise ValueError(f"a box of {name!r} lies outside its shape {shape}")
     return Box(lo, tuple(a + b for a, b in zip(lo, sizes, strict=True)))
 
 
-def _place(info: filesystem._StorageInfo) -> Place:
-    if not FILE.fullmatch(info.relative_path):
-        raise ValueError(f"file {info.relative_path!r}")
-    if getattr(info, "transform_descriptors", None):
+def _place(info: Any) -> FileSpan:
+    told = _members(info, "_StorageInfo")
+    file, offset, length = _text(told["relative_path"]), told["offset"], told["length"]
+    if not FILE.fullmatch(file):
+        raise ValueError(f"file {file!r}")
+    if told.get("transform_descriptors"):
         raise ValueError("it is compressed")
-    return Place(info.relative_path, int(info.offset), int(info.length))
-
-
-class _Records(pickle.Unpickler):
-    """Makes nothing but what is in KNOWN."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in KNOWN:
-            raise ValueError(f"{module}.{name} has no place in it")
-        return KNOWN[module, name]
+    if not (type(offset) is type(length) is int and offset >= 0 and length >= 0):
+        raise ValueError(f"a part of {file!r} is nowhere")
+    return FileSpan(file, offset, length)

@@ -23,7 +23,7 @@ KERNEL = {"capturable", "differentiable", "foreach", "fused"}
 MEMBERS = "params"
 
 
-class Facts(TypedDict):
+class OptimizerFacts(TypedDict):
     """What the ranks must have alike, and which of a group's parameters this one has."""
 
     kind: str  # the name of its class
@@ -36,13 +36,13 @@ State = dict[str, object]  # of one parameter, as in Optimizer.state
 Owned = Mapping[Parameter, Shard]  # a rank's parameters, each with the box of the model that it is
 
 
-def describe(optimizer: Optimizer, owned: Owned) -> tuple[Facts, list[Entry]]:
+def describe(optimizer: Optimizer, owned: Owned) -> tuple[OptimizerFacts, list[Entry]]:
     """What this rank knows of the optimizer, and what it writes of its state.
 
     LayerwiseError for an optimizer of foreign parameters, or with state that cannot be cut as the parameters are.
     """
     kind = type(optimizer).__qualname__
-    facts = Facts(kind=kind, groups=[], settings=[], numbers={})
+    facts = OptimizerFacts(kind=kind, groups=[], settings=[], numbers={})
     entries: list[Entry] = []
     for held, group in _groups(optimizer, owned):
         facts["groups"].append([owned[parameter].name for parameter in held])
@@ -67,7 +67,7 @@ def describe(optimizer: Optimizer, owned: Owned) -> tuple[Facts, list[Entry]]:
     return facts, entries
 
 
-def of_groups(optimizer: Optimizer, ranks: Sequence[Facts | None]) -> list[Entry]:
+def of_groups(optimizer: Optimizer, ranks: Sequence[OptimizerFacts | None]) -> list[Entry]:
     """What one rank writes of the groups. LayerwiseError where the ranks' optimizers differ."""
     if None in ranks:
         raise LayerwiseError(f"rank {ranks.index(None)} gave no optimizer, others did: give all ranks the same")

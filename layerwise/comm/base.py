@@ -78,7 +78,7 @@ class Comm(ABC):
         """
 
     def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh | None:
-        """A mesh of these ranks for torch's DTensors, ascending along each axis. None: a network that has no such.
+        """A mesh of these ranks for torch's DTensors, ascending along each axis. None: ranks that are no processes.
 
         Every rank calls it, also one that is not among them.
         """

@@ -3,6 +3,7 @@
 alive/R   the sign of life of rank R
 verdict   what happened and to whom: the first rank that knows writes it, all others repeat it
 heard/R   rank R knows the verdict
+ended     the last sign of the first rank whose run is over
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Board:
 
         def do() -> None:
             self._store.set(f"alive/{self.rank}", sign.pack())
+            if sign.ended:
+                self._store.compare_set("ended", "", sign.pack())
             if self._store.check(["verdict"]):
                 self._hear(self._store.get("verdict"))
 
@@ -56,6 +59,10 @@ class Board:
         return self._call(
             lambda: {rank: unpack(self._store.get(key)) for rank, key in others if self._store.check([key])}, {}
         )
+
+    def ended(self) -> Sign | None:
+        """The last sign of the first rank whose run is over; None while all go on."""
+        return self._call(lambda: unpack(self._store.get("ended")) if self._store.check(["ended"]) else None, None)
 
     def publish(self, text: str, gone: list[int]) -> None:
         """Makes this the verdict, unless there is one."""

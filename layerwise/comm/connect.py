@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,10 +19,8 @@ from layerwise.comm.base import CommError, reason
 from layerwise.comm.seat import Seat
 
 T = TypeVar("T")
-POLL_S: Final = 0.05  # between two looks at who has arrived
 SLACK_S: Final = 1.0  # for torch to answer after the time-out
 FATAL: Final = 3  # of c10's levels: it aborts
-CHECK: Final = "check MASTER_ADDR and MASTER_PORT"
 
 
 def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
@@ -34,28 +30,24 @@ def connect(seat: Seat, timeout_s: float) -> tuple[Store, Store]:
     """
     hush()
     serves = seat.rank == 0 and not seat.agent
-    me, server = f"rank {seat.rank} of {seat.size}", "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
-    until = time.monotonic() + timeout_s
 
     def do() -> tuple[Store, Store]:
-        if not serves:
-            _await_server(seat, server, timeout_s)
-        left = timedelta(seconds=max(until - time.monotonic(), SLACK_S))
-        store = TCPStore(seat.host, seat.port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True)
-        store.set_timeout(timedelta(seconds=timeout_s))
+        limit = timedelta(seconds=timeout_s)
+        store = TCPStore(seat.host, seat.port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
         return store, store.clone()  # type: ignore[attr-defined]
 
     try:
-        return bounded(do, timeout_s + SLACK_S)
-    except TimeoutError as error:
-        raise CommError(
-            f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: what accepts "
-            f"connections there is another program, or a process that is stopped; {CHECK}"
-        ) from error
-    except RuntimeError as error:
-        do_what, why = ("serve", "the port is taken") if serves else ("use", "another program may listen there")
-        text = f"{me} cannot {do_what} a store at {seat.address}: {reason(error)}; {why}? {CHECK}"
-        raise CommError(text) from error
+        return bounded(do, timeout_s + SLACK_S)  # torch waits for up to twice the time, and for ever for who is silent
+    except (TimeoutError, RuntimeError) as error:
+        if serves:
+            said = f"rank 0 of {seat.size} cannot serve a store at {seat.address}: {reason(error)}; the port is taken?"
+        else:
+            server = "torchrun's store" if seat.agent else f"rank 0 of {seat.size}"
+            said = (
+                f"{server} does not answer at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: it was not "
+                "started, has ended or is stopped, the network is cut, or another program listens there;"
+            )
+        raise CommError(f"{said} check MASTER_ADDR and MASTER_PORT") from error
 
 
 def bounded(act: Callable[[], T], limit_s: float) -> T:
@@ -85,20 +77,3 @@ def hush() -> None:
     with suppress(OSError, ValueError):  # a build without the library or the flag
         library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), Path())
         ctypes.c_int.in_dll(ctypes.CDLL(os.fspath(library)), "FLAGS_caffe2_log_level").value = FATAL
-
-
-def _await_server(seat: Seat, server: str, timeout_s: float) -> None:
-    """Until somebody listens where the store should be. torch's own waiting may take twice as long."""
-    until = time.monotonic() + timeout_s
-    while True:
-        left = until - time.monotonic()
-        try:
-            socket.create_connection((seat.host, seat.port), timeout=min(max(left, POLL_S), 2.0)).close()
-            return
-        except OSError as error:  # also where there is no such name: it may come
-            if left < 0:
-                raise CommError(
-                    f"{server} cannot be reached at {seat.address} within {timeout_s:g} s, says rank {seat.rank}: not "
-                    f"started, ended early, or cut off ({error.strerror or error})"
-                ) from error
-        time.sleep(POLL_S)

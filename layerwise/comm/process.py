@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Final
 
@@ -82,10 +82,8 @@ class ProcessComm(MessageComm):
             if len(group) > 1 and group not in stream:
                 stream[group] = self._new_group(group)
 
-    def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh | None:
-        """Its collectives go over the process groups of kind "io". None for GPUs without NCCL."""
-        if self.device.type != "cpu" and not self.collectives:
-            return None
+    def device_mesh(self, ranks: NDArray[np.int64]) -> DeviceMesh:
+        """Its collectives go over the process groups of kind "io"."""
         lines = [np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
         groups, stream = [tuple(line) for axis in lines for line in axis], self._stream("io")
         for group in groups:
@@ -175,7 +173,7 @@ class ProcessComm(MessageComm):
 
     def _collective(self, do: Collective, out: Tensor, given: Tensor, group: Group, kind: Kind, what: str) -> Handle:
         self._end_given_up()
-        with self.during(what):
+        with self._joint(what, group):
             work = _sure(do(out, given, group=self._stream(kind)[group], async_op=True))
         self._note(work, what)
         return UnderWay(self, what, [(f"in {what}", work)], [out, given])
@@ -188,7 +186,7 @@ class ProcessComm(MessageComm):
         self.sent[kind] += all_reduce_bytes(tensor, len(group), group.index(self.rank))
         tensor = tensor.detach()
         staged = tensor if self.collectives else _on_cpu(tensor, copy=True)
-        with self.during(what):
+        with self._joint(what, group):
             work = _sure(dist.all_reduce(staged, group=self._stream(kind)[group], async_op=True))
         self._note(work, what)
         belongs = [] if staged is tensor else [(tensor, staged)]
@@ -197,7 +195,7 @@ class ProcessComm(MessageComm):
     def all_gather_text(self, text: str) -> list[str]:
         """By way of the CPU."""
         texts: list[str] = [""] * self.size
-        with self.during("an agreement of all ranks"):
+        with self._joint("an agreement of all ranks"):
             dist.all_gather_object(texts, text, group=self._texts)
         return texts
 
@@ -206,7 +204,7 @@ class ProcessComm(MessageComm):
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = mine.new_empty(self.size * len(numbers))
         what = "an agreement on the batch"
-        with self.during(what):
+        with self._joint(what):
             work = _all_gather(everyone, mine, group=self._texts, async_op=True)
         assert work is not None
 
@@ -220,13 +218,15 @@ class ProcessComm(MessageComm):
 
     def barrier(self) -> None:
         """By way of the CPU."""
-        with self.during("a barrier"):
+        with self._joint("a barrier"):
             dist.barrier(group=self._texts)
 
     def close(self, error: BaseException | None = None) -> None:
         """Waits for all ranks, or tells them of this rank's error. Afterwards nothing of it may be used."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.barrier()
+            self._watch.end()
+            with self.during("a barrier"):
+                dist.barrier(group=self._texts)
             self._watch.stop()
             with suppress(RuntimeError):  # whoever ends badly from here on has done its part
                 dist.barrier(group=self._texts)  # the store may go: no rank looks at it any more
@@ -235,6 +235,13 @@ class ProcessComm(MessageComm):
             text = f"{name}{error}".strip(": ")
             self._watch.reported = True
             self._watch.accuse(f"{self._watch.me} failed {self._watch.where}: {' '.join(text.split())}")
+
+    def _joint(self, what: str, group: Group | None = None) -> AbstractContextManager[list[str]]:
+        """`during`. What all ranks do they do in one order: by its number it is known what a rank that has ended never
+        comes to.
+        """
+        self._watch.joint += group in (None, self._everyone)
+        return self.during(what)
 
     def _stream(self, kind: Kind) -> Stream:
         return self._beside if kind == "sync" else self._gathering if kind == "gathers" else self._waited_for

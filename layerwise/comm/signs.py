@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
@@ -23,6 +23,7 @@ class Sign:
     waits_for: str  # the communication that it is in, or ""
     since_s: float  # how long it has been in this state
     ended: bool = False  # its run is over
+    joint: int = 0  # operations of all ranks that it has started
     stopped: bool = False  # it was sent SIGTERM
 
     def pack(self) -> str:
@@ -72,10 +73,10 @@ def stopped_text(signs: Mapping[int, Sign], size: int) -> str:
 def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: str) -> str:
     """Says what keeps ranks that are all alive: one that does not come, or ranks that wait for different things."""
     ended = [rank for rank, sign in sorted(signs.items()) if sign.ended]
-    if ended:
-        do = "has" if len(ended) == 1 else "have"
-        return f"{ranks(ended, size)} {do} ended the run ({signs[ended[0]].where}) while others go on"
-    busy = {rank: sign for rank, sign in signs.items() if not sign.waits_for}
+    early = [rank for rank in ended if signs[rank].joint < max(sign.joint for sign in signs.values())]
+    if early:
+        return _ended_text(early, signs, size)
+    busy = {rank: sign for rank, sign in signs.items() if not (sign.waits_for or sign.ended)}
     if busy:
         rank = max(busy, key=lambda r: busy[r].since_s)
         if busy[rank].since_s >= timeout_s / 2:
@@ -88,4 +89,11 @@ def stuck_text(signs: Mapping[int, Sign], size: int, timeout_s: float, reason: s
     if len(long) > 1:
         waits = [f"rank {rank} {sign.where} for {sign.waits_for!r}" for rank, sign in list(long.items())[:4]]
         return f"all ranks are alive but wait for each other for more than {timeout_s / 2:g} s: {'; '.join(waits)}"
+    if ended:
+        return _ended_text(ended, signs, size)
     return f"a connection between ranks failed although all of them are alive: {reason}"
+
+
+def _ended_text(which: Sequence[int], signs: Mapping[int, Sign], size: int) -> str:
+    have = "has" if len(which) == 1 else "have"
+    return f"{ranks(which, size)} {have} ended the run ({signs[which[0]].where}) while others go on"

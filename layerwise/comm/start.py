@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import Literal, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from layerwise.comm.base import Comm, CommError, ranks, reason
 from layerwise.comm.board import Board
-from layerwise.comm.connect import POLL_S, bounded, connect
+from layerwise.comm.connect import bounded, connect
 from layerwise.comm.guard import Guard
 from layerwise.comm.process import SLACK_S, ProcessComm
 from layerwise.comm.seat import Seat, read_environment
@@ -24,6 +24,7 @@ from layerwise.comm.watch import Watch
 from layerwise.errors import LayerwiseError
 
 Backend = Literal["gloo", "nccl"]
+POLL_S: Final = 0.05  # between two looks at who has arrived
 
 
 def start(timeout_s: float = 30.0, backend: Backend | None = None, device: str | None = None) -> Comm:

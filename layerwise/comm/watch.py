@@ -6,6 +6,7 @@ cascade (rank 1 dies, rank 2 fails of it and ends, rank 0 sees rank 2 go) ends w
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from layerwise.comm.signs import Sign, gone_text, stopped_text, stuck_text
 
 BEAT_S: Final = 1.0  # between two signs of life
 SILENT_S: Final = 3.0  # a rank that gives no sign for so long is gone
+FIRST: Final = 3  # steps that are said at once: where a run fails, it most often does here
 ANSWER_S: Final = SILENT_S + HEAR_S + 3 * BEAT_S  # the longest that it takes to find out
 
 
@@ -31,6 +33,7 @@ class _Question:
 
     claim: tuple[str, list[int]] | None = None  # what has failed, and the ranks that are gone with it
     reason: str = ""  # torch's, for the failure
+    beat: bool = False  # only to give a sign
     last: bool = False  # to stop
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -40,12 +43,17 @@ class Watch:
 
     waits_for: the communication that the rank is in, else ""; it should have ended at `due_s` (by time.monotonic).
     reported: the main thread knows what failed, and is about to end. stopped: this process was sent SIGTERM.
+    joint: how many operations of all ranks this one has started.
+
+    It stops before the interpreter does: a thread that comes back from torch's C++ after that is ended by CPython
+    (to 3.13) in a destructor, and C++ then aborts the process ("terminate called without an active exception").
     """
 
     def __init__(self, board: Board, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.waits_for, self.due_s = "", 0.0
-        self.reported = self.stopped = False
+        self.reported = self.stopped = self._ended = False
+        self.joint = 0
         self.overdue: Callable[[], str] = str  # names a communication that is overdue although nobody waits in it
         self._board = board
         self._step: int | None = None
@@ -53,10 +61,14 @@ class Watch:
         self._questions: SimpleQueue[_Question] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="layerwise watch", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)
 
     def at(self, step: int, layer: str) -> None:
         """What this rank computes."""
+        first = step != self._step and step <= FIRST
         self._step, self._layer, self._since_s = step, layer, time.monotonic()
+        if first:
+            self._questions.put(_Question(beat=True))
 
     def enter(self, what: str, limit_s: float) -> None:
         """A communication begins, which should not take longer. CommError where the run has already failed."""
@@ -112,10 +124,17 @@ class Watch:
         """Until it is told to stop."""
         return self._thread.is_alive()
 
+    def end(self) -> None:
+        """Says that this rank's run is over."""
+        self._ended = True
+        self._questions.put(_Question(beat=True))
+
     def stop(self) -> None:
-        """No more signs of life; the last one says that this rank's run is over."""
+        """Says so, and gives no more signs of life. Nothing where it has stopped."""
+        atexit.unregister(self.stop)
+        self._ended = True
         self._questions.put(_Question(last=True))
-        self._thread.join(BEAT_S)
+        self._thread.join(ANSWER_S)
 
     def _ask(self, question: _Question) -> str | None:
         self._questions.put(question)
@@ -125,14 +144,23 @@ class Watch:
     def _run(self) -> None:
         while True:
             self._board.beat(self._sign())
+            if self._waits_in_vain():
+                self._settle(_Question(reason="another rank has ended"))
             try:
                 question = self._questions.get(timeout=BEAT_S)
             except Empty:
                 continue
             if question.last:
-                return self._board.beat(self._sign(ended=True))
-            self._settle(question)
-            question.answered.set()
+                return self._board.beat(self._sign())
+            if not question.beat:
+                self._settle(question)
+                question.answered.set()
+
+    def _waits_in_vain(self) -> bool:
+        """Whether this rank waits for one that has ended, and will not come."""
+        waits = self.waits_for and not self._ended and time.monotonic() - self._since_s > BEAT_S / 2
+        last = self._board.ended() if waits and self.verdict is None else None
+        return last is not None and last.joint < self.joint
 
     def _settle(self, question: _Question) -> None:
         """Makes the verdict known, unless another rank was first."""
@@ -177,8 +205,9 @@ class Watch:
                 return signs
             time.sleep(BEAT_S / 10)
 
-    def _sign(self, *, ended: bool = False) -> Sign:
+    def _sign(self) -> Sign:
         self._count += 1
         since = time.monotonic() - self._since_s
         waits_for = self.waits_for or self.overdue()
-        return Sign(self._count, time.time(), self._step, self._layer, waits_for, since, ended, self.stopped)
+        who = self._count, time.time(), self._step, self._layer
+        return Sign(*who, waits_for, since, self._ended, self.joint, self.stopped)

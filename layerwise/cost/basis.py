@@ -61,7 +61,8 @@ def model_error(model: CostModel, strategy: Strategy) -> float:
 
 def unmeasured_error(model: CostModel) -> float:
     """`model_error` where no layer was measured, and the most that it can be: what the fit errs by, where that is more
-    than a roofline is taken to."""
+    than a roofline is taken to.
+    """
     held_out = None if model.measurements is None else model.measurements.times.held_out_error
     return max(ANALYTIC_ERROR, held_out or 0.0)
 

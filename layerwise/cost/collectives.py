@@ -140,9 +140,9 @@ def groups_per_port(group: GroupShape) -> int:
     return next((rings for fan, rings in zip(group.fan[::-1], group.rings[::-1], strict=True) if fan > 1), 1)
 
 
-def overlap(group: GroupShape, graph: DeviceGraph) -> Overlap:
-    """At what share of their speed an all-reduce and the computation beside it go on. Not measured: at all of it."""
-    measured = None if graph.links is None else graph.links.overlap(group.fan, groups_per_port(group))
+def overlap(group: GroupShape, graph: DeviceGraph, operation: Operation = "all_reduce") -> Overlap:
+    """At what share of their speed an operation and the computation beside it go on. Not measured: at all of it."""
+    measured = None if graph.links is None else graph.links.overlap(group.fan, groups_per_port(group), operation)
     return measured or Overlap(group.fan, 1, 1.0, 1.0)
 
 

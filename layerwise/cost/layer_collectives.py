@@ -17,7 +17,6 @@ from layerwise.ops.facts import Parameter
 from layerwise.partition.layout import Cells, Layout
 from layerwise.partition.sharding import sharded_each, states_of
 from layerwise.partition.volumes import all_boxes, largest_box, largest_extents
-from layerwise.tensor import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,7 @@ class Collective:
     group_shapes: Groups  # (C,) of the devices that agree in the dimensions `keys` of their cells
     cells: Cells
     keys: tuple[int, ...]
+    epilogue: bool = False  # whether what travels belongs to a fused follower, whose boxes may differ
 
 
 def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
@@ -44,19 +44,17 @@ def gradients_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collect
             size = size + largest_box(p.maps, layer.space.dims, degrees) * item_bytes * whole
             total = total + all_boxes(p.maps, layer.space.dims, degrees) * item_bytes * whole
             by_keys[keys, p.epilogue] = size, total
-    # Jia's devices without a cell have no parameters; ours hold copies.
-    cells_of = layout.at if setting.options.sync == "parameter-server" else layout.holding
     collectives: list[Collective] = []
     for (keys, epilogue), (size, total) in by_keys.items():
-        cells = cells_of(epilogue)
+        cells = layout.at(epilogue)
         held = total * cells.count / cells.degrees.prod(1)  # in this order, whole numbers stay whole
-        collectives.append(_collective(size, held, cells, keys, setting.devices))
+        collectives.append(_collective(size, held, cells, keys, setting.devices, epilogue=epilogue))
     return collectives
 
 
 def _replicated(setting: Setting, layer: Layer, p: Parameter, layout: Layout) -> Floats:
     """(C,) 1.0 where all devices of a group keep all of a parameter that they hold alike, else 0.0."""
-    found = sharded_each(layer, p, layout.configs, setting.devices.count)
+    found = sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
     return np.array([float(one is None) for one in found])
 
 
@@ -67,14 +65,14 @@ def shares_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective
     by_keys: dict[tuple[tuple[int, ...], bool], tuple[Floats, Floats]] = {}
     zero = np.zeros(len(layout.configs))
     for _, p, item_bytes in layer.held():
-        found = sharded_each(layer, p, layout.configs, setting.devices.count)
+        found = sharded_each(layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed)
         keys = tuple(sorted({m.source for m in p.maps if m.source is not None}))
         size, total = by_keys.get((keys, p.epilogue), (zero, zero))
         size = size + np.array([0.0 if one is None else one.largest * item_bytes for one in found])
         total = total + np.array([0.0 if one is None else one.total * item_bytes for one in found])
         by_keys[keys, p.epilogue] = size, total
     return [
-        _collective(size, total, layout.holding(epilogue), keys, setting.devices)
+        _collective(size, total, layout.at(epilogue), keys, setting.devices, epilogue=epilogue)
         for (keys, epilogue), (size, total) in by_keys.items()
         if size.any()
     ]
@@ -95,14 +93,18 @@ def kept_share(setting: Setting, layer: Layer, layout: Layout) -> Floats:
     for _, p in layer.own_parameters():
         if p.trainable:
             size = largest_box(p.maps, layer.space.dims, layout.at(p.epilogue).degrees)
-            found = sharded_each(layer, p, layout.configs, setting.devices.count)
+            found = sharded_each(
+                layer, p, layout.configs, setting.devices.count, unfed=layer.name in setting.graph.unfed
+            )
             part = [1.0 if one is None else 1 / one.members for one in found]
             kept, whole = kept + size * part, whole + size
     return kept / np.maximum(whole, 1.0)
 
 
-def _collective(size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph) -> Collective:
-    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys))
+def _collective(
+    size: Floats, total: Floats, cells: Cells, keys: Sequence[int], graph: DeviceGraph, *, epilogue: bool = False
+) -> Collective:
+    return Collective(size, total, group_shapes(cells, tuple(keys), graph), cells, tuple(keys), epilogue)
 
 
 def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool = False) -> list[Collective]:
@@ -113,7 +115,8 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool
     collectives: list[Collective] = []
     for stage, gradients in zip(layer.stages, setting.graph.gradients(layer), strict=True):
         out, statistics = stage.space.out, stage.statistics(local_batch_norm=setting.options.local_batch_norm)
-        if statistics is None:
+        running = setting.options.kind == "inference" and stage.op.remembers  # its statistics are those of training
+        if statistics is None or running:
             continue
         here = layout.at(stage.epilogue)
         degrees = here.degrees
@@ -127,26 +130,7 @@ def statistics_of(setting: Setting, layer: Layer, layout: Layout, *, again: bool
         for item_bytes in (forward, back) if gradients.inputs and not again else (forward,):
             sizes = elements * item_bytes, total * item_bytes
             collectives.append(_collective(*sizes, here, keys, setting.devices))
-    return collectives if again else [*collectives, *_remembered(setting, layer, layout)]
-
-
-def _remembered(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:
-    """Running statistics for devices that compute nothing of the layer, each from the device that it mirrors."""
-    if not layer.remembered:
-        return []
-    devices, cells = setting.devices.count, layout.computed.degrees.prod(1)
-    if layer.name in setting.graph.unfed:  # uncut, all devices compute it
-        cells = np.where(cells == 1, devices, cells)
-    size = total = np.zeros(len(cells))
-    for _, p, dtype in layer.remembered:
-        degrees = layout.at(p.epilogue).degrees
-        size = size + largest_box(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
-        total = total + all_boxes(p.maps, layer.space.dims, degrees) * ITEM_BYTES[dtype]
-    size = np.where(cells < devices, size, 0.0)
-    members = -(-devices // cells)
-    total = total * (devices - cells) / cells * members / np.maximum(members - 1, 1)  # some groups may be smaller
-    keys = range(layout.computed.degrees.shape[1])
-    return [_collective(size, total, layout.holding(False), keys, setting.devices)]
+    return collectives
 
 
 def reductions_of(setting: Setting, layer: Layer, layout: Layout) -> list[Collective]:

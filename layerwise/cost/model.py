@@ -92,7 +92,22 @@ class _Rows:
 
 
 class CostModel(Setting):
-    """Prices the layers and edges of one network on one device graph. Everything is cached by shape."""
+    """The cost model: t_C, t_X and t_S (FORMULAS, equation 1) of a network's layers and edges on a device graph.
+
+    Everything is cached by shape. `price` and `timeline` take one, and so does `layerwise.search.find.search`.
+
+    Attributes:
+        graph: The network, fused or not, at its batch.
+        devices: The machine.
+        options: What is assumed; mixed precision changes `graph`'s element types.
+
+    Examples:
+        >>> import layerwise
+        >>> graph = layerwise.fuse(layerwise.load_model("lenet5", 64))
+        >>> model = CostModel(graph, layerwise.load_profile("p100").device_graph(4))
+        >>> layerwise.price(model, {layer.name: layerwise.Config.of({"n": 4}) for layer in graph.inner}).step_time_s > 0
+        True
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +172,8 @@ class CostModel(Setting):
             zeros = np.zeros(len(layout.computed.degrees))
             return ComputeTime(zeros, zeros, zeros, zeros, zeros)
         if measured is not None:
-            return measured.compute_time(layer, layout, wanted, self.uses[layer.name])
+            trained = self.trained[layer.name]  # so it was measured, also in inference
+            return measured.compute_time(trained, layout, self.trained.flows_back(trained), self.uses[layer.name])
         return compute_time(layer, layout, wanted, self.devices.processor, dtype, self.options.optimizer)
 
     def edge_costs(

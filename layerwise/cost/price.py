@@ -66,9 +66,26 @@ class Price:
 
 
 def price(model: CostModel, strategy: Strategy, *, memory_bytes: float | None = None) -> Price:
-    """Prices one strategy. Raises LayerwiseError where layers are missing, unknown, or cannot be split so.
+    """Returns a strategy's cost: equation 1, term by term and layer by layer, with its bytes and its memory.
 
-    memory_bytes: where it is known already.
+    Args:
+        model: The network on its machine.
+        strategy: A configuration of every layer but inputs and sink, by name.
+        memory_bytes: The peak of the fullest device, where it is known already.
+
+    Returns:
+        The price; `step_time_s` is the sum of the layers'. Overlap is `timeline`'s matter.
+
+    Raises:
+        LayerwiseError: Layers are missing, unknown, or cannot be split so.
+
+    Examples:
+        >>> import layerwise
+        >>> graph = layerwise.fuse(layerwise.load_model("lenet5", 64))
+        >>> model = layerwise.CostModel(graph, layerwise.load_profile("p100").device_graph(4))
+        >>> found = price(model, {layer.name: Config.of({"n": 4}) for layer in graph.inner})
+        >>> sorted(found.layers[graph.inner[0].name].seconds)
+        ['compute', 'gather', 'reduction', 'statistics', 'sync', 'transfer']
     """
     strategy = complete(model, strategy)
     layers = {layer.name: _known_price(model, layer, strategy) for layer in model.graph.layers}
@@ -145,7 +162,9 @@ def _parameter_bytes(model: CostModel, layer: Layer, layout: Layout) -> float:
     total = 0.0
     for _, p, item_bytes in layer.held():
         copies = 2.0 + OPTIMIZERS[model.options.optimizer] if p.trainable else 1.0
-        if (shared := sharded(layer, p, layout.configs[0], model.devices.count)) is not None:
+        if (
+            shared := sharded(layer, p, layout.configs[0], model.devices.count, unfed=layer.name in model.graph.unfed)
+        ) is not None:
             copies = 1 + copies / shared.members
         degrees = layout.at(p.epilogue).degrees
         total += copies * float(largest_box(p.maps, layer.space.dims, degrees)[0]) * item_bytes

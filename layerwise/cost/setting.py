@@ -19,6 +19,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.edge import Edge
 from layerwise.partition.layout import Layout, layout
 from layerwise.partition.place import data_parallel, input_maps, lattices_of
+from layerwise.program import Kind
 
 EdgeName = tuple[str, str, int]  # of an edge of the graph: producer, consumer, input slot
 Strategy = Mapping[str, Config]
@@ -29,7 +30,22 @@ MANY = 16  # configurations that are known by the id of their tuple: they take l
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """What the cost model assumes."""
+    """What the cost model assumes.
+
+    Attributes:
+        link_model: The busiest port, with latencies ("port"), or all bytes over the bandwidth, as Jia has it ("sum").
+        sync: How gradients are summed: "all-reduce", or Jia's "parameter-server".
+        io: What a device is fed and returns: its own samples, the whole batch ("free"), or its boxes. Only
+            transfers to and from samples are counted.
+        optimizer: "sgd", "momentum" or "adam": its update's time and its state's memory.
+        dtype: What a step computes in: one of `machine.DTYPES`, also in other spellings.
+        local_batch_norm: Statistics are of each device's own samples, as with DistributedDataParallel.
+        kind: "training", or "inference": the forward pass alone, with running statistics, in which nothing is saved.
+
+    Examples:
+        >>> CostOptions(dtype="bfloat16", optimizer="adam").dtype
+        'bf16'
+    """
 
     link_model: Literal["port", "sum"] = "port"  # the busiest port with latencies; all bytes over bandwidth (Jia)
     sync: Literal["all-reduce", "parameter-server"] = "all-reduce"  # the latter is Jia's
@@ -37,7 +53,8 @@ class CostOptions:
     io: Literal["sample", "free", "boxes"] = "sample"
     optimizer: str = "sgd"
     dtype: str = "float32"  # one of machine.DTYPES, also in other spellings
-    local_batch_norm: bool = False  # statistics of each device's own samples, as DistributedDataParallel has them
+    local_batch_norm: bool = False
+    kind: Kind = "training"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", precision(self.dtype))
@@ -54,10 +71,14 @@ class Setting:
     options: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
+        self.digest = self.graph.digest  # which plans have
         if (types := self.mixed_precision) is not None:
             self.graph = mixed(self.graph, types["autocast"], str(types["device"]))
+        self.trained = self.graph  # of which layers were measured
+        if self.options.kind == "inference":
+            self.graph = self.graph.untrained()
         self.has_gradient = self.graph.has_gradient
-        self.uses = gradient_uses(self.graph)
+        self.uses = gradient_uses(self.trained)
         self._measurements: dict[str, Measurements | None] = {}
         self._layouts: dict[tuple[str, int], tuple[Sequence[Config], Layout]] = {}
         self._small_layouts: dict[tuple[int, tuple[Config, ...]], Layout] = {}
@@ -74,7 +95,9 @@ class Setting:
         if dtype not in self._measurements:
             times, options = latest(self.devices.layers, dtype), self.options
             self._measurements[dtype] = (
-                Measurements(times, self.devices.processor, dtype, options.optimizer, options.local_batch_norm)
+                Measurements(
+                    times, self.devices.processor, dtype, options.optimizer, options.local_batch_norm, options.kind
+                )
                 if times is not None
                 else None
             )

@@ -26,7 +26,8 @@ TABLE = 1 << 16  # sums that are tabulated: they are asked for again and again; 
 
 class Sums:
     """Of a dimension that is `held`: a degree of `a_values` that owns, of `b_values` that needs what `axis` makes of
-    its cells of `dim`."""
+    its cells of `dim`.
+    """
 
     def __init__(
         self, held: Held, a_values: tuple[int, ...], axis: AxisMap, dim: Dim, b_values: tuple[int, ...]

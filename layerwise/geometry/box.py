@@ -8,7 +8,18 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements x with lo[i] <= x[i] < hi[i] in every dimension i. A scalar's box has no dimensions and volume 1."""
+    """A half-open box of a tensor: the elements x with lo[i] <= x[i] < hi[i] in every dimension i.
+
+    A scalar's box has no dimensions and volume 1.
+
+    Attributes:
+        lo: The first position in each dimension.
+        hi: The position after the last one in each dimension.
+
+    Examples:
+        >>> (Box((0, 0), (4, 8)) & Box((2, 4), (6, 12))).shape  # what two boxes share
+        (2, 4)
+    """
 
     lo: tuple[int, ...]
     hi: tuple[int, ...]

@@ -70,7 +70,17 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor of `shape` cut `degrees[i]` times in dimension i. Cells are numbered in row-major order."""
+    """The boxes into which a tensor is cut. Cells are numbered in row-major order.
+
+    Attributes:
+        shape: Extents of the tensor.
+        degrees: How often each dimension is cut.
+        units: What each dimension is cut in multiples of (1 where nothing is said).
+
+    Examples:
+        >>> [box.shape for box in Grid((5, 4), (2, 1))]
+        [(3, 4), (2, 4)]
+    """
 
     shape: tuple[int, ...]
     degrees: tuple[int, ...]

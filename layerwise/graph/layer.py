@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -33,7 +33,28 @@ class StageGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One operator, with its fused epilogue, at given shapes."""
+    """One operator, with its fused epilogue, at given shapes.
+
+    Attributes:
+        name: Unique in its graph.
+        op: What it computes.
+        inputs: The layers that feed it: the operator's inputs, then parameters that others use, too.
+        specs: The operator's own inputs.
+        parameters: The model's names of the operator's parameters, in the operator's order.
+        tied: Which of the parameters are edges: inputs[len(specs) + i] feeds parameter tied[i].
+        epilogue: Names of the operators fused into it, in order.
+        frozen: Which of `parameters` are not trained (of a Tied, its own name).
+        types: Element types, where they are others than the operators say by themselves (see `graph.mixed`).
+        autocast: The model's own autocast regions that it is computed in.
+        space: Dimensions, parameters and work, shared by all layers of equal operator and shapes.
+        stages: The main operator, then the epilogue.
+
+    Examples:
+        >>> import layerwise
+        >>> layer = layerwise.load_model("lenet5", 32).inner[0]
+        >>> layer.kinds, layer.out.describe()
+        ('conv', '(n=32, c=6, h=28, w=28)')
+    """
 
     name: str
     op: Op
@@ -162,7 +183,24 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """Layers in topological order; the last one is the sink. `name` is for people."""
+    """A network: its layers in topological order (a walk is a pass over them), the last of which is the outputs' sink.
+
+    Attributes:
+        layers: The layers.
+        name: For people.
+        differentiated: Inputs whose gradient is wanted, beside those of parameters.
+        unseen: What the model does and its layers do not, a phrase each.
+        mixed: Whether the layers' types are those of a run or of a plan (see `graph.mixed`).
+        by_name: The layers by their names.
+
+    Examples:
+        >>> import layerwise
+        >>> graph = layerwise.load_model("lenet5", 32)
+        >>> graph.batch, graph.rebatch(64).batch
+        (32, 64)
+        >>> graph.to_networkx().nodes["features.0"]["shape"]
+        '(n=32, c=6, h=28, w=28)'
+    """
 
     layers: tuple[Layer, ...]
     name: str = "model"
@@ -208,15 +246,29 @@ class LayerGraph:
             {name: prod(p.shape) for layer in self.layers for name, p in layer.own_parameters() if p.trainable}.values()
         )
 
-    def to_networkx(self) -> nx.MultiDiGraph[str]:
-        """Nodes carry `layer`, edges are keyed by slot."""
+    def to_networkx(self, strategy: Mapping[str, object] | None = None) -> nx.MultiDiGraph[str]:
+        """The graph for networkx: to look at in other programs, and for algorithms that are no pass over its layers.
+
+        Args:
+            strategy: of a plan, by the layers' names; each layer then has its configuration as text, too.
+
+        Returns:
+            A node a layer, an edge a use, keyed by the consumer's slot. Their attributes are text and numbers, which
+            every writer of networkx takes: of a node `kind`, `shape`, `dtype`, `parameters` (elements that are trained)
+            and `configuration`; of an edge the `shape` and `dtype` of what is read.
+        """
         import networkx as nx  # takes a fifth of what `layerwise search` needs to begin
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for layer in self.layers:
-            graph.add_node(layer.name, layer=layer)
+            trained = sum(prod(p.shape) for _, p in layer.own_parameters() if p.trainable)
+            made = {"shape": layer.out.describe(), "dtype": layer.out.dtype}
+            graph.add_node(layer.name, kind=layer.kinds, parameters=trained, **made)
+            if strategy is not None and layer.name in strategy:
+                graph.nodes[layer.name]["configuration"] = str(strategy[layer.name])
         for source, target, slot in self.edges():
-            graph.add_edge(source, target, key=slot)
+            read = self[source].out
+            graph.add_edge(source, target, key=slot, shape=read.describe(), dtype=read.dtype)
         return graph
 
     @cached_property
@@ -323,6 +375,11 @@ class LayerGraph:
             frozen = tuple(name for name in held if name in names)
             layers.append(layer if frozen == layer.frozen else replace(layer, frozen=frozen))
         return replace(self, layers=tuple(layers))
+
+    def untrained(self) -> LayerGraph:
+        """The same network, no parameter of which is trained, and no input of which has a gradient: for inference."""
+        held = {name for layer in self.layers for name in (layer.name, *layer.parameters)}
+        return replace(self.freeze(held), differentiated=frozenset())
 
     def rebatch(self, batch: int) -> LayerGraph:
         """The same network with `batch` samples: shapes are inferred again from the inputs."""

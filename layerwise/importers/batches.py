@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -11,18 +10,15 @@ from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.importers.torch.build import Stored
-from layerwise.importers.torch.from_torch import import_module
-from layerwise.importers.torch.read.structure import Structure
+from layerwise.importers.torch.from_torch import Imported, import_module
+from layerwise.importers.torch.read.arguments import Call
 from layerwise.ops.base import Role
-
-Imported = tuple[LayerGraph, Stored, Structure | None]
 
 # Times the example's samples that are traced, too. Odd: sizes of networks are powers of two and their multiples.
 MORE = (5, 3, 7)
 
 
-def import_for_batches(model: nn.Module, examples: Sequence[object], name: str) -> Imported:
+def import_for_batches(model: nn.Module, call: Call, name: str) -> Imported:
     """`import_module`, at the example's batch. LayerwiseError where the model is another network at other batches.
 
     Tracing makes a constant of the number of samples, as in `x.sum(0) / x.shape[0]`, and takes a constant of that size,
@@ -30,23 +26,24 @@ def import_for_batches(model: nn.Module, examples: Sequence[object], name: str) 
     samples until two traces are one network: one of them, rebatched to the batch of the other, is the other. A model
     that takes no other batch, or cannot follow one, is left as it is: it says so where it is given one.
     """
-    imported = import_module(model, tuple(examples), name=name)
+    imported = import_module(model, call[0], kwargs=call[1], name=name)
     batch = imported[0].batch
     traces: list[Imported] = [imported]
     refused: LayerwiseError | None = None
     for times in MORE:
         try:
-            other = import_module(model, repeated(examples, batch, times), name=name)
+            positional, named = repeated(call, batch, times)
+            other = import_module(model, positional, kwargs=named, name=name)
         except LayerwiseError:
             continue
-        for graph, stored, structure in traces:
+        for graph, stored, structure, arguments in traces:
             try:
                 rebatched = graph.rebatch(other[0].batch)
             except LayerwiseError:
                 continue
             different = _different(rebatched, other[0])
             if different is None:
-                return graph.rebatch(batch), stored, structure
+                return graph.rebatch(batch), stored, structure, arguments
             refused = refused or LayerwiseError(
                 f"layer {different!r} depends on the number of samples by more than its shape (x.shape[0] as a "
                 "number, or a roll or slice along the samples): its numbers would be those of another batch; use "
@@ -58,13 +55,13 @@ def import_for_batches(model: nn.Module, examples: Sequence[object], name: str) 
     return imported
 
 
-def repeated(examples: Sequence[object], batch: int, times: int) -> tuple[object, ...]:
-    """Example inputs with that many times the samples, also those inside lists and dicts."""
+def repeated(call: Call, batch: int, times: int) -> Call:
+    """A call with that many times the samples, also those inside lists and dicts."""
 
     def more(x: Tensor) -> Tensor:
         return torch.cat([x] * times) if x.dim() and x.shape[0] == batch else x
 
-    made: tuple[object, ...] = pytree.tree_map_only(Tensor, more, tuple(examples))
+    made: Call = pytree.tree_map_only(Tensor, more, call)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from layerwise.importers.torch.build import Stored
-    from layerwise.importers.torch.read.structure import Structure
+    from layerwise.importers.torch.read.arguments import Arguments, Call
+    from layerwise.importers.torch.read.structure import OutputStructure
 
 HELP = (
     f"{', '.join(names())}, mlp:1024x2048x10 (any widths), cosmoflow:256, unet3d:64 (any cube), each with +ce, "
@@ -42,10 +44,12 @@ class Network:
     # device, where the network has no values.
     stored: Mapping[str, Callable[[], object]]
     keys: Mapping[str, str]  # names of its state dict -> names of the tensors in the graph
-    structure: Structure | None = None  # how the model returns its outputs; None: a tuple, or a single one as it is
+    structure: OutputStructure | None = None  # how outputs are returned; None: a tuple, or a single one as it is
+    arguments: Arguments | None = None  # how the model is called; None: with tensors by position
     built: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of a module that this process built, by name
     module: nn.Module | None = None  # what it was traced from; None: a file, or layers alone
     called: frozenset[str] = frozenset()  # paths of the modules without modules inside that its trace called
+    written: frozenset[str] = frozenset()  # paths of the modules' attributes that its trace set, or changed inside
     itself: bool = False  # the module is to be run itself, as the user asked for; else a copy of it
 
     def value(self, name: str) -> object:
@@ -55,10 +59,22 @@ class Network:
 
 
 def load_model(spec: str, batch: int, input_shape: tuple[int, ...] | None = None) -> LayerGraph:
-    """The network that `spec` names, unfused, with `batch` samples. Weights are not needed and not allocated.
+    """Returns the network that `spec` names, unfused. Weights are not needed and not allocated.
 
-    `input_shape`, of one sample, is for a callable that returns a module without example inputs. For a built-in network
-    no torch is imported: its graph is written down.
+    Args:
+        spec: A built-in name, an .onnx or .pt2 file, or "package.module:callable".
+        batch: Samples of all devices together.
+        input_shape: Of one sample, for a callable that returns a module without example inputs.
+
+    Returns:
+        Its layers. For a built-in network no torch is imported: its graph is written down.
+
+    Raises:
+        LayerwiseError: There is no such model, or it cannot be imported.
+
+    Examples:
+        >>> load_model("lenet5", 32).batch
+        32
     """
     written = written_graph(spec) if input_shape is None and parted(spec)[1] is None else None
     return load_network(spec, batch, input_shape).graph if written is None else written.rebatch(batch)
@@ -138,14 +154,24 @@ def _built_in(spec: str, batch: int) -> Network:
 
 
 def network_of(
-    module: nn.Module, examples: Sequence[object], batch: int | None, name: str, *, trusted: bool = False
+    module: nn.Module,
+    examples: Sequence[object],
+    batch: int | None,
+    name: str,
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    trusted: bool = False,
 ) -> Network:
-    """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch."""
+    """A module as a Network, at `batch` samples (None: the example's). trusted: it is the same network at any batch.
+
+    examples, kwargs: what it is called with, by position and by name.
+    """
     import torch
 
     from layerwise.importers.torch.calls.constants import Missing
 
-    graph, stored, structure, called = traced(module, examples, name, trusted)
+    call = tuple(examples), dict(kwargs or {})
+    graph, stored, structure, arguments, called, written = traced(module, call, name, trusted)
     known: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for key, tensor in tensors(remove_duplicate=False):
@@ -159,20 +185,23 @@ def network_of(
     known_values = {key: read() for key, read in values.items() if not isinstance(read, Missing)}
     built = {key: value for key, value in known_values.items() if isinstance(value, torch.Tensor)}
     values |= {key: (lambda t=t: t) for key, t in built.items()}  # so that writing into `built` changes what is read
-    return Network(graph if batch is None else graph.rebatch(batch), values, keys, structure, built, module, called)
+    graph = graph if batch is None else graph.rebatch(batch)
+    return Network(graph, values, keys, structure, arguments, built, module, called, written)
 
 
 def traced(
-    module: nn.Module, examples: Sequence[object], name: str, trusted: bool
-) -> tuple[LayerGraph, Stored, Structure | None, frozenset[str]]:
-    """What the module's code makes of the examples; no values but constants. Also the paths of `Network.called`."""
+    module: nn.Module, call: Call, name: str, trusted: bool
+) -> tuple[LayerGraph, Stored, OutputStructure | None, Arguments, frozenset[str], frozenset[str]]:
+    """What the module's code makes of a call; no values but constants. Also `Network.called` and `Network.written`."""
     from layerwise.importers.batches import import_for_batches
     from layerwise.importers.torch.from_torch import import_module
 
-    with calls_of(module) as called:
+    with calls_of(module) as called, writes_of(module) as written:
         if trusted:
-            return *import_module(module, tuple(examples), name=name), frozenset(called)
-        return *import_for_batches(module, examples, name), frozenset(called)
+            imported = import_module(module, call[0], kwargs=call[1], name=name)
+        else:
+            imported = import_for_batches(module, call, name)
+    return *imported, frozenset(called), frozenset(written)
 
 
 @contextlib.contextmanager
@@ -183,6 +212,34 @@ def calls_of(module: nn.Module) -> Iterator[set[str]]:
     handles = [m.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, m in leaves]
     try:
         yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def writes_of(module: nn.Module) -> Iterator[set[str]]:
+    """The paths of attributes of its modules that its calls within it set, or change inside, such as a list."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    modules, written = list(module.named_modules(remove_duplicate=False)), set[str]()
+
+    def leaves() -> dict[str, list[object]]:
+        held = ((path, name, value) for path, m in modules for name, value in vars(m).items())
+        return {f"{path}.{name}" if path else name: pytree.tree_leaves(value) for path, name, value in held}
+
+    before = leaves()
+
+    def look(*_: object) -> None:  # at once: torch.export puts back what it finds changed
+        for path, now in leaves().items():
+            known = before.get(path)
+            if known is None or len(known) != len(now) or not all(map(operator.is_, known, now)):
+                written.add(path)
+
+    handles = [] if isinstance(module, torch.jit.ScriptModule) else [module.register_forward_hook(look)]
+    try:
+        yield written
     finally:
         for handle in handles:
             handle.remove()

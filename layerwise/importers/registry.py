@@ -133,22 +133,24 @@ _builds: dict[str, Build] = {}
 
 
 def register_op(target: str, build: Build) -> None:
-    """Teach the importers an operator: `build` makes a layer of a Call of `target`.
+    """Teaches the importers an operator. It replaces what was registered before, and goes before layerwise's own.
 
-    `target` is the name of a torch operator, "mylib::swoosh" (every overload) or "aten.foo.default" (this one), or an
-    ONNX operator with its domain, "com.acme::Swoosh" ("ai.onnx::Gelu" for a standard one). It replaces what was
-    registered before, and goes before layerwise's own.
+    An operator that is no combination of layerwise's own needs a subclass of `layerwise.Op`, which says what a box of
+    its output needs of its inputs and parameters (docs/how-to/add_an_operator.md).
 
+    Args:
+        target: The name of a torch operator, "mylib::swoosh" (every overload) or "aten.foo.default" (this one), or an
+            ONNX operator with its domain, "com.acme::Swoosh" ("ai.onnx::Gelu" for a standard one).
+        build: Makes a layer of a Call of `target`.
+
+    Raises:
+        LayerwiseError: `target` is no operator's name, or `build` no function.
+
+    Examples:
         >>> from layerwise.ops.tensor.pointwise import Unary
         >>> def swoosh(call: Call) -> Built:
         ...     return Built(Unary("swoosh"), (call.operand("x"),))
         >>> register_op("mylib::swoosh", swoosh)
-
-    An operator that is no combination of layerwise's own needs a subclass of `layerwise.ops.base.Op`, which says what
-    a box of its output needs of its inputs and parameters:
-
-        >>> def mix(call: Call) -> Built:
-        ...     return Built(Mix(call["taps"]), (call.operand("x"),), parameters=(call.operand("weight"),))
     """
     if not callable(build):
         raise LayerwiseError(f"register_op({target!r}, ...): build must be a function of a Call, not {build!r}")

@@ -142,7 +142,8 @@ def axis(call: Call, name: str = "dim") -> int:
 
 def gathered(x: Operand, dim: int, index: Operand) -> Tensor:
     """x at positions of a dimension: slices that are joined, where constants are few pieces; rows of a table of
-    parameters are embedded."""
+    parameters are embedded.
+    """
     if x.role == "parameter" and len(x.shape) == 2 and dim == 0 and index.spec.dtype != "bool" and not x.transposed:
         wraps = index.value is None or bool((np.asarray(index.value, np.int64) < 0).any())
         return Built(Embedding(x.shape[0], x.shape[1], x.spec.dtype, wraps=wraps), (index,), (x,))

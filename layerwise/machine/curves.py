@@ -31,7 +31,8 @@ class Curve:
     fan: tuple[int, ...]
     load: int  # how many such groups share a port of the outermost of these levels at once
     knots: tuple[tuple[float, float], ...]  # bytes, seconds
-    message_s: float = 0.0  # of each further message through the port
+    # Bytes through the port, and seconds of each further message through it; straight lines between.
+    further: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: Floats) -> Floats:
         """The same shape; nothing travels where there are no bytes. Never falls as bytes grow."""
@@ -43,7 +44,11 @@ class Curve:
 
     def ports_seconds(self, size_bytes: Floats, messages: Floats) -> Floats:
         """The time of ports that carry so many bytes in so many messages; the first `load` of these are at once."""
-        return self.seconds(size_bytes) + np.maximum(messages - self.load, 0.0) * self.message_s
+        if not self.further:
+            return self.seconds(size_bytes)
+        sizes, seconds = np.array(self.further).T
+        each: Floats = np.interp(size_bytes, sizes, seconds)
+        return self.seconds(size_bytes) + np.maximum(messages - self.load, 0.0) * each
 
     @property
     def pieces(self) -> list[tuple[float, float, float]]:
@@ -57,7 +62,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An all-reduce beside computation: the share of its own speed at which each goes on while the other does, too.
+    """An operation beside computation: the share of its own speed at which each goes on while the other does, too.
 
     1 and 1: each as if alone; 0.5 and 0.5: they take turns.
     """
@@ -66,6 +71,7 @@ class Overlap:
     load: int
     compute: float
     sync: float
+    operation: Operation = "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +94,29 @@ class Links:
         curves = [c for c in self.curves if c.operation == operation and c.fan == fan]
         return max(curves, key=lambda c: c.load, default=None)
 
-    def overlap(self, fan: Sequence[int], load: int) -> Overlap | None:
-        """Of that shape, or of the largest one that spans as many levels."""
+    def overlap(self, fan: Sequence[int], load: int, operation: Operation = "all_reduce") -> Overlap | None:
+        """Of that shape, or of the largest one that spans as many levels; an all-reduce's where it was not measured."""
         fan = trimmed(fan)
-        exact = [o for o in self.overlaps if o.fan == fan and o.load >= load]
+        of_it = [o for o in self.overlaps if o.operation == operation]
+        measured = of_it or [o for o in self.overlaps if o.operation == "all_reduce"]
+        exact = [o for o in measured if o.fan == fan and o.load >= load]
         if exact:
             return min(exact, key=lambda o: o.load)
-        alike = [o for o in self.overlaps if len(o.fan) == len(fan)]
+        alike = [o for o in measured if len(o.fan) == len(fan)]
         return max(alike, key=lambda o: (np.prod(o.fan), o.load), default=None)
 
     def as_json(self) -> dict[str, object]:
         """The section of the profile's file."""
         curves = [
             {"operation": c.operation, "fan": list(c.fan), "load": c.load}
-            | ({"message_s": c.message_s} if c.message_s else {})
+            | ({"message_s": [list(knot) for knot in c.further]} if c.further else {})
             | {"knots": [list(knot) for knot in c.knots]}
             for c in self.curves
         ]
-        overlaps = [{"fan": list(o.fan), "load": o.load, "compute": o.compute, "sync": o.sync} for o in self.overlaps]
+        overlaps = [
+            {"operation": o.operation, "fan": list(o.fan), "load": o.load, "compute": o.compute, "sync": o.sync}
+            for o in self.overlaps
+        ]
         return {"version": VERSION, "conditions": dict(self.conditions), "curves": curves, "overlaps": overlaps}
 
 
@@ -135,20 +146,33 @@ def parse_links(section: Field) -> Links:
 
 def _curve(item: Field) -> Curve:
     row = item.members(("operation", "fan", "load", "knots"), ("message_s",))
-    operation = next((name for name in OPERATIONS if name == row["operation"].value), None)
+    further = _further(row["message_s"]) if "message_s" in row else ()
+    return Curve(_operation(row["operation"]), _fan(row["fan"]), _whole(row["load"]), _knots(row["knots"]), further)
+
+
+def _further(field: Field) -> tuple[tuple[float, float], ...]:
+    """A number is the same for all sizes: as measured by earlier versions."""
+    if not isinstance(field.value, list):
+        return ((1.0, field.plain_number()),)
+    knots = tuple((size_bytes, seconds) for size_bytes, seconds in (item.plain_numbers(2) for item in field.items()))
+    return _rising(field, knots)
+
+
+def _operation(field: Field) -> Operation:
+    operation = next((name for name in OPERATIONS if name == field.value), None)
     if operation is None:
-        raise row["operation"].error(f"expected one of {', '.join(OPERATIONS)}, found {kind(row['operation'].value)}")
-    further = row["message_s"].plain_number() if "message_s" in row else 0.0
-    return Curve(operation, _fan(row["fan"]), _whole(row["load"]), _knots(row["knots"]), further)
+        raise field.error(f"expected one of {', '.join(OPERATIONS)}, found {kind(field.value)}")
+    return operation
 
 
 def _overlap(item: Field) -> Overlap:
-    row = item.members(("fan", "load", "compute", "sync"))
+    row = item.members(("fan", "load", "compute", "sync"), ("operation",))
+    operation = _operation(row["operation"]) if "operation" in row else "all_reduce"
     shares = row["compute"].plain_number(), row["sync"].plain_number()
     for name, share in zip(("compute", "sync"), shares, strict=True):
         if not 0.01 <= share <= 1:
             raise row[name].error(f"expected a share from 0.01 to 1, found {share}")
-    return Overlap(_fan(row["fan"]), _whole(row["load"]), *shares)
+    return Overlap(_fan(row["fan"]), _whole(row["load"]), *shares, operation)
 
 
 def _fan(field: Field) -> tuple[int, ...]:
@@ -165,9 +189,13 @@ def _knots(field: Field) -> tuple[tuple[float, float], ...]:
         knots.append((size_bytes, seconds))
     if len(knots) < 2 or knots[0][1] <= 0:
         raise field.error("expected at least two pairs of bytes and seconds, seconds above 0")
+    return _rising(field, tuple(knots))
+
+
+def _rising(field: Field, knots: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(knots)):
         raise field.error("bytes must rise from pair to pair, and seconds must not fall")
-    return tuple(knots)
+    return knots
 
 
 def _whole(field: Field) -> int:

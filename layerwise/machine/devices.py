@@ -92,6 +92,20 @@ class DeviceGraph:
 
     Each level's size is a multiple of the one inside it, but a last group may be cut short: 256 GPUs in racks of 136
     are a rack of 136 and one of 120. Nothing here is N×N: the graph of 65,536 devices is as small as that of two.
+
+    Attributes:
+        name: The machine's.
+        count: How many devices.
+        processor: What the analytic roofline knows of one.
+        levels: Of links, from the inside out: the node first, and last the one that has all devices.
+        links: Measured times of messages and collectives.
+        layers: Measured times of layers.
+        collectives: Regular transfers run as collectives (NCCL), else as messages (gloo).
+
+    Examples:
+        >>> import layerwise
+        >>> layerwise.load_profile("p100").device_graph(16, gpus_per_node=4).devices_per_node
+        4
     """
 
     name: str

@@ -23,10 +23,21 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
-    """The built-in profile of that name, else the one in that file.
+    """Returns the built-in profile of that name, else the one in that file.
 
-    Raises LayerwiseError: no such profile (with the nearest names), a file that cannot be read, or one that is not
-    a sound profile (with the file and the path of the field).
+    Args:
+        name_or_path: "h100", "p100", ... (`names()`), or a file that `layerwise measure` has written.
+
+    Returns:
+        The profile; `Profile.device_graph(gpus)` is a machine of so many devices.
+
+    Raises:
+        LayerwiseError: There is no such profile (with the nearest names), or the file is not a sound profile (with the
+            path of the field).
+
+    Examples:
+        >>> load("p100").device_graph(8).count
+        8
     """
     given, built_in = os.fspath(name_or_path), names()
     if given in built_in:
@@ -45,6 +56,19 @@ def load(name_or_path: str | os.PathLike[str] = DEFAULT) -> Profile:
     except ValueError as error:  # not UTF-8, or a path with a NUL
         raise LayerwiseError(f"profile {given!r}: not a text file: {error}") from error
     return parse(text, given)
+
+
+def planned(named: str, given: str | None) -> Profile:
+    """The profile that a plan names, or `given`, which the user gives for it.
+
+    A plan is data and may come from anybody. LayerwiseError where it names a file which the user does not name, too.
+    """
+    if given is None and named not in names():
+        raise LayerwiseError(
+            f"the plan was found with profile {named!r}, which is a file, and a plan has none read: give --profile "
+            "with the file that it is"
+        )
+    return load(given or named)
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:

@@ -41,7 +41,14 @@ class Op(ABC):
     """An operator: a frozen dataclass of its attributes (never of shapes, except where the network names them).
 
     A subclass says what it computes in `output` and `needs`; the rest has defaults that hold for element-wise work.
-    `inputs` are the TensorSpecs of its activations, in order. Parameters are not inputs.
+    `inputs` are the TensorSpecs of its activations, in order. Parameters are not inputs. How to write one:
+    docs/how-to/add_an_operator.md.
+
+    Examples:
+        >>> from layerwise.ops.nn.linear import Linear
+        >>> from layerwise.tensor import TensorSpec
+        >>> Linear(10).output(TensorSpec((32, 84), ("n", "c"))).describe()
+        '(n=32, c=10)'
     """
 
     kind: ClassVar[str]

@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Mapping, Sequence
-
-from rich.text import Text
+from collections.abc import Sequence
 
 from layerwise.cache import answers
-from layerwise.cli import Parser, console, dtype_argument, positive, progress_bar, run_main, shape
+from layerwise.cli import (
+    Parser,
+    check_files,
+    count,
+    dtype_argument,
+    output_arguments,
+    positive,
+    present,
+    progress_bar,
+    run_main,
+    shape,
+)
 from layerwise.cost.compute.roofline import OPTIMIZERS
 from layerwise.cost.model import CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.figures import check_plot, save_plot
-from layerwise.files import check_writable
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model
 from layerwise.machine import DEFAULT, Profile, load, names
 from layerwise.oracle.ask import ask, compare_with
 from layerwise.oracle.counts import counts
-from layerwise.oracle.framework import Framework, framework
-from layerwise.oracle.question import NAMES, Oracle, Pricing, Question, canonical, unknown
-from layerwise.oracle.report import as_json as report_json
-from layerwise.oracle.report import text as report
+from layerwise.oracle.question import NAMES, Oracle, Question, canonical, unknown
+from layerwise.oracle.report.found import found
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import read_runs
 from layerwise.oracle.strategies import SPATIAL, Wishes
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.write import plan_of
 from layerwise.plan import MAX_BATCH
-
-GAMMA = 1000.0  # beyond it or its inverse, no peak was measured
-FORMULAS = {
-    "tables": "cost tables",
-    "published": "closed forms as published",
-    "as-run": "closed forms as run",
-    "chainermnx": "closed forms of ChainerMNX",
-    "chainermnx:logs": "closed forms of ChainerMNX, with data loading",
-    "chainermnx:fitted": "closed forms of ChainerMNX, growth of hybrids FITTED to its published runs",
-}
+from layerwise.report.figures import check_plot, save_plot
 
 EPILOG = """examples:
   python -m layerwise.oracle resnet50 --gpus 1..1024 --profile v100
@@ -59,20 +54,9 @@ EPILOG = """examples:
 strategies: serial; data (samples split); spatial (height, width, depth; all
 that follows --gather-after on one device); filter (output channels), channel
 (input channels, from the second layer on); pipeline (GPipe); df (data+filter)
-and ds (data+spatial): groups across nodes, the split inside a group;
+and ds (data+spatial): groups across nodes, the split inside a group; grid (of
+an MLP: samples over P_r groups, outputs over P_c parts, the cheapest of all);
 layerwise: the searched plan. data+filter and data+spatial are names, too.
-
-formulas: "tables" are what search prices with, of what layerwise.run runs. The
-closed forms know no uneven cells, busy ports or overlap: "published" are
-ParaDL's, "as-run" the same with the messages that layerwise.run sends.
-"chainermnx" is the software that ParaDL's measurements were taken with, on
-profile v100, networks whose time on one V100 was published; its constants come
-from runs of a single device or purpose, data loading aside. "chainermnx:logs":
-with it, as the software was four months earlier. "chainermnx:fitted": with
-one constant more, the growth of hybrids with layers times GPUs, fitted to the
-published runs themselves: accuracy on these is no evidence.
-  python -m layerwise.oracle resnet50 --gpus 64 --profile v100 --batch 64 \\
-      --scaling strong --strategy filter,channel --formulas chainermnx
 
 "sum": the phases one after the other; the gradients of a bucket share the
 latency of its all-reduce. "overlap": gradients travel beside the backward pass;
@@ -81,8 +65,7 @@ the segments of a pipeline are simulated.
 RUNS.json: {"runs": [{"strategy": "data", "gpus": 16, "batch": 1024,
 "iteration_s": 0.23}, ...]}: batch is of all GPUs together; iteration_s may be
 a list; or "epoch_s" and "samples"; "inside" (GPUs a group of df, ds),
-"segments" (of a pipeline), "peak_bytes" (memory of
-the fullest GPU, which gives a measured gamma)."""
+"segments" (of a pipeline)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,49 +88,35 @@ def parser() -> argparse.ArgumentParser:
     )
     g = p.add_argument_group("training")
     g.add_argument("--samples", type=_samples, default=1_281_167, metavar="D", help="of an epoch (default: ImageNet's)")
-    g.add_argument(
-        "--scaling", choices=["weak", "strong"], default="weak", help="batch a GPU, or a step, stays (default: weak)"
+    g.add_argument("--scaling", choices=["weak", "strong"], help="batch a GPU, or a step, stays (default: weak)")
+    batch = g.add_mutually_exclusive_group()
+    batch.add_argument(
+        "--batch", type=count, metavar="B", help="samples a GPU (weak: default 32) or a step (strong: must be given)"
     )
-    g.add_argument(
-        "--batch", type=_whole, metavar="B", help="samples a GPU (weak: default 32) or a step (strong: must be given)"
-    )
+    batch.add_argument("--global-batch", type=count, metavar="B", help="--scaling strong --batch B, in one")
     g.add_argument("--input-shape", type=shape, metavar="3x224x224", help="as in layerwise search")
     g.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="its state and update (default: sgd)")
     dtype_argument(g)
     g.add_argument("--local-batch-norm", action="store_true", help="statistics of each device's own samples")
     g = p.add_argument_group("strategies")
     g.add_argument("--strategy", metavar="S,S", help=f"{', '.join(NAMES)} (default: all that suit the model)")
-    g.add_argument("--segments", type=_whole, metavar="S", help="of a pipelined batch (default: 4 a stage)")
-    g.add_argument("--group-size", type=_whole, metavar="G", help="devices a group of df, ds (default: a node's)")
+    g.add_argument("--segments", type=count, metavar="S", help="of a pipelined batch (default: 4 a stage)")
+    g.add_argument("--group-size", type=count, metavar="G", help="devices a group of df, ds (default: a node's)")
     g.add_argument("--gather-after", metavar="LAYER", help="the last layer that spatial and ds cut")
     g.add_argument("--spatial-dims", metavar="h,w", help="what spatial and ds may cut (default: the cheapest of d,h,w)")
     g.add_argument(
-        "--search-up-to", type=_whole, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
+        "--search-up-to", type=count, default=64, metavar="N", help="GPUs that layerwise is searched for (default: 64)"
     )
     g.add_argument("--no-cache", action="store_true", help="search and price anew, though the same was done before")
     g = p.add_argument_group("answer")
-    g.add_argument(
-        "--formulas",
-        choices=list(FORMULAS),
-        metavar="F",
-        default="tables",
-        help=f"{', '.join(FORMULAS)}: what prices; see below (default: tables)",
-    )
-    g.add_argument(
-        "--gamma",
-        type=positive,
-        metavar="G",
-        help="measured peak of memory over what closed forms count (default: memory is that of layerwise.run, by the "
-        "cost tables)",
-    )
-    g.add_argument("--max-gpus", type=_whole, metavar="N", help="suggest with at most so many GPUs")
+    g.add_argument("--max-gpus", type=count, metavar="N", help="suggest with at most so many GPUs")
     g.add_argument("--max-memory", type=positive, metavar="GIB", help="suggest with at most so much memory a GPU")
     g.add_argument(
         "--max-hours", type=positive, metavar="H", help="suggest the fewest GPU-hours of those with such an epoch"
     )
     g.add_argument("--measured", metavar="RUNS.json", help="compare with measured runs")
     g.add_argument("--phases", action="store_true", help="phases at every number of GPUs, not the suggested one only")
-    g.add_argument("--json", action="store_true", help="everything, for programs")
+    output_arguments(g)
     g.add_argument("--plot", metavar="FILE.png", help="scaling curves: an epoch and the speed-up, over the GPUs")
     g.add_argument("--plot-phases", metavar="FILE.png", help="phases of an iteration, a panel a strategy")
     g.add_argument("--plan", metavar="PLAN.json", help="write the one strategy at the one number of GPUs as a plan")
@@ -157,16 +126,20 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, ask, print."""
     args = parser().parse_args(argv)
+    if args.global_batch is not None:
+        if args.scaling == "weak":
+            raise LayerwiseError("--global-batch is of all GPUs, however many: with --scaling weak give --batch")
+        args.scaling, args.batch = "strong", args.global_batch
+    args.scaling = args.scaling or "weak"
     profile = load(args.profile)
     profile.processor.peak(args.dtype)
     named = _strategies(args.strategy)
     runs = [] if args.measured is None else read_runs(args.measured)
-    formulas, ran = _formulas(args, profile.name)
     gpus = args.gpus or (() if runs else (args.gpus_per_node or profile.gpus_per_node,))
     _check(args, named, gpus)
-    for count in gpus:
-        profile.device_graph(count, args.gpus_per_node)
-    oracle = Oracle(_question(args, profile, formulas, ran), answers(wanted=not args.no_cache))
+    for devices in gpus:
+        profile.device_graph(devices, args.gpus_per_node)
+    oracle = Oracle(_question(args, profile), answers(wanted=not args.no_cache))
     with progress_bar("asking", quiet=args.json) as progress:
         asked = ask(oracle, named, gpus, args.search_up_to, progress)
     compared = compare_with(oracle, runs)
@@ -177,105 +150,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     suggestion = suggest(list(asked.answers.values()), args.samples, budget) if asked.answers else None
     if args.plan is not None:
-        ((name, count),) = asked.answers
-        answer = asked.answers[name, count]
-        plan_of(args.model, args.profile, oracle.model(count), answer, input_shape=args.input_shape).save(args.plan)
+        (((_, devices), answer),) = asked.answers.items()
+        plan_of(args.model, args.profile, oracle.model(devices), answer, input_shape=args.input_shape).save(args.plan)
     heading = f"{args.model} on {profile.processor.name}"
     if args.plot is not None:
         save_plot(draw(oracle.question, asked, args.samples, heading, compared), args.plot)
     if args.plot_phases is not None:
         save_plot(draw_phases(oracle.question, asked, heading), args.plot_phases)
-    if args.json:
-        print(report_json.text(report_json.as_dict(args.model, oracle, asked, args.samples, suggestion, compared)))
-        return 0
-    out = console()
-    out.print(Text.assemble((args.model, "bold"), _heading(args, profile.processor.name)))
-    out.print(report.show(oracle, asked, args.samples, suggestion, budget, compared, every=args.phases))
-    for what, path in (("plan", args.plan), ("figure", args.plot), ("figure", args.plot_phases)):
-        if path is not None:
-            out.print(f"{what} written to {path}", soft_wrap=True)
+    shown = found(args.model, oracle, asked, args.samples, suggestion, budget, compared, every=args.phases)
+    present(shown, args, {"plan": args.plan, "figure": args.plot, "figure of phases": args.plot_phases})
     return 0
-
-
-def _heading(args: argparse.Namespace, processor: str) -> str:
-    each = "a GPU" if args.scaling == "weak" else "a step"
-    how = FORMULAS[args.formulas]
-    return f" on {processor}, {args.batch or 32:,} samples {each}, {args.samples:,} an epoch; {how}\n"
 
 
 def _check(args: argparse.Namespace, named: Sequence[str], gpus: Sequence[int]) -> None:
     """LayerwiseError for flags that do not go together, and for files that cannot be written."""
-    if args.gamma is not None and args.formulas == "tables":
-        raise LayerwiseError("--gamma scales what closed forms count: add --formulas published or as-run")
-    if args.gamma is not None and not 1 / GAMMA <= args.gamma <= GAMMA:
-        raise LayerwiseError(f"--gamma {args.gamma:g}: from {1 / GAMMA:g} to {GAMMA:g}")
     if args.scaling == "strong" and args.batch is None:
         raise LayerwiseError("--scaling strong needs --batch B: the samples of a step, which stay the same")
     batch = (args.batch or 32) * (max(gpus, default=1) if args.scaling == "weak" else 1)
     if batch > MAX_BATCH:
         raise LayerwiseError(f"--batch: at most {MAX_BATCH:,} samples a step of all GPUs can be planned for")
-    if args.plan is not None and (len(named) != 1 or len(gpus) != 1 or args.formulas != "tables"):
+    if args.plan is not None and (len(named) != 1 or len(gpus) != 1):
         raise LayerwiseError("--plan writes one plan: name one --strategy and one number of --gpus")
     if args.plot_phases is not None and not gpus:
         raise LayerwiseError("--plot-phases draws answers: give numbers of --gpus")
-    _check_files({"--plan": args.plan, "--plot": args.plot, "--plot-phases": args.plot_phases})
-
-
-def _check_files(paths: Mapping[str, str | None]) -> None:
-    """LayerwiseError where a file cannot be written, or two flags name the same."""
-    seen: dict[str, str] = {}
-    for flag, path in paths.items():
-        if path is None:
-            continue
-        if (other := seen.setdefault(os.path.realpath(path), flag)) != flag:
-            raise LayerwiseError(f"{other} and {flag} name the same file: give each its own")
-        if flag != "--plan":
+    for flag, path in (("--plot", args.plot), ("--plot-phases", args.plot_phases)):
+        if path is not None:
             check_plot(path, flag)
-        check_writable(path)
+    check_files({"--plan": args.plan, "--plot": args.plot, "--plot-phases": args.plot_phases, "--html": args.html})
 
 
-def _question(args: argparse.Namespace, profile: Profile, formulas: Pricing, ran: Framework | None) -> Question:
+def _question(args: argparse.Namespace, profile: Profile) -> Question:
     """What the flags ask about the model."""
     dims = _dims(args.spatial_dims)
-    graph = load_model(args.model, 1, args.input_shape)
-    gather_after = args.gather_after or (None if ran is None else ran.gathers_after(args.model))
     return Question(
-        graph=fuse(graph) if ran is None else graph,
+        graph=fuse(load_model(args.model, 1, args.input_shape)),
         profile=profile,
         batch=args.batch or 32,
         scaling=args.scaling,
         gpus_per_node=args.gpus_per_node,
         segments=args.segments,
-        wishes=Wishes(args.group_size, gather_after, dims),
+        wishes=Wishes(args.group_size, args.gather_after, dims),
         options=CostOptions(
             io="free", optimizer=args.optimizer, dtype=args.dtype, local_batch_norm=args.local_batch_norm
         ),
-        formulas=formulas,
         memory_limit_bytes=None if args.max_memory is None else args.max_memory * 2**30,
-        gamma=args.gamma,
-        framework=ran,
-        seconds_per_sample=None if ran is None else ran.single_s(args.model),
     )
-
-
-def _formulas(args: argparse.Namespace, profile: str) -> tuple[Pricing, Framework | None]:
-    """What prices, and the framework that it is of, whose constants hold for what it ran only."""
-    form, _, runs = args.formulas.partition(":")
-    if form != "chainermnx":
-        return form, None
-    fitted = runs == "fitted"
-    ran = framework(form, "bars" if fitted else runs or "bars", fitted=fitted)
-    for flag, given, only in (
-        ("profile", profile, ran.profile),
-        ("optimizer", args.optimizer, ran.options["optimizer"]),
-        ("dtype", args.dtype, ran.options["dtype"]),
-        ("input-shape", args.input_shape, None),
-    ):
-        if given != only:
-            wanted = f"with --{flag} {only}" if only else f"without --{flag}"
-            raise LayerwiseError(f"--formulas {form} is of runs {wanted}, which its constants were measured in")
-    ran.single_s(args.model)
-    return form, ran
 
 
 def _strategies(text: str | None) -> tuple[str, ...]:
@@ -300,18 +219,11 @@ def _dims(text: str | None) -> tuple[str, ...]:
     return dims
 
 
-def _whole(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _samples(text: str) -> int:
     """Samples of an epoch."""
     if len(text) > 15:  # else the times of an epoch leave the range of floats
         raise argparse.ArgumentTypeError(f"{text[:15]}... is not a number of samples below 10^15")
-    return _whole(text)
+    return count(text)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,8 @@ class Asked:
     reasons: dict[tuple[str, int], str]  # why there is no answer
     notes: tuple[str, ...]  # what was left out and how to get it
 
-    def speed_up(self, a: Answer) -> float | None:
-        """Samples per second over those of one device; None where other formulas priced that."""
-        if a.formulas != self.single.formulas:
-            return None
+    def speed_up(self, a: Answer) -> float:
+        """Samples per second over those of one device."""
         return self.single.epoch_s(1) / a.epoch_s(1)
 
 
@@ -44,7 +42,7 @@ def ask(
     single = oracle.answer("serial", 1)
     if not gpus:
         return Asked((), single, {}, {}, {}, ())
-    names = tuple(named) or applicable(oracle.question.graph, oracle.node, oracle.question.formulas)
+    names = tuple(named) or applicable(oracle.question.graph, oracle.node)
     answers: dict[tuple[str, int], Answer] = {}
     reasons: dict[tuple[str, int], str] = {}
     work = [(name, count) for count in gpus for name in names]
@@ -69,12 +67,6 @@ def ask(
             f"layerwise: no plan was searched for more than {search_up_to} GPU{'s' * (search_up_to > 1)}; "
             f"--search-up-to {max(unsearched)} does it, and takes minutes."
         )
-    priced = {answer.formulas for answer in answers.values()}
-    if len(priced) > 1:
-        notes.append(
-            "layerwise is priced by the cost tables, the other strategies by closed forms: it is left out of the "
-            "suggestion."
-        )
     limits = {name: oracle.limit(name, max(gpus)) for name in names}
     return Asked(tuple(gpus), single, answers, limits, reasons, tuple(notes))
 
@@ -98,7 +90,4 @@ def compare_with(oracle: Oracle, runs: Sequence[Run]) -> list[Compared]:
             pairs.append((run, oracle_of(run).answer(run.strategy, run.gpus)))
         except LayerwiseError as error:
             raise LayerwiseError(f"measured run {number}: {error}") from None
-    return [
-        c if c.run.peak_bytes is None else replace(c, gamma=oracle_of(c.run).gamma(c.answer, c.run.peak_bytes))
-        for c in compare(pairs)
-    ]
+    return compare(pairs)

@@ -7,48 +7,74 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from math import prod
 from typing import Literal
 
+from layerwise.graph.layer import LayerGraph
 from layerwise.machine import DeviceGraph
-from layerwise.oracle.formulas.collectives import flows_per_port
-from layerwise.oracle.formulas.facts import Facts
-from layerwise.oracle.formulas.phases import Projection
-from layerwise.oracle.formulas.pipeline import PipelineStage, balanced, imbalance
+from layerwise.oracle.phases import Projection
+from layerwise.oracle.pipeline import PipelineStage, imbalance
 
-GRADIENTS = ("data", "spatial", "df", "ds")
-LAYERWISE = ("filter", "channel", "df")
+Kind = Literal["limit", "bottleneck"]
+GRADIENTS = ("data", "spatial", "df", "ds", "grid")
+LAYERWISE = ("filter", "channel", "df", "grid")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A limit (of the strategy itself) or a bottleneck (of framework or machine)."""
 
-    kind: Literal["limit", "bottleneck"]
+    kind: Kind
     name: str
     value: float  # a share of 1, or a number of times, as `text` says it
     lost_s: float  # of an iteration; 0 where it costs no time
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a network is without any parallelism: items, and seconds a sample."""
+
+    weights: int  # trainable, biases aside
+    biases: int
+    activations: int  # of a sample: inputs and outputs of all layers
+    compute_s: float  # of a sample on one device, forward and backward
+
+
+def sizes_of(graph: LayerGraph, step_s: float) -> Sizes:
+    """The sizes of a network that one device computes in `step_s`, at the graph's batch."""
+    trainable = [(p.name, prod(p.shape)) for layer in graph.inner for _, p in layer.own_parameters() if p.trainable]
+    biases = sum(size for name, size in trainable if name.rpartition(".")[2] == "bias")
+    items = (sum(spec.volume for spec in layer.specs) + layer.out.volume for layer in graph.inner)
+    return Sizes(sum(size for _, size in trainable) - biases, biases, sum(items) // graph.batch, step_s / graph.batch)
+
+
+def flows_per_port(devices: DeviceGraph, rings: int) -> float:
+    """phi: how many of `rings` rings that leave every node share one of its NICs (4 rings, 2 NICs: 2)."""
+    if devices.nodes == 1:
+        return 1.0
+    nics = max(1, devices.devices_per_node // devices.levels[1].devices_per_port)
+    return max(1.0, rings / nics)
+
+
 def findings(
     projection: Projection,
-    facts: Facts,
+    sizes: Sizes,
     devices: DeviceGraph,
     staged: Sequence[PipelineStage] = (),
     exposed_s: float | None = None,
 ) -> list[Finding]:
     """Those that apply to a projection on `devices`, the costliest first; none on one device.
 
-    staged: a pipeline's stages, where the cost tables made them; else those that the published form balances.
-    exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None where nobody simulated it.
+    staged: a pipeline's stages. exposed_s: of the gradient exchange, what is not hidden beside the backward pass; None
+    where nobody simulated it.
     """
     if projection.devices == 1:
         return []
     result = [
         *_communication(projection, devices, exposed_s),
-        *_computation(projection, facts, staged),
-        *_memory(projection, facts),
+        *_computation(projection, sizes, staged),
+        *_memory(projection, sizes),
     ]
     used = projection.phases.memory_bytes / devices.usable_bytes
     if used > 1:
@@ -72,21 +98,18 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
             share = exposed_s / (phases.total_s - phases.gradient_s + exposed_s)
             text += f"; beside the backward pass, what is left of it is {share:.1%}"
         result.append(Finding("limit", "gradient exchange", share, lost_s, text))
-    layerwise_s = phases.gather_s + phases.reduce_s
-    if name in LAYERWISE and layerwise_s:
-        share = layerwise_s / phases.total_s
-        text = f"collectives of single layers are {share:.1%} of an iteration"
-        result.append(Finding("limit", "layer-wise communication", share, layerwise_s, text))
-    if phases.halo_s:
-        share = phases.halo_s / phases.total_s
-        text = f"halo exchange is {share:.1%} of an iteration"
-        result.append(Finding("bottleneck", "point-to-point communication", share, phases.halo_s, text))
-    if phases.passing_s:
-        share = phases.passing_s / phases.total_s
-        text = f"passing activations between stages is {share:.1%} of an iteration"
-        result.append(Finding("bottleneck", "point-to-point communication", share, phases.passing_s, text))
+    layerwise_s = phases.gather_s + phases.reduce_s if name in LAYERWISE else 0.0
+    shares: tuple[tuple[Kind, str, float, str], ...] = (
+        ("limit", "layer-wise communication", layerwise_s, "collectives of single layers are"),
+        ("bottleneck", "point-to-point communication", phases.halo_s, "halo exchange is"),
+        ("bottleneck", "point-to-point communication", phases.passing_s, "passing activations between stages is"),
+    )
+    for kind, what, seconds, text in shares:
+        if seconds:
+            share = seconds / phases.total_s
+            result.append(Finding(kind, what, share, seconds, f"{text} {share:.1%} of an iteration"))
     p1, p2 = projection.groups
-    flows = flows_per_port(devices, p2) if name == "df" and p1 > 1 else 1.0
+    flows = flows_per_port(devices, p2) if name in ("df", "grid") and p1 > 1 else 1.0
     if flows > 1:
         text = f"{p2} gradient exchanges at once: {flows:g} share each network port of a node"
         saved_s = min(lost_s, phases.gradient_s * (1 - 1 / flows))  # what is hidden costs nothing
@@ -94,17 +117,17 @@ def _communication(projection: Projection, devices: DeviceGraph, exposed_s: floa
     return result
 
 
-def _computation(projection: Projection, facts: Facts, staged: Sequence[PipelineStage]) -> list[Finding]:
+def _computation(projection: Projection, sizes: Sizes, staged: Sequence[PipelineStage]) -> list[Finding]:
     name, phases, p = projection.strategy, projection.phases, projection.devices
     result: list[Finding] = []
     if phases.update_s:
         share = phases.update_s / phases.computation_s
-        added = ", with the gradients of segments added up," if staged and projection.segments > 1 else ""
+        added = ", with the gradients of segments added up," if projection.segments > 1 else ""
         text = f"the weight update{added} is {share:.1%} of the computation"
         result.append(Finding("limit", "weight update", share, phases.update_s, text))
-    ideal_s = projection.batch / p * facts.compute_s
+    ideal_s = projection.batch / p * sizes.compute_s
     if name == "pipeline":
-        over = imbalance(staged) if staged else _published_imbalance(facts, p)
+        over = imbalance(staged)
         idle = (p - 1) / (p + projection.segments - 1)
         text = (
             f"the slowest stage takes {over:.1%} longer than the mean; {idle:.1%} of all turns are filling and draining"
@@ -118,19 +141,12 @@ def _computation(projection: Projection, facts: Facts, staged: Sequence[Pipeline
     return result
 
 
-def _published_imbalance(facts: Facts, stages: int) -> float:
-    """How much longer than the mean the slowest of the published form's stages takes."""
-    cuts = balanced([layer.compute_s for layer in facts.layers], stages)
-    times = [sum(layer.compute_s for layer in facts.layers[a:b]) for a, b in pairwise(cuts)]
-    return max(times) * stages / sum(times) - 1
-
-
-def _memory(projection: Projection, facts: Facts) -> list[Finding]:
+def _memory(projection: Projection, sizes: Sizes) -> list[Finding]:
     """The share of a device's memory that other devices of its group, or of all, hold as well."""
     name, (p1, p2) = projection.strategy, projection.groups
-    weights = 2 * facts.weights + sum(layer.biases for layer in facts.layers)
-    activations = 2 * projection.batch / p1 * sum(layer.inputs + layer.outputs for layer in facts.layers)
-    if name in GRADIENTS and name != "df":
+    weights = 2 * sizes.weights + sizes.biases
+    activations = 2 * projection.batch / p1 * sizes.activations
+    if name in GRADIENTS and name not in LAYERWISE:
         spread = activations / (p2 if name in ("spatial", "ds") else 1)
         share = weights / (weights + spread)
         text = f"every device holds all weights and their gradients: {share:.1%} of its memory"

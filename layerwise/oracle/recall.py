@@ -8,10 +8,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from layerwise.cache import Answers, UnkeyedError, key_of
+from layerwise.cache import Answers, UnkeyedError, key_of, restored
 from layerwise.cost.model import CostModel
 from layerwise.graph.layer import LayerGraph
-from layerwise.oracle.formulas.phases import Phases
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.strategies import Shape, strategy
 from layerwise.oracle.tables import Priced
 from layerwise.search.recall import own_kernels
@@ -51,6 +51,7 @@ def _read(model: CostModel, kept: Any) -> dict[str, Priced]:
 
 
 def _priced(model: CostModel, name: str, kept: Any) -> Priced:
-    grid = tuple((str(label), int(degree)) for label, degree in kept["shape"]["grid"])
-    shape, times = Shape(**kept["shape"] | {"grid": grid}), [float(kept[time]) for time in TIMES]
-    return Priced(model, shape, strategy(model.graph, name, shape), Phases(**kept["phases"]), *times)
+    shape, phases = restored(Shape, kept["shape"]), restored(Phases, kept["phases"])
+    return Priced(
+        model, shape, strategy(model.graph, name, shape), phases, *(restored(float, kept[time]) for time in TIMES)
+    )

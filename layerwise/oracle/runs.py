@@ -2,8 +2,7 @@
 
 A file is `{"runs": [{"strategy": "data", "gpus": 16, "batch": 1024, "iteration_s": 0.23}, ...]}`. Instead of
 `iteration_s`, which may be a list of iterations, a run may have `epoch_s` and `samples`; `inside` (devices a group)
-is for hybrids (df, ds), `segments` for pipelines; `peak_bytes` is the memory of the fullest device. `batch` is of all
-devices together.
+is for hybrids (df, ds), `segments` for pipelines. `batch` is of all devices together.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ MOST = {
     "samples": 10**15,
     "inside": MAX_GPUS,
     "segments": MAX_BATCH,
-    "peak_bytes": 10**18,
 }
 FIELDS = ("strategy", "iteration_s", "epoch_s", *MOST)
 SECONDS = 1e-12, 1e12  # of what can have been measured; beyond, ratios leave the range of floats
@@ -49,7 +47,6 @@ class Run:
     segments: int | None = None
     iterations: int = 1  # that were measured
     slow: int = 0  # how many of these are outliers
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,6 @@ class Compared:
     answer: Answer
     projected_s: float  # with overlap
     abnormal: str = ""  # why it is out of line
-    gamma: float | None = None  # the measured peak of memory over what the published formula counts
 
     @property
     def accuracy(self) -> float:
@@ -109,12 +105,10 @@ def _run(run: object, where: str) -> Run:
         times = [epoch_s]
     else:
         raise LayerwiseError(f"{where}: has neither 'iteration_s' nor 'epoch_s' (with 'samples'), in seconds")
-    inside, segments, peak = (
-        _whole(run, key, where) if key in run else None for key in ("inside", "segments", "peak_bytes")
-    )
+    inside, segments = (_whole(run, key, where) if key in run else None for key in ("inside", "segments"))
     fence = _fence(times)
     slow = len([time for time in times if time > fence])
-    return Run(name, gpus, batch, statistics.median(times), inside, segments, len(times), slow, peak)
+    return Run(name, gpus, batch, statistics.median(times), inside, segments, len(times), slow)
 
 
 def _missing(run: Mapping[str, object], key: str) -> str:

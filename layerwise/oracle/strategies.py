@@ -16,6 +16,7 @@ from layerwise.config import Config, why_illegal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.plan import nearest
+from layerwise.search.grids import ProcessGrid, grid_configs, grids, mlp_layers
 
 SPATIAL = ("d", "h", "w", "l")
 CUT = {"filter": "c", "channel": "k", "df": "c"}  # the dimension that a strategy's groups cut
@@ -61,6 +62,14 @@ def weighted(graph: LayerGraph) -> list[Layer]:
     """Convolutions, linear layers and what else multiplies by a matrix of weights."""
     mains = ((layer, layer.stages[0].space.parameters) for layer in graph.inner)
     return [layer for layer, parameters in mains if any(len(p.shape) > 1 and p.trainable for p in parameters)]
+
+
+def is_mlp(graph: LayerGraph) -> bool:
+    """Whether process grids mean anything for a network."""
+    try:
+        return bool(mlp_layers(graph))
+    except LayerwiseError:
+        return False
 
 
 def positions(layer: Layer, dims: Sequence[str] = SPATIAL) -> int:
@@ -112,6 +121,9 @@ def limit(graph: LayerGraph, name: str, node: int, wishes: Wishes | None = None)
         return Limit(count, f"the model's {count} layers")
     if name in ("data", "layerwise"):
         return batch if name == "data" else Limit(2**16, "nothing but the machine")
+    if name == "grid":
+        widest = max(layer.out.shape[-1] for layer in mlp_layers(graph))
+        return Limit(graph.batch * widest, f"{batch.by}, times {widest:,} outputs of the widest layer")
     inside = _inside_limit(graph, name, node, wishes)
     if name in HYBRID:
         return Limit(graph.batch * inside.devices, f"{batch.by}, times {inside.devices} of {inside.by}")
@@ -138,7 +150,7 @@ def _inside_limit(graph: LayerGraph, name: str, node: int, wishes: Wishes) -> Li
 
 
 def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes | None = None) -> list[Shape]:
-    """How a strategy can use `devices` devices in nodes of `node`: one shape, or one for each spatial grid.
+    """How a strategy can use `devices` devices in nodes of `node`: one shape, or one for each spatial or process grid.
 
     Raises UnreachableError, with the limit and what sets it.
     """
@@ -149,6 +161,11 @@ def shapes(graph: LayerGraph, name: str, devices: int, node: int, wishes: Wishes
         raise UnreachableError(f"{name} cannot use {devices} devices: at most {most.devices:,}, by {most.by}{what}")
     if name in ("serial", "data"):
         return [Shape(devices, 1)]
+    if name == "grid":
+        found = [Shape(grid.batch_groups, grid.model_parts) for grid in grids(devices, graph)]
+        if not found:
+            raise UnreachableError(f"grid cannot use {devices} devices: no division of them fits {most.by}")
+        return found
     inside = devices
     if name in HYBRID:
         inside = _group_size(graph, name, devices, node, wishes)
@@ -216,6 +233,8 @@ def strategy(graph: LayerGraph, name: str, shape: Shape) -> dict[str, Config]:
 
     Raises UnreachableError where a layer cannot be cut so after all.
     """
+    if name == "grid":
+        return grid_configs(graph, ProcessGrid(shape.groups, shape.inside))
     spatial: set[str] = set()
     if shape.gather_after is not None and shape.grid:
         spatial = {layer.name for layer in spatial_layers(graph, shape.gather_after)}

@@ -36,11 +36,7 @@ class Suggestion:
 def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggestion:
     """Chooses by samples per second, with overlap. Of what the model's error does not tell from the best, data
     parallelism is taken, then fewer devices, then the best.
-
-    Times of cost tables and of closed forms are not compared: where answers have both, those of closed forms count.
     """
-    if len({a.formulas for a in answers}) > 1:
-        answers = [a for a in answers if a.formulas != "tables"]
 
     def cost(a: Answer) -> float:
         return a.epoch_s(samples) * (a.projection.devices if budget.seconds is not None else 1)
@@ -83,7 +79,7 @@ def suggest(answers: Sequence[Answer], samples: int, budget: Budget) -> Suggesti
 
 
 def error_between(a: Answer, b: Answer) -> float:
-    """The model's error of two answers: by what their t_C rests on; of closed forms and pipelines, as if analytic."""
+    """The model's error of two answers: by what their t_C rests on; of pipelines, as if analytic."""
     return max(ANALYTIC_ERROR if one.priced is None else one.priced.error for one in (a, b))
 
 

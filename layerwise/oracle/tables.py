@@ -14,7 +14,7 @@ from layerwise.cost.model import CostModel, EdgeName, Strategy
 from layerwise.cost.price import Price, complete, price
 from layerwise.cost.terms import COMPUTE, LAYER_TERMS
 from layerwise.cost.timeline.simulate import Timeline, timeline
-from layerwise.oracle.formulas.phases import Phases
+from layerwise.oracle.phases import Phases
 from layerwise.oracle.strategies import SPATIAL, Shape, strategy
 
 
@@ -49,9 +49,11 @@ class Groups:
         self._best: dict[tuple[int, int, int, str, tuple[Shape, ...]], int] = {}
 
     def best(self, model: CostModel, name: str, shapes: Sequence[Shape]) -> Shape:
-        """The cheapest of a strategy's shapes, which differ in the grid inside a group."""
+        """The cheapest of a strategy's shapes, which differ in the grid inside a group; process grids in all."""
         if len(shapes) == 1:
             return shapes[0]
+        if name == "grid":
+            return shapes[_cheapest(model, [strategy(model.graph, name, shape) for shape in shapes])]
         groups, inside = shapes[0].groups, shapes[0].inside
         alone = model if groups == 1 or model.devices.levels[0].devices % inside else self._alone(model, groups, inside)
         if alone is not model:  # what groups exchange is the same for all their grids
@@ -59,9 +61,7 @@ class Groups:
         key = (inside, alone.graph.batch, groups, name, tuple(shapes))
         if key not in self._best:
             plans = [strategy(alone.graph, name, replace(shape, groups=groups)) for shape in shapes]
-            alone.learn([complete(alone, plan) for plan in plans])
-            seconds = [phases_of(alone, plan, 0.0)[0].total_s for plan in plans]  # equation 1
-            self._best[key] = seconds.index(min(seconds))
+            self._best[key] = _cheapest(alone, plans)
         return shapes[self._best[key]]
 
     def _alone(self, model: CostModel, groups: int, inside: int) -> CostModel:
@@ -72,6 +72,13 @@ class Groups:
             alone = replace(model.devices, count=inside, levels=(level,))
             self._models[inside, batch] = CostModel(model.graph.rebatch(batch), alone, model.options)
         return self._models[inside, batch]
+
+
+def _cheapest(model: CostModel, plans: Sequence[Strategy]) -> int:
+    """The first of the plans with the least step time of equation 1."""
+    model.learn([complete(model, plan) for plan in plans])
+    seconds = [phases_of(model, plan, 0.0)[0].total_s for plan in plans]
+    return seconds.index(min(seconds))
 
 
 def price_plan(model: CostModel, shape: Shape, plan: Strategy, step: Timeline | None = None) -> Priced:

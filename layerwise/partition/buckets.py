@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from layerwise.geometry.arrays import Ints, Mask
 
 BUCKET_BYTES = 25 * 2**20  # gradients that travel together: DistributedDataParallel's default bucket_cap_mb
 FIRST_BUCKET_BYTES = 2**20  # so that communication begins early: DistributedDataParallel's _DEFAULT_FIRST_BUCKET_BYTES
@@ -29,3 +33,18 @@ def fill(gradients: Iterable[tuple[Hashable, float]]) -> list[list[int]]:
         bucket.append(number)
         filling[group] = bucket, room - size_bytes
     return buckets
+
+
+def flushed_after(buckets: Sequence[Sequence[int]], queues: Sequence[Hashable], members: Sequence[Mask]) -> list[int]:
+    """The number of the gradient after which each bucket is flushed, as `fill` returns them.
+
+    A device begins the sums of a queue in the order of its buckets: a full one waits for those before it. A bucket is
+    flushed when all its members, (N,) flags, have come to it.
+    """
+    last: dict[Hashable, Ints] = {}
+    found: list[int] = []
+    for numbers, queue, mask in zip(buckets, queues, members, strict=True):
+        reached = last.setdefault(queue, np.zeros(len(mask), np.int64))
+        reached[mask] = np.maximum(reached[mask], max(numbers))
+        found.append(int(reached[mask].max()))
+    return found

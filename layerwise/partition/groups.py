@@ -61,17 +61,6 @@ def statistics(layer: Layer, place: Place, device: int, *, local_batch_norm: boo
     return tuple(groups)
 
 
-def mirrors(place: Place, device: int) -> Group:
-    """The devices that hold parameters as this one does, of which one computes; () where that is this one alone.
-
-    () too where every device computes the same, and so moves what the layer remembers as the others do.
-    """
-    if place.everywhere:
-        return ()
-    group = tuple(np.flatnonzero(place.mirrored == place.mirrored[device]).tolist())
-    return group if len(group) > 1 else ()
-
-
 def reduction(layer: Layer, place: Place, device: int) -> Reduction | None:
     """What a device reduces over k, and with whom; None where k is not split."""
     cell, outputs = place.computed.each[device], len(layer.out.shape)

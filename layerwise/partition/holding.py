@@ -1,4 +1,4 @@
-"""Holding: whether the boxes of a layer's parameters are those of DTensors of all devices."""
+"""Holding: whether the boxes of a layer's parameters are those of DTensors of the devices that compute it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ from layerwise.graph.layer import Layer
 from layerwise.ops.facts import Dim, Parameter
 
 
-def why_not_held(layer: Layer, config: Config, devices: int) -> str | None:
-    """The reason that `devices` devices cannot hold a layer's parameters as DTensors under a configuration, or None.
+def why_not_held(layer: Layer, config: Config) -> str | None:
+    """The reason that devices cannot hold a layer's parameters as DTensors under a configuration, or None.
 
-    Each prime factor of the number of devices is an axis of their mesh, which cuts a dimension as torch.chunk does, or
-    none. So the cells of a layer that cuts parameters must be a divisor of the devices, and its cuts torch.chunk's.
+    Each prime factor of the number of cells is an axis of their mesh, which cuts a dimension as torch.chunk does, or
+    none. So its cuts of parameters must be torch.chunk's.
     """
-    return _reason(layer, layer.own_parameters(), config, devices)
+    return _reason(layer, layer.own_parameters(), config)
 
 
-def _reason(layer: Layer, held: Sequence[tuple[str, Parameter]], config: Config, devices: int) -> str | None:
+def _reason(layer: Layer, held: Sequence[tuple[str, Parameter]], config: Config) -> str | None:
     if not config.degrees or not held:
         return None
     of_cells, of_results = (_degrees(layer, config, epilogue) for epilogue in (False, True))
     for name, p in held:
         degrees = of_results if p.epilogue else of_cells
         cut = [(j, m) for j, m in enumerate(p.maps) if m.source is not None and degrees[m.source] > 1]
-        if cut and devices % config.total:
-            return (
-                f"{config} cuts parameter {name!r} over {config.total} devices, which is no divisor of the {devices} "
-                "that there are"
-            )
         for j, m in cut:
             assert m.source is not None
             if not _chunks(m, layer.space.dims[m.source], degrees[m.source], p.shape[j]):
@@ -67,17 +62,16 @@ def held_configurations(layer: Layer, space: SearchSpace) -> tuple[Config, ...]:
         degrees = config.degrees
         if not any(label == "k" for label, _ in degrees):
             degrees = tuple(one for one in degrees if one[0] in cutting)
-        key = degrees, space.devices % config.total
-        if key not in known:
-            known[key] = _reason(layer, held, config, space.devices) is None
-        return known[key]
+        if degrees not in known:
+            known[degrees] = _reason(layer, held, config) is None
+        return known[degrees]
 
     return tuple(filter(is_held, configs))
 
 
-def check(layer: Layer, config: Config, devices: int) -> None:
+def check(layer: Layer, config: Config) -> None:
     """LayerwiseError with that reason."""
-    if reason := why_not_held(layer, config, devices):
+    if reason := why_not_held(layer, config):
         raise LayerwiseError(f"layer {layer.name!r}: {reason}")
 
 

@@ -48,11 +48,6 @@ class Cells:
         found = (np.unique(column, return_inverse=True) for column in self.degrees.T)
         return tuple((tuple(values.tolist()), which) for values, which in found)
 
-    @cached_property
-    def copied(self) -> Cells:
-        """Where a device without a cell has a copy, always."""
-        return replace(self, copies=np.ones_like(self.copies))
-
     def numbers(self, devices: Ints) -> Ints:
         """(C, W) the cell that each of these devices has, -1: none."""
         total, here = self.total[:, None], devices[None, :]
@@ -125,21 +120,9 @@ class Layout:
     owned: Cells  # of the output. Where k > 1 the reduce-scatter cuts one dimension further
     configs: tuple[Config, ...] = ()  # that it is of, with what they choose beside cells
 
-    @property
-    def mirrored(self) -> Ints:
-        """(C, N) the device whose parameters each device holds: its own, or a copy where it has no cell."""
-        cells = self.computed
-        copied = cells.copied.numbers(np.arange(cells.devices))
-        spread = copied * cells.devices // cells.total[:, None]
-        return np.where(cells.strided[:, None], spread, copied)
-
     def at(self, epilogue: bool) -> Cells:
         """What the needs of an input or a parameter follow from: the epilogue comes after the reduction over k."""
         return self.owned if epilogue else self.computed
-
-    def holding(self, epilogue: bool) -> Cells:
-        """What the boxes of parameters follow from that the devices hold, those without a cell as copies."""
-        return self.at(epilogue).copied
 
     def everywhere(self) -> Layout:
         """All devices compute what is not cut."""

@@ -24,7 +24,6 @@ class Place:
 
     computed: Boxes  # of the iteration space, which a device computes
     owned: Boxes  # of the output, which it holds afterwards
-    mirrored: Ints  # (N,) the device whose parameters each device holds: its own, or a copy where it computes nothing
     # Every device holds the whole (what is unfed and not cut, a constant, what is fed with io "free"): nothing of it
     # travels forward.
     everywhere: bool = False
@@ -34,16 +33,12 @@ class Place:
         return self.owned if epilogue else self.computed
 
     def holds(self, p: Parameter) -> Boxes:
-        """The box of a parameter that every device holds, also one that computes nothing of the layer: a copy.
-
-        So every parameter is a DTensor of all devices, and a loop may do with it what it does on one.
-        """
-        return self.at(p.epilogue).on(self.mirrored).needs(p.maps)
+        """The box of a parameter that every device holds; none where it computes nothing of the layer."""
+        return self.at(p.epilogue).needs(p.maps)
 
     def on(self, devices: Ints) -> Place:
         """On these devices, in this order."""
-        mirrored = np.argsort(devices)[self.mirrored[devices]]
-        return Place(self.computed.on(devices), self.owned.on(devices), mirrored, self.everywhere)
+        return Place(self.computed.on(devices), self.owned.on(devices), self.everywhere)
 
 
 def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = False) -> Place:
@@ -54,7 +49,7 @@ def place(layer: Layer, config: Config, devices: int, io: str, *, unfed: bool = 
     """
     if layer.role is Role.CONSTANT or (layer.end and io != "sample"):
         whole = Boxes.whole(layer.out.shape, devices)
-        return Place(whole, whole, np.arange(devices), everywhere=True)
+        return Place(whole, whole, everywhere=True)
     return place_in(layer.space, config, devices, everywhere=unfed and config.total == 1)
 
 
@@ -70,7 +65,7 @@ def read(graph: LayerGraph, places: Mapping[str, Place]) -> dict[str, Place]:
                 maps, epilogue = input_maps(layer, slot)
                 need = places[layer.name].at(epilogue).needs(maps)
                 hull = need if source not in found else found[source].owned.hull(need)
-                found[source] = Place(hull, hull, places[source].mirrored, everywhere=True)
+                found[source] = Place(hull, hull, everywhere=True)
     return {name: replace(one, computed=one.owned.filled(), owned=one.owned.filled()) for name, one in found.items()}
 
 
@@ -80,7 +75,7 @@ def place_in(space: Space, config: Config, devices: int, *, everywhere: bool = F
     if everywhere:
         cells = cells.everywhere()
     computed, owned = _boxes(cells.computed, dims, not rank), _boxes(cells.owned, dims[:rank], not rank)
-    return Place(computed, owned, cells.mirrored[0], everywhere)
+    return Place(computed, owned, everywhere)
 
 
 def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:
@@ -109,7 +104,8 @@ def lattices_of(layer: Layer, slot: int) -> Lattices:
 
 def of_all_classes(owned: Boxes, spec: TensorSpec) -> Boxes:
     """What the devices get of the only output where each feeds the whole batch (io free): a box of all classes
-    (dimension 1) for each different one, on the first device that has a part of it; the loss is computed there."""
+    (dimension 1) for each different one, on the first device that has a part of it; the loss is computed there.
+    """
     lo, hi = owned.lo.copy(), owned.hi.copy()
     lo[:, 1], hi[:, 1] = 0, np.where(owned.active, spec.shape[1], 0)
     wide = Boxes(lo, hi, owned.active)

@@ -1,7 +1,7 @@
 """Sharding: of a parameter that several devices hold alike, the part that each of them keeps and updates.
 
 The devices of a group that hold the same box of it (`groups.sharing`) cut that along one dimension, each part again a
-box, such that all boxes are those of one DTensor: every prime factor of the number of devices is an axis of its mesh,
+box, such that all boxes are those of one DTensor: every prime factor of the number of cells is an axis of its mesh,
 and an axis that cuts nothing of the parameter yet cuts this dimension. So the parts of a group are in the order of its
 devices. What cannot be cut so, as none of its dimensions is long enough, all of them keep.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layerwise.config import Config, States, distinct_cells, reduce_axis
 from layerwise.geometry import prime_factors
@@ -22,6 +24,8 @@ from layerwise.ops.base import Role
 from layerwise.ops.facts import Dim, Parameter, Space
 from layerwise.partition.boxes import Boxes
 from layerwise.partition.place import place_in
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +52,14 @@ class Sharding:
         return Sharding(self.dimension, self.members, self.boxes.on(devices), self.rows[devices])
 
 
-def may_shard(layer: Layer, config: Config, devices: int) -> bool:
-    """Whether states other than replicated ones differ from these for a layer."""
-    return may_shard_each(layer, (config,), devices)[0]
+def may_shard(layer: Layer, config: Config, devices: int, *, unfed: bool = False) -> bool:
+    """Whether states other than replicated ones differ from these for a layer. unfed: as `place` has it."""
+    return may_shard_each(layer, (config,), devices, unfed=unfed)[0]
 
 
-def may_shard_each(layer: Layer, configs: Sequence[Config], devices: int) -> list[bool]:
+def may_shard_each(layer: Layer, configs: Sequence[Config], devices: int, *, unfed: bool = False) -> list[bool]:
     """The same of each of these."""
-    found = [shardings(layer, p, configs, devices) for _, p in layer.own_parameters()]
+    found = [shardings(layer, p, configs, devices, unfed=unfed) for _, p in layer.own_parameters()]
     return [any(of[i] is not None for of in found) for i in range(len(configs))]
 
 
@@ -64,19 +68,21 @@ def states_of(layer: Layer, config: Config) -> States:
     return "sharded" if config.states == "gathered" and layer.role is Role.TIED else config.states
 
 
-def sharding(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
+def sharding(layer: Layer, p: Parameter, config: Config, devices: int, *, unfed: bool = False) -> Sharding | None:
     """How devices that hold a parameter of a layer alike would share it; None where they do not.
 
     Of what is trained only: buffers and frozen parameters have no state.
     """
-    return shardings(layer, p, (config,), devices)[0]
+    return shardings(layer, p, (config,), devices, unfed=unfed)[0]
 
 
-def shardings(layer: Layer, p: Parameter, configs: Sequence[Config], devices: int) -> list[Sharding | None]:
+def shardings(
+    layer: Layer, p: Parameter, configs: Sequence[Config], devices: int, *, unfed: bool = False
+) -> list[Sharding | None]:
     """The same under each of these."""
     if layer.end or not p.trainable or (layer.role is Role.TIED and not layer.trains):
         return [None] * len(configs)
-    known = _known(layer.space, p, devices)
+    known = _known(layer.space, p, devices, unfed)
     cells, which = distinct_cells(configs)
     for one in cells:
         if one not in known.of_cells:
@@ -85,16 +91,18 @@ def shardings(layer: Layer, p: Parameter, configs: Sequence[Config], devices: in
     return [found[i] for i in which]
 
 
-def sharded(layer: Layer, p: Parameter, config: Config, devices: int) -> Sharding | None:
+def sharded(layer: Layer, p: Parameter, config: Config, devices: int, *, unfed: bool = False) -> Sharding | None:
     """The same under the configuration's own choice of states."""
-    return sharded_each(layer, p, (config,), devices)[0]
+    return sharded_each(layer, p, (config,), devices, unfed=unfed)[0]
 
 
-def sharded_each(layer: Layer, p: Parameter, configs: Sequence[Config], devices: int) -> list[Sharding | None]:
+def sharded_each(
+    layer: Layer, p: Parameter, configs: Sequence[Config], devices: int, *, unfed: bool = False
+) -> list[Sharding | None]:
     """The same under each of these."""
     if all(config.states == "replicated" for config in configs):
         return [None] * len(configs)
-    found = shardings(layer, p, configs, devices)
+    found = shardings(layer, p, configs, devices, unfed=unfed)
     return [None if c.states == "replicated" else of for c, of in zip(configs, found, strict=True)]
 
 
@@ -105,31 +113,36 @@ class _Known:
     space: Space
     p: Parameter
     devices: int
+    unfed: bool
     of_cells: dict[Config, Sharding | None] = field(default_factory=dict)
     alike: dict[object, Sharding | None] = field(default_factory=dict)  # of cells that cut the parameter alike
 
     def find(self, config: Config) -> Sharding | None:
         """Boxes are made once for all cells with the same axes: of thousands of cells there are tens."""
         dims = self.space.dims
-        axes = tuple(_axes(dims, self.p, config, self.devices))
+        everywhere = self.unfed and config.total == 1
+        axes = tuple(_axes(dims, self.p, config))
+        if everywhere:
+            axes = tuple((factor, None) for factor in prime_factors(self.devices))
         if all(cut is not None for _, cut in axes):
             return None
         labels = {dims[m.source].label for m in self.p.maps if m.source is not None}
         if self.p.epilogue:
             labels.add("k")
-        key = axes, tuple(one for one in config.degrees if one[0] in labels)
+        key = axes, config.placement, tuple(one for one in config.degrees if one[0] in labels)
         if key not in self.alike:
-            self.alike[key] = _sharding(self.space, self.p, config, self.devices, axes)
+            place = place_in(self.space, config, self.devices, everywhere=everywhere)
+            self.alike[key] = _sharding(place.holds(self.p), self.p, axes)
         return self.alike[key]
 
 
 _known = lru_cache(maxsize=1024)(_Known)
 
 
-def _sharding(
-    space: Space, p: Parameter, config: Config, devices: int, axes: tuple[tuple[int, int | None], ...]
-) -> Sharding | None:
-    computed = place_in(space, config, devices).holds(p)
+def _sharding(computed: Boxes, p: Parameter, axes: tuple[tuple[int, int | None], ...]) -> Sharding | None:
+    """Of the boxes that devices compute with."""
+    devices, holders = len(computed.active), np.flatnonzero(computed.active)  # in the order of the cells
+    computed = computed.on(holders)
     members = int(np.prod([size for size, cut in axes if cut is None], dtype=np.int64))
     found = list[tuple[float, int, Sharding]]()
     for dimension in range(len(p.shape)):
@@ -140,28 +153,37 @@ def _sharding(
             volume = boxes.volume.astype(np.int64).reshape([size for size, _ in axes])
             together = tuple(i for i, (_, cut) in enumerate(axes) if cut is None)
             largest = np.broadcast_to(volume.max(together, keepdims=True), volume.shape).reshape(-1)
-            made = Sharding(dimension, members, boxes, largest)
+            made = Sharding(
+                dimension, members, _spread(boxes, holders, devices), _of_devices(largest, holders, devices)
+            )
             found.append((made.total, dimension, made))
     return min(found, key=lambda one: one[:2])[2] if found else None  # the least to fill up, the outermost
 
 
-def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config, devices: int) -> Iterator[tuple[int, int | None]]:
-    """Of the devices' mesh, in the order of `layout`: the size, and the dimension of the parameter that it cuts."""
+def _spread(boxes: Boxes, holders: Ints, devices: int) -> Boxes:
+    """The boxes of these devices, of all: the others have none."""
+    lo, hi = (_of_devices(side, holders, devices) for side in (boxes.lo, boxes.hi))
+    return Boxes(lo, hi, _of_devices(boxes.active, holders, devices))
+
+
+def _of_devices(values: NDArray[T], holders: Ints, devices: int) -> NDArray[T]:
+    """(N, ...) with those of these devices, zeros elsewhere."""
+    made = np.zeros((devices, *values.shape[1:]), values.dtype)
+    made[holders] = values
+    return made
+
+
+def _axes(dims: tuple[Dim, ...], p: Parameter, config: Config) -> Iterator[tuple[int, int | None]]:
+    """Of the mesh of the cells, in the order of `layout`: the size, and the dimension of the parameter that it cuts."""
     of = {m.source: j for j, m in enumerate(p.maps) if m.source is not None}
     order = sorted((i for i in range(len(dims)) if dims[i].label), key=lambda i: dims[i].label != "n")
-    cells = list[tuple[int, int | None]]()
     for i in order:
         driven = of.get(i)
         if dims[i].label == "k" and p.epilogue and config["k"] > 1:  # what it cuts further is the output
             axis = reduce_axis(config, dims)
             assert axis is not None
             driven = of.get(axis)
-        cells += [(factor, driven) for factor in prime_factors(config[dims[i].label or ""])]
-    if devices % config.total:  # then the layer cuts no parameter (`holding`)
-        yield from ((factor, None) for factor in prime_factors(devices))
-        return
-    copies = [(factor, None) for factor in prime_factors(devices // config.total)]
-    yield from (*cells, *copies) if config.placement == "strided" else (*copies, *cells)
+        yield from ((factor, driven) for factor in prime_factors(config[dims[i].label or ""]))
 
 
 def _cut(shape: tuple[int, ...], axes: list[tuple[int, int]]) -> Boxes:

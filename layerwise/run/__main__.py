@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -13,23 +12,27 @@ from collections.abc import Callable, Sequence
 import torch
 
 from layerwise.checkpoint.sole_writer import sole_writer
-from layerwise.cli import MODEL_HELP, Parser, console, global_batch, positive, run_main
+from layerwise.cli import MODEL_HELP, Parser, check_files, console, count, global_batch, positive, run_main
 from layerwise.comm.base import Comm
 from layerwise.comm.start import leave, start
 from layerwise.comm.together import agree
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable
+from layerwise.files import write_text
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import DEFAULT, precision
 from layerwise.machine import load as load_profile
-from layerwise.mlp_grid.grid import parse_grid, price_grid
 from layerwise.plan import Plan, load_plan
+from layerwise.report import as_json, html, text
+from layerwise.report.content import Lines, Picture, Report, Table
+from layerwise.report.picture import svg
 from layerwise.run.compiling import settings_of
 from layerwise.run.options import RuntimeOptions, searched_with, uses_local_batch_norm
 from layerwise.run.trace import Trace
+from layerwise.search.find import candidate
+from layerwise.search.grids import grid_strategy, parse_grid
 from layerwise.search.make_plan import plan_for
 from layerwise.train import compare_times, data
 from layerwise.train.compare import ALLOWED, ARITHMETIC
@@ -75,13 +78,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     g = p.add_argument_group("process grid, instead of a plan")
     g.add_argument("--grid", metavar="RxC", help="of an MLP: samples over R groups of ranks, outputs over C parts")
-    g.add_argument("--global-batch", type=_count, metavar="B", help="samples a batch (default: 32 a rank)")
+    g.add_argument("--global-batch", type=count, metavar="B", help="samples a batch (default: 32 a rank)")
     g.add_argument("--profile", metavar="NAME", help=f"to predict with (default: {DEFAULT} with GPUs, else cpu)")
     g = p.add_argument_group("training")
     g.add_argument("--data", default="digits", metavar="NAME", help=f"{data.HELP} (default: digits)")
     length = g.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=_count, metavar="E", help="times through the data (default: 1)")
-    length.add_argument("--steps", type=_count, metavar="N", help="steps in all, those before --resume included")
+    length.add_argument("--epochs", type=count, metavar="E", help="times through the data (default: 1)")
+    length.add_argument("--steps", type=count, metavar="N", help="steps in all, those before --resume included")
     g.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: the one that the plan was searched for")
     usual = ", ".join(f"{name} {lr:g}" for name, lr in OPTIMIZERS.items())
     g.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {usual})")
@@ -89,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--weight-decay", type=_fraction, default=0.0, metavar="W", help="default: 0")
     g.add_argument("--clip-norm", type=positive, metavar="NORM", help="largest norm of the gradient (default: any)")
     g.add_argument(
-        "--accumulate", type=_count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
+        "--accumulate", type=count, default=1, metavar="K", help="batches a step; gradients travel once (default: 1)"
     )
     g.add_argument("--seed", type=int, default=0, help="of initial values, order of samples, dropout (default: 0)")
     g.add_argument("--weights", metavar="FILE.safetensors", help="initial values: the model's state dict")
@@ -114,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g = p.add_argument_group("checkpoints")
     g.add_argument("--checkpoint", metavar="DIR", help="save model and optimizer there, at the end at least")
-    g.add_argument("--checkpoint-every", type=_count, metavar="N", help="also every N steps")
+    g.add_argument("--checkpoint-every", type=count, metavar="N", help="also every N steps")
     g.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
     g = p.add_argument_group("output")
     g.add_argument("--compare-single", action="store_true", help="the same steps on one device; exit 1 if they differ")
@@ -123,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every rank")
     g.add_argument("--json", action="store_true", help="the result for programs on stdout, the rest on stderr")
+    g.add_argument("--html", metavar="FILE.html", help="write the result as a page that needs no other file, too")
     g.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="seconds to wait for another rank (default: 30)"
     )
@@ -179,7 +183,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         trace = session.module.trace
         if comm.rank == 0:
             out = console(stderr=args.json)
-            out.print(beginning(plan, data=session.data_text(), how=session.how_text(steps)))
+            started = beginning(plan, data=session.data_text(), how=session.how_text(steps))
+            out.print(text.parts([started]))
             if args.resume:
                 none = f"no checkpoint in {args.checkpoint}: starting anew"
                 out.print(none if resumed is None else f"going on from {resumed}", soft_wrap=True)
@@ -195,7 +200,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
             seconds = [step.seconds for step in result.steps]
             times = compare_times.compare_times(trace, session.module, seconds, comm)
         if comm.rank == 0:
-            _print(args, session, result, times)
+            _print(args, started, session, result, times)
         beyond = result.compare is not None and bool(result.compare.beyond(ALLOWED[args.dtype]))
         return int(comm.broadcast_text(str(int(beyond))))  # rank 0 has compared
 
@@ -223,16 +228,26 @@ def _session(args: argparse.Namespace, plan: Plan, comm: Comm) -> Session:
     )
 
 
-def _print(args: argparse.Namespace, session: Session, result: Result, times: compare_times.Comparison | None) -> None:
-    out = console(stderr=args.json)
-    out.print(ending(result, ALLOWED[args.dtype], args.dtype))
-    for table in compare_times.tables(times) if times else ():
-        out.print("", table, sep="\n")
-    for note in session.notes():
+def _print(
+    args: argparse.Namespace,
+    started: Table,
+    session: Session,
+    result: Result,
+    times: compare_times.Comparison | None,
+) -> None:
+    """The end of a run; with --html the whole of it as a page."""
+    out, plan, notes = console(stderr=args.json), result.plan, session.notes()
+    parts = [ending(result, ALLOWED[args.dtype], args.dtype), *(compare_times.tables(times) if times else ())]
+    out.print(text.parts(parts))
+    if args.html is not None:
+        picture = Picture(svg(plan.strategy, plan.gpus))
+        shown = Report(plan.model, f" on {plan.gpus} ranks", [picture, started, *parts, Lines(notes)])
+        write_text(args.html, html.page(shown))
+        notes.append(f"page written to {args.html}")
+    for note in notes:
         out.print(note, soft_wrap=True)
     if args.json:
-        as_dict = result.as_dict() | ({"times": times.as_dict()} if times else {})
-        print(json.dumps(as_dict, indent=1, allow_nan=False))
+        print(as_json.text(result.as_dict() | ({"times": times.as_dict()} if times else {})))
 
 
 def _grid(args: argparse.Namespace) -> Plan:
@@ -251,7 +266,8 @@ def _grid(args: argparse.Namespace) -> Plan:
     batch = global_batch(None, args.global_batch, world)
     options = CostOptions(io="sample" if batch >= world else "free", optimizer=args.optimizer or "sgd")
     model = CostModel(fuse(load_model(args.plan, batch)), devices, options)
-    return plan_for(args.plan, profile, model, SearchSpace(world), price_grid(model, grid).tables, fused=True)
+    priced = candidate(model, f"grid:{grid}", grid_strategy(model, grid))
+    return plan_for(args.plan, profile, model, SearchSpace(world), priced, fused=True)
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
@@ -261,6 +277,10 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
         raise LayerwiseError(
             f"the plan is for {plan.gpus} ranks, there {'is' if world == 1 else 'are'} {world}: start them with "
             f"torchrun --nproc-per-node {plan.gpus} -m layerwise.run {args.plan}, or search again"
+        )
+    if searched_with(plan, "kind") == "inference":
+        raise LayerwiseError(
+            f"the plan {args.plan} was searched with --inference, and layerwise.run trains: search again without it"
         )
     if args.grid is not None and args.model is not None:
         raise LayerwiseError("with --grid the model comes first, in the place of the plan: leave out --model")
@@ -280,11 +300,11 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _flags(args: argparse.Namespace) -> dict[str, str]:
-    """What every rank must be given alike. Not the names of files that are compared by what is in them, nor --json, of
-    which rank 0 alone takes note.
+    """What every rank must be given alike. Not the names of files that are compared by what is in them, nor --json and
+    --html, of which rank 0 alone takes note.
     """
     said = {True: "yes", False: "no", None: ""}
-    own = ("plan", "weights", "json")
+    own = ("plan", "weights", "json", "html")
     return {
         f"--{name.replace('_', '-')}": said[value] if value is None or isinstance(value, bool) else str(value)
         for name, value in vars(args).items()
@@ -296,8 +316,7 @@ def _take_places(args: argparse.Namespace, rank: int, alone: contextlib.ExitStac
     """LayerwiseError where rank 0 could not write: before the training. `alone` holds the folder of checkpoints."""
     if rank:
         return False
-    if args.trace is not None:
-        check_writable(args.trace)
+    check_files({"--trace": args.trace, "--html": args.html})
     if args.checkpoint is not None:
         try:
             alone.enter_context(sole_writer(args.checkpoint))
@@ -314,13 +333,6 @@ def _optimizer(args: argparse.Namespace, plan: Plan) -> str:
         return str(args.optimizer)
     planned = searched_with(plan, "optimizer")
     return str(planned) if planned in OPTIMIZERS else "sgd"
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _fraction(text: str) -> float:

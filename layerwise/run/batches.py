@@ -7,6 +7,7 @@ from itertools import accumulate
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
+from layerwise.run.guards.alike import Alike
 from layerwise.run.schedule.place import samples
 
 
@@ -26,16 +27,19 @@ class Batch:
         *,
         as_planned: bool = True,
         training: bool | None = None,
+        alike: Alike | None = None,
+        step: int = 0,
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.
 
         as_planned: each must feed its share of the batch, because the plan moves samples between ranks. training: the
-        mode, where all must have one.
+        mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none).
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
         self._known: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
-        self._told = comm.tell((fed, given or 0, digest, int(bool(training))))
+        self._told = comm.tell((fed, given or 0, digest, int(bool(training)), *(alike.numbers(step) if alike else ())))
+        self._alike = alike
 
     @property
     def whole(self) -> int:
@@ -53,13 +57,16 @@ class Batch:
         return self._known
 
     def _checked(self) -> tuple[int, slice]:
-        counts, given, sizes, modes = (list(column) for column in zip(*self._told(), strict=True))
+        told = self._told()
+        counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in told), strict=True))
         if len(set(modes)) > 1:
             which = [rank for rank, training in enumerate(modes) if training]
             raise LayerwiseError(
                 f"the model is in training mode on ranks {_listed(which)} and in evaluation mode on the others: call "
                 "train() or eval() on all of them"
             )
+        if self._alike is not None:
+            self._alike.check([row[4:] for row in told])
         if len(set(given)) > 1:
             said = ", ".join(f"batch={number}" if number else "no batch=" for number in given)
             raise LayerwiseError(

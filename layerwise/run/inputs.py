@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.load import Network
-from layerwise.importers.torch.read.structure import Structure
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
@@ -95,27 +92,6 @@ class Inputs:
                 f"{dtype_name(self._types[name][0])}: give x.to({self._types[name][0]})"
             )
         return x.to(schedule.options.element_type(spec.dtype, schedule.graph))
-
-
-def tensors_of(inputs: tuple[Any, ...], structure: Structure | None, names: Collection[str]) -> tuple[Any, ...]:
-    """The tensors among the inputs that are used (`names`), also those in lists and dicts.
-
-    LayerwiseError where a number or None is not what it was when the model was traced.
-    """
-    if structure is None or (len(inputs) == len(names) and all(isinstance(x, Tensor) for x in inputs)):
-        return inputs
-    leaves, kept = pytree.tree_leaves(inputs), []
-    if len(leaves) != len(structure.leaves):
-        return inputs
-    for leaf, (name, value) in zip(leaves, structure.leaves, strict=True):
-        if name is None and (type(leaf) is not type(value) or leaf != value):
-            raise LayerwiseError(
-                f"the model is called with {leaf!r} where it was made parallel for {value!r}: make it parallel with "
-                "this among its example inputs"
-            )
-        if name in names:
-            kept.append(leaf)
-    return tuple(kept)
 
 
 def _constant(network: Network, name: str) -> Tensor:

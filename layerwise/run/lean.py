@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
@@ -57,6 +58,8 @@ def skeleton(module: nn.Module) -> nn.Module | None:
     for p in module.parameters():
         empty = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    for value in (value for m in module.modules() for value in vars(m).values()):  # what a call has kept
+        memo |= {id(t): t.detach() for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_leaf}
     try:
         return copy.deepcopy(module, memo)
     except Exception:  # whatever a user's class meets

@@ -17,9 +17,12 @@ from layerwise.comm.start import join_default_group
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.samples import check_samples
 from layerwise.importers.load import Network, load_planned, network_of
+from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
+from layerwise.run.guards.given import watch_given
 from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
 from layerwise.run.lean import collect
 from layerwise.run.module import LayeredModule
@@ -45,7 +48,8 @@ def load(
     autocast: torch.dtype | None = None,
     checkpoint_activations: bool = False,
     compile: bool | Mapping[str, Any] = False,
-    example_inputs: tuple[Tensor, ...] | None = None,
+    compare_ranks: bool = True,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> ParallelModule:
     """This rank's part of a planned network; all ranks call it alike.
 
@@ -58,7 +62,7 @@ def load(
     local_batch_norm: statistics of each rank's own samples; default: what the plan was searched with.
     `loss` is for io "free" and "boxes": see LayeredModule. autocast: a type such as torch.bfloat16 for mixed precision.
     checkpoint_activations: all layers that hold less so are recomputed in the backward pass, beside those of the plan.
-    compile: as `parallelize` has it.
+    compile, compare_ranks: as `parallelize` has them.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if device is None:
@@ -71,13 +75,15 @@ def load(
         uses_local_batch_norm(plan, local_batch_norm),
         recompute=checkpoint_activations,
         compile=settings_of(compile),
+        compare_ranks=compare_ranks,
     )
     comm = comm if comm is not None else _default_comm(options.device)
     if isinstance(model, nn.Module):
         if example_inputs is None:
             raise LayerwiseError("give example_inputs=(tensor, ...) with a module, to trace it")
+        positional, named = call_of(model, example_inputs)
         with without_hooks(model):
-            network = replace(network_of(model, example_inputs, plan.batch, plan.model), itself=True)
+            network = replace(network_of(model, positional, plan.batch, plan.model, named), itself=True)
     elif isinstance(model, LayerGraph):
         network = Network(model, {}, {})
     elif isinstance(model, Network):
@@ -98,6 +104,7 @@ def build_module(
 ) -> ParallelModule:
     """`load` of a network that has been imported."""
     arguments = f"{options.dtype}, seed {options.seed}" + ", checkpoint_activations" * options.recompute
+    arguments += ", compare_ranks=False" * (not options.compare_ranks)
     comm.handshake({"plan": plan_digest(plan), "torch": torch.__version__, "arguments of load": arguments})
     broadcast_values(network.built, comm)
     graph = plan.layers(network.graph.rebatch(plan.batch))
@@ -132,13 +139,20 @@ def _module(
     to_replace = None if loss is not None else replacements(network, graph, plan, comm.size, options)
     if to_replace is None:
         check_seen(graph)
-        if network.module is not None and network.itself:
-            check_modules(network.module)
-        return LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+        if plan.io == "sample":
+            check_samples(graph)
+        itself = network.module if network.itself else None
+        if itself is not None:
+            check_modules(itself)
+        made = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
+        if itself is not None:
+            made.given = watch_given(itself, made)
+        return made
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)
     settle(module, network, graph, options)
-    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.graph.dtype)
+    assert network.arguments is not None
+    facts = Facts(graph, plan, comm, options, to_replace, dict(network.keys), network.arguments, network.graph.dtype)
     return OwnModule(module, facts)
 
 

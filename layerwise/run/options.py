@@ -29,6 +29,7 @@ class RuntimeOptions:
     local_batch_norm: bool = False  # statistics of each rank's own samples, as DistributedDataParallel has them
     recompute: bool = False  # activation checkpointing: all layers that hold less so, beside those of the plan
     compile: Mapping[str, Any] | None = None  # torch.compile's arguments, for what a rank computes by itself
+    compare_ranks: bool = True  # whether ranks whose parameters drift apart are noticed
 
     def element_type(self, dtype: str, graph: LayerGraph) -> torch.dtype:
         """What an element type of `graph` is in this run; types other than the model's own stay as they are."""

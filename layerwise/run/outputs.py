@@ -10,14 +10,26 @@ from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
-from layerwise.importers.torch.read.structure import Structure
+from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.layers import Schedule
 
 
-def returned(schedule: Schedule, outputs: Sequence[Tensor], structure: Structure | None) -> Any:
-    """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples."""
-    made = list(outputs)
+def returned(
+    schedule: Schedule, outputs: Sequence[Tensor], structure: OutputStructure | None, samples: int | None
+) -> Any:
+    """This rank's outputs as the model returns them; of a loss in the model, its reduction over this rank's samples.
+
+    samples: how many it was given; None: outputs are boxes. LayerwiseError where an output has those of others, too.
+    """
+    made, batch = list(outputs), schedule.graph.batch
+    for x, spec in zip(made, schedule.graph.layers[-1].specs, strict=True):
+        along = spec.index("n")
+        if samples is not None and along is not None and x.shape[along] * batch != spec.shape[along] * samples:
+            raise LayerwiseError(
+                f"an output has {x.shape[along]} rows, which are not those of the {samples} samples that this rank was "
+                "given: a mistake of layerwise's, of which we would like to hear"
+            )
     for i, name in enumerate(schedule.graph.layers[-1].inputs):
         loss = schedule.graph.losses.get(name)
         if loss is not None:

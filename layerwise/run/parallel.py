@@ -6,22 +6,24 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.comm.base import Comm, Group, Kind
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
+from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.boxes import plain, unguarded
-from layerwise.run.guards.optimizers import Form
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
+from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.place import samples
 from layerwise.run.state.shard import Shard
@@ -56,14 +58,11 @@ class ParallelModule(nn.Module):
     """
 
     _state: HeldState
+    _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
+    _plain = False  # whether it does nothing but call the model
     cut = False  # whether some rank holds not all of some parameter that is trained
-
-    @property
-    def form(self) -> Form:
-        """What the ranks hold of parameters."""
-        return "whole"
 
     def __init__(self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions) -> None:
         super().__init__()
@@ -98,13 +97,18 @@ class ParallelModule(nn.Module):
         """A backward pass begins; `_finish` ends it. Called again within it, nothing happens."""
         number = torch._C._current_graph_task_id()
         if self._pass is None or self._pass[0] != number:
-            with unguarded():
-                gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
+            gradients = Gradients(self._reducer, self.comm, synchronise=self._synchronise, trace=self.trace)
             self._pass = number, gradients
             self._begun()
             finish = partial(self._finish, gradients, differentiable=torch.is_grad_enabled())
             end = _End(finish, partial(self._failed, gradients))
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def gradients(self) -> Gradients:
+        """Of the backward pass that runs, which begins here unless it has begun."""
+        self.begin()
+        assert self._pass is not None
+        return self._pass[1]
 
     @abstractmethod
     def _begun(self) -> None:
@@ -114,10 +118,9 @@ class ParallelModule(nn.Module):
         """differentiable: the pass was asked for a graph of the gradients (`create_graph=True`)."""
         self._pass = None
         with torch.no_grad():
-            with unguarded():
-                gradients.finish()
-                if differentiable and self.comm.size > 1:
-                    gradients.refuse_derivatives()
+            gradients.finish()
+            if differentiable and self.comm.size > 1:
+                gradients.refuse_derivatives()
             gradients.call_hooks()
 
     def _failed(self, gradients: Gradients) -> None:
@@ -153,11 +156,37 @@ class ParallelModule(nn.Module):
             self._synchronise = before
 
     @property
+    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
+        if not self._plain:
+            refuse()
+        raise AttributeError("_initialize_hook")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """LayerwiseError: a pickle has no ranks."""
+        raise LayerwiseError(
+            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
+        )
+
+    @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # what DistributedDataParallel asks a module for
         raise LayerwiseError(
             "the parallel module stands in DistributedDataParallel's place: leave that out, it would overwrite the "
             "ranks' parts of parameters with rank 0's"
         )
+
+    def _check_around(self) -> None:
+        """LayerwiseError where DistributedDataParallel calls a module that holds this one, and averages the same."""
+        around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if around is None:
+            return
+        named, left_out = around.module.named_parameters(), around.parameters_to_ignore
+        averaged = {id(p) for name, p in named if p.requires_grad and name not in left_out}
+        if any(id(p) in averaged for p in self.parameters()):
+            raise LayerwiseError(
+                "DistributedDataParallel is around a module that holds the parallel one, and would average its "
+                "gradients once more: leave it out, or, where that module has other parameters, name those of the "
+                "parallel module in its `_ddp_params_and_buffers_to_ignore` first"
+            )
 
     def read_boxes(self) -> dict[str, Box]:
         """By input, which box of the whole batch's this rank is to be given: with io "boxes" what its layers need."""
@@ -191,7 +220,7 @@ class ParallelModule(nn.Module):
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, plain(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
+        held = [(name, p, local_part(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
         mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
         if mine:
             each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]

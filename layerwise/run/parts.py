@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Version = tuple[int, int]
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether other ranks have other parts of it."""
@@ -19,6 +21,11 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in the same memory and outside autograd; any other tensor is itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def version(tensor: Tensor) -> Version:
+    """How often it was written to. Functions of a DTensor count in it alone, those of this rank's part in that."""
+    return tensor._version, local_part(tensor)._version
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -32,5 +39,7 @@ def lie_as(p: nn.Parameter) -> None:
     """Brings the gradient of a DTensor, as autograd has made it, to where the parameter is."""
     gradient: Any = p.grad
     where: Any = p
-    if gradient is not None and gradient.placements != where.placements:
-        p.grad = gradient.redistribute(where.device_mesh, where.placements)
+    if gradient is None or (gradient.placements == where.placements and gradient.device_mesh == where.device_mesh):
+        return
+    bring = getattr(where, "bring", None)  # one of some ranks
+    p.grad = gradient.redistribute(where.device_mesh, where.placements) if bring is None else bring(gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,19 @@ from layerwise.config import Config, is_legal
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network, network_of
-from layerwise.importers.torch.read.structure import Structure
+from layerwise.importers.torch.read.arguments import Arguments
+from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
-from layerwise.run.guards.code import reads
 from layerwise.run.guards.hooks import check_seen
-from layerwise.run.inputs import Inputs, tensors_of
+from layerwise.run.inputs import Inputs
 from layerwise.run.lean import skeleton
 from layerwise.run.options import RuntimeOptions
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.place import parameter_boxes
+from layerwise.run.state.initial import stored
+from layerwise.tensorfile import dtype_name
 
 Sizes = tuple[tuple[int, ...], ...]  # of every input, but for the samples
 
@@ -33,9 +37,35 @@ class Shaped:
 
     graph: LayerGraph
     inputs: Inputs
-    structure: Structure | None  # of what it returns
+    structure: OutputStructure | None  # of what it returns
     plan: Plan
     sizes: Sizes
+    network: Network | None = None  # None: the one that the parallel module's state is of
+
+    def constants(self, schedule: Schedule) -> dict[str, Tensor]:
+        """This rank's boxes of what the forward pass makes for layers to compute with, such as masks.
+
+        At other sizes and in the other mode they are others; the names may be the same.
+        """
+        if self.network is None:
+            return {}
+        boxes, options, made = parameter_boxes(self.graph, schedule.places), schedule.options, dict[str, Tensor]()
+        for layer in self.graph.layers:
+            for name, p in layer.own_parameters():
+                box = boxes[name][schedule.comm.rank]
+                if is_made(self.network, name) and box is not None:
+                    value = stored(self.network, name, box, p.shape)
+                    if value is None:
+                        raise LayerwiseError(f"constant {name!r} has no value (the model is on the meta device)")
+                    made[name] = value.to(options.device, options.element_type(dtype_name(value.dtype), self.graph))
+        return made
+
+
+def is_made(network: Network, name: str) -> bool:
+    """Whether the forward pass makes it: no parameter and no buffer of the model."""
+    assert network.module is not None
+    buffers = (buffer for buffer, _ in network.module.named_buffers(remove_duplicate=False))
+    return name not in network.keys.values() and name not in buffers
 
 
 class Shapes:
@@ -48,9 +78,10 @@ class Shapes:
         first = Shaped(network.graph, Inputs(network, plan, comm, options), network.structure, plan, self.sizes)
         module = network.module
         self._traced = module is None or module.training  # the mode of the plan's network
-        self._modes = module is not None and _reads_its_mode(module)
+        self._modes = module is not None and _may_ask_its_mode(module)
         self._known = {(self.sizes, self._traced): first}
         self._skeleton = None if module is None else skeleton(module)
+        self.arguments = network.arguments or Arguments.of_inputs(layer.name for layer in self._layers)
 
     @property
     def inputs(self) -> Inputs:
@@ -62,9 +93,10 @@ class Shapes:
         """The network that the plan is for."""
         return self._known[self.sizes, self._traced]
 
-    def tensors_of(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The tensors of a call."""
-        return tensors_of(inputs, self.first.structure, [layer.name for layer in self._layers])
+    def tensors_of(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The tensors of a call, in the order of the network's inputs."""
+        given = self.arguments.tensors(inputs, named)
+        return tuple(given[layer.name] for layer in self._layers)
 
     def sizes_of(self, given: Sequence[Tensor]) -> Sizes:
         """Those of a call's inputs, which must be as many as the model takes."""
@@ -77,13 +109,18 @@ class Shapes:
             self._known[key] = self._shaped(*key)
         return self._known[key]
 
-    def fitted(self, batch: int, shaped: Shaped) -> LayerGraph:
-        """The network at this batch. LayerwiseError where it cannot be cut as planned."""
-        graph = shaped.graph
+    def fitted(self, batch: int, shaped: Shaped, *, few: bool) -> tuple[LayerGraph, Plan]:
+        """The network and its plan at this batch. LayerwiseError where it cannot be cut so.
+
+        few: without gradients, where a layer that has more cells along samples than there are has one a sample.
+        """
+        graph, strategy = shaped.graph, dict(shaped.plan.strategy)
         try:
             graph = graph.rebatch(batch)
             for layer in graph.inner:
-                config = shaped.plan.strategy[layer.name]
+                config = strategy[layer.name]
+                if few and config["n"] > batch:  # the others' boxes of parameters stay where they are
+                    config = strategy[layer.name] = _fewer(config, batch, layer)
                 if not is_legal(config, layer.space.dims):
                     raise LayerwiseError(f"layer {layer.name!r} cannot be cut {config}")
         except LayerwiseError as error:
@@ -91,41 +128,43 @@ class Shapes:
                 f" of shape {shaped.sizes[0]}" if shaped.sizes != self.sizes else ""
             )
             raise LayerwiseError(f"{what} does not suit the plan: {error}") from None
-        return graph
+        return graph, replace(shaped.plan, strategy=strategy)
 
     def _shaped(self, sizes: Sizes, training: bool) -> Shaped:
         known, same_mode = self.first.graph, training == self._traced
-        if self._skeleton is None or any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):
-            raise LayerwiseError(self._unlike(sizes, training, "the model is not there to be traced again"))
-        tensors = {layer.name: _example(layer, size) for layer, size in zip(self._layers, sizes, strict=True)}
-        structure = self.first.structure
-        examples = tuple(tensors.values()) if structure is None else structure.inputs(tensors)
+        if any(len(a) != len(b) for a, b in zip(sizes, self.sizes, strict=True)):
+            raise LayerwiseError(self._unlike(sizes, training, "give it as many dimensions"))
+        if self._skeleton is None:
+            raise LayerwiseError(self._unlike(sizes, training, "the model's code is not there to be traced again"))
+        samples, pairs = _samples(self._skeleton, sizes), zip(self._layers, sizes, strict=True)
+        tensors = {layer.name: _example(layer, size, samples) for layer, size in pairs}
+        examples, named = self.arguments.call(tensors, samples)
         try:
             self._skeleton.train(training)
-            network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, trusted=True)
+            network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode)
             check_seen(network.graph)
             graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:
             raise LayerwiseError(self._unlike(sizes, training, str(error))) from None
-        if same_mode and [_held(layer) for layer in graph.layers] != [_held(layer) for layer in known.layers]:
-            raise LayerwiseError(self._unlike(sizes, training, "the network has other layers there"))
-        plan = self.plan if same_mode else self._extended(graph, known, sizes, training)
-        return Shaped(graph, inputs, network.structure, plan, sizes)
+        made = {name for layer in graph.layers for name, _ in layer.own_parameters() if is_made(network, name)}
+        plan = self._extended(graph, known, made, sizes, training)
+        return Shaped(graph, inputs, network.structure, plan, sizes, network)
 
-    def _extended(self, graph: LayerGraph, known: LayerGraph, sizes: Sizes, training: bool) -> Plan:
-        """The plan for the other mode: layers that it does not have split samples."""
+    def _extended(self, graph: LayerGraph, known: LayerGraph, made: Set[str], sizes: Sizes, training: bool) -> Plan:
+        """The plan for this network: layers that the plan's does not have, or cannot cut so, split samples."""
         held = {name: p.shape for layer in known.layers for name, p in layer.own_parameters()}
         where = {name: layer.name for layer in known.layers for name, _ in layer.own_parameters()}
         strategy = dict(self.plan.strategy)
         for layer in graph.inner:
             for name, p in layer.own_parameters():
-                if held.get(name) != p.shape or where[name] != layer.name:
+                if name not in made and (held.get(name) != p.shape or where[name] != layer.name):
                     raise LayerwiseError(
-                        self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} in this mode only")
+                        self._unlike(sizes, training, f"layer {layer.name!r} uses {name!r} there only")
                     )
-            config = data_parallel(layer, self.plan.gpus)
-            strategy.setdefault(layer.name, config if is_legal(config, layer.space.dims) else Config())
+            own, config = strategy.get(layer.name), data_parallel(layer, self.plan.gpus)
+            if own is None or not (layer.own_parameters() or is_legal(own, layer.space.dims)):
+                strategy[layer.name] = config if is_legal(config, layer.space.dims) else Config()
         return replace(self.plan, strategy=strategy)
 
     def _unlike(self, sizes: Sizes, training: bool, why: str) -> str:
@@ -138,21 +177,30 @@ class Shapes:
         return f"input {name!r} has samples of shape {size}, and the plan is for {planned}: {why}"
 
 
-def _reads_its_mode(module: nn.Module) -> bool:
-    """Whether code beside PyTorch's own asks for `training`: what it computes may then be another network."""
-    return any(reads(kind, "training", torchs=False) for kind in {type(m) for m in module.modules()})
+def _may_ask_its_mode(module: nn.Module) -> bool:
+    """Whether code beside PyTorch's own may ask for `training`: what it computes may then be another network."""
+    return any(not type(m).__module__.startswith("torch.") for m in module.modules())
 
 
 def _size(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if layer.out.index("n") == 0 else shape
 
 
-def _example(layer: Layer, size: tuple[int, ...]) -> Tensor:
-    """Of two samples, as for built-in networks: tracing is independent of the batch."""
-    shape = (2, *size) if layer.out.index("n") == 0 else size
+def _fewer(config: Config, batch: int, layer: Layer) -> Config:
+    """With at most one cell a sample. Cells go along samples last, so a rank that computes has the same parameters."""
+    if config.placement == "strided" and layer.own_parameters():
+        return config
+    degrees = tuple((label, min(degree, batch) if label == "n" else degree) for label, degree in config.degrees)
+    return replace(config, degrees=tuple((label, degree) for label, degree in degrees if degree > 1))
+
+
+def _samples(module: nn.Module, sizes: Sizes) -> int:
+    """How many to trace: a number that no size of the network is a multiple of, for it to be told from these."""
+    held = (x.shape for x in (*module.parameters(), *module.buffers()))
+    known = {extent for shape in (*sizes, *held) for extent in shape}
+    return next((n for n in (11, 13, 17, 19, 23, 29, 31, 37) if not any(extent % n == 0 for extent in known)), 41)
+
+
+def _example(layer: Layer, size: tuple[int, ...], samples: int) -> Tensor:
+    shape = (samples, *size) if layer.out.index("n") == 0 else size
     return torch.zeros(shape, dtype=getattr(torch, layer.out.dtype))
-
-
-def _held(layer: Layer) -> tuple[object, ...]:
-    """What a plan and this rank's parameters rest on."""
-    return layer.name, layer.kinds, [(name, p.shape) for name, p in layer.own_parameters()]

@@ -1,6 +1,6 @@
 """The cheapest strategy, and the proof that it is: `python -m layerwise.search MODEL --gpus N`."""
 
-import layerwise.search.report.html  # noqa: F401  (says how results are drawn)
+import layerwise.search.report.found  # noqa: F401  (says how results are described)
 from layerwise.search.export import export_costs
 from layerwise.search.find import search
 from layerwise.search.result import Candidate, SearchResult

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal
-
-from rich.console import Console
-from rich.text import Text
 
 from layerwise.cache import answers
 from layerwise.cli import (
     Parser,
+    check_files,
     console,
     global_batch,
     machine_arguments,
+    output_arguments,
     positive,
+    present,
     progress_bar,
     run_main,
     search_space,
@@ -29,16 +29,16 @@ from layerwise.cli import (
 from layerwise.config import SearchSpace
 from layerwise.cost.model import CostModel, CostOptions, CostTables
 from layerwise.errors import LayerwiseError
-from layerwise.files import check_writable, read_json
+from layerwise.files import read_json, write_text
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import HELP, load_model, names_code
 from layerwise.importers.with_loss import LOSSES, model_with
 from layerwise.machine import DeviceGraph, load
-from layerwise.mlp_grid import report as grid_report
-from layerwise.mlp_grid.grid import grid_plan, grids, parse_grid, study
 from layerwise.plan import parse_strategy
+from layerwise.program import Kind
 from layerwise.quantities import parse_bytes
-from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first
+from layerwise.report.content import Report
+from layerwise.search.baselines import NAMES, DepthFirst, baseline, depth_first, named_strategy
 from layerwise.search.curve_command import check_curve, show_curve
 from layerwise.search.export import export_costs
 from layerwise.search.find import candidate, configurations, search
@@ -47,14 +47,13 @@ from layerwise.search.limit.additive import Costs
 from layerwise.search.limit.constraint import constrained
 from layerwise.search.limit.variants import OFFERS, Configs
 from layerwise.search.limit.within import LimitedSearch
-from layerwise.search.make_plan import make_plan
+from layerwise.search.make_plan import make_plan, plan_for
 from layerwise.search.remedies import Remedy, remedies
-from layerwise.search.report import as_json as report_json
-from layerwise.search.report import text as report
+from layerwise.search.report.found import found, priced
 from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.memory import kinds_of, kinds_table
+from layerwise.search.report.tables import picture
 from layerwise.search.report.timeline import write_timeline
-from layerwise.search.result import SearchResult
+from layerwise.search.result import Candidate, SearchResult
 
 EPILOG = """examples:
   python -m layerwise.search vgg16 --gpus 16
@@ -63,8 +62,10 @@ EPILOG = """examples:
       fewer samples than GPUs: split space
   python -m layerwise.search net.onnx --gpus 16 --profile p100 --out plan.json
       a model and a machine of your own, and a plan to run
-  python -m layerwise.search mlp:784x1024x1024x10 --gpus 8 --grid all
-      the process grids of an MLP, batch x model, beside the layer-wise optimum
+  python -m layerwise.search mlp:784x1024x1024x10 --gpus 8 --price grid:4x2
+      a process grid of an MLP, batch x model, beside the baselines
+  python -m layerwise.search unet3d --gpus 8 --global-batch 1 --inference
+      the quickest answer for one volume
   python -m layerwise.search vgg16 --gpus 4 --profile p100 --link-model sum \\
       --sync parameter-server --io free --objective additive
       the ICML 2018 paper's own choices (its table 5)
@@ -109,17 +110,17 @@ def parser() -> argparse.ArgumentParser:
         help="what may save memory, layer by layer, where a limit binds (default: both)",
     )
     offers.add_argument("--no-offer", type=offered, default=(), metavar="recompute,shard", help="what may not")
-    g.add_argument(
-        "--grid",
-        metavar="all|RxC",
-        help="of an MLP: price process grids, samples over R groups, outputs over C",
-    )
     g.add_argument("--no-fuse", action="store_true", help="a layer for every operator, element-wise ones too")
     g.add_argument(
         "--search-memory", type=positive, default=2.0, metavar="GIB", help="bound on search tables (default: 2)"
     )
     g.add_argument("--no-cache", action="store_true", help="search anew, though the same search was done before")
     g = p.add_argument_group("cost model")
+    g.add_argument(
+        "--inference",
+        action="store_true",
+        help="plan for answers alone: the forward pass of one batch, with running statistics and nothing saved",
+    )
     g.add_argument(
         "--link-model",
         choices=["port", "sum"],
@@ -148,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
         help="choose by simulated time, or by equation 1 alone",
     )
     g = p.add_argument_group("output")
-    g.add_argument("--json", action="store_true", help="everything, for programs")
+    output_arguments(g)
     g.add_argument("--layers", action="store_true", help="a row for every layer")
     g.add_argument("--memory", action="store_true", help="what a step holds where its memory is fullest")
     g.add_argument(
@@ -156,11 +157,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="8GB..80GB",
         help="the fastest plan for each of some limits between these, instead of one",
     )
-    g.add_argument("--plot", metavar="FILE.png", help="of --memory-curve: draw it")
+    g.add_argument("--plot", metavar="FILE.svg", help="draw the plan; with --memory-curve that, also as .png or .pdf")
     g.add_argument("--out", metavar="PLAN.json", help="write the plan")
     g.add_argument("--timeline", metavar="FILE.json", help="write the predicted step as a Chrome trace of every device")
     g.add_argument(
-        "--price", metavar="STRATEGY.json", help="price this strategy ({layer: {dim: degree}}) instead of searching"
+        "--price",
+        metavar="STRATEGY",
+        help="price this strategy instead of searching: data, model, owt; grid:RxC, of an MLP, samples over R groups, "
+        "outputs over C; or a .json file, {layer: {dim: degree}}",
     )
     g.add_argument(
         "--export-costs",
@@ -184,30 +188,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     space = search_space(args, spread=devices.nodes > 1)
     limit = devices.usable_bytes if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     offer = [choice for choice in args.offer if choice not in args.no_offer]
-    writes = [path for path in (args.out, args.export_costs, args.timeline) if path is not None]
-    if args.price is not None and (args.out or args.export_costs or args.depth_first):
-        raise LayerwiseError("--price does not search: leave out --out, --export-costs and --depth-first")
-    if len(set(writes)) < len(writes):
-        raise LayerwiseError("--out, --export-costs and --timeline name the same file: give each its own")
-    _check_grid(args)
+    if args.price is not None and (args.export_costs or args.depth_first):
+        raise LayerwiseError("--price does not search: leave out --export-costs and --depth-first")
     check_curve(args)
-    for path in writes:
-        check_writable(path)
+    check_files(
+        {
+            "--out": args.out,
+            "--export-costs": args.export_costs,
+            "--timeline": args.timeline,
+            "--plot": args.plot,
+            "--html": args.html,
+        }
+    )
     started = time.perf_counter()
     raw = load_model(args.model, batch, args.input_shape)
     graph = raw if args.no_fuse else fuse(raw)
     seconds = {"import": time.perf_counter() - started}
     io: Literal["sample", "free", "boxes"] = args.io or ("sample" if batch >= args.gpus else "free")
-    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm)
+    kind: Kind = "inference" if args.inference else "training"
+    options = CostOptions(args.link_model, args.sync, io, args.optimizer, args.dtype, args.local_batch_norm, kind)
     model = CostModel(graph, devices, options)
     if args.price is not None:
-        return _price(model, limit, args, console())
-    if args.grid is not None:
-        return _grid(model, space, limit, offer, args)
+        return _price(model, space, limit, args)
     if args.memory_curve is not None:
         return show_curve(model, space, offer, args)
     with progress_bar("pricing transfers", quiet=args.json) as progress:
-        found = partial(
+        find = partial(
             search,
             space=space,
             objective=args.objective,
@@ -217,11 +223,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress=progress,
             answers=answers(wanted=not args.no_cache and args.depth_first is None),  # whose time is told beside ours
         )
-        model, result = search_halos(model, found)
+        model, result = search_halos(model, find)
     tried: list[Remedy] = []
     if not result.best.fits:
-        more = _twice(args, devices)
-        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=more)
+        twice = _twice(args, devices)
+        tried = remedies(model, space, result.memory_bytes, offer=offer, more_devices=twice)
         if args.memory_limit is not None:  # asked for, and cannot be had
             raise LayerwiseError(f"--memory-limit {args.memory_limit}: {nothing_fits(result, tried)}")
     seconds |= result.seconds
@@ -241,24 +247,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan.save(args.out)
     if args.timeline is not None:
         write_timeline(model, result.best.strategy, args.timeline)
-    if args.json:
-        made = report_json.as_dict(model, result, args.model, seconds, enumerated, tried)
-        by_kind = {"memory_by_kind": kinds_of(model, [result.best, *result.baselines.values()])} if args.memory else {}
-        print(json.dumps(made | by_kind, indent=1))
-        return 0
-    out = console()
-    title = f" on {args.gpus} × {devices.processor.name}, {batch:,} samples a step\n"
-    out.print(Text.assemble((args.model, "bold"), title))
-    out.print(report.show(model, result, seconds, every_layer=args.layers, tried=tried))
-    if args.memory:
-        out.print("", kinds_table(model, [result.best, *result.baselines.values()]), sep="\n")
-    if enumerated is not None:
-        out.print(report.depth_first_line(enumerated, result))
-    for what, path in (("plan", args.out), ("cost tables", args.export_costs), ("timeline", args.timeline)):
-        if path is not None:
-            out.print(f"{what} written to {path}", soft_wrap=True)
-    if args.out is not None and names_code(args.model):
-        out.print(f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True)
+    shown = found(
+        model,
+        result,
+        args.model,
+        seconds,
+        every_layer=args.layers,
+        memory=args.memory,
+        enumerated=enumerated,
+        tried=tried,
+    )
+    _present(shown, result.best, args)
+    if args.out is not None and names_code(args.model) and not args.json:
+        console().print(
+            f"a plan runs no code: give layerwise.run and explain --model {args.model}, too", soft_wrap=True
+        )
     return 0
 
 
@@ -289,68 +292,29 @@ def _export(
     export_costs(tables, args.export_costs, args.model, rows, result.memory_bytes)
 
 
-def _check_grid(args: argparse.Namespace) -> None:
-    """What does not go with --grid."""
-    if args.grid is None:
-        return
-    others = ("price", "export_costs", "timeline", "depth_first", "no_fuse", "layers", "memory")
-    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]
-    if wrong or args.objective != "timeline":
-        raise LayerwiseError(f"--grid prices grids: leave out {' and '.join(wrong or ['--objective'])}")
-    if args.grid == "all" and args.out is not None:
-        raise LayerwiseError("--out with --grid all: say which grid to write, such as --grid 2x2, or leave out --grid")
-    if args.grid != "all" and (processes := parse_grid(args.grid).processes) != args.gpus:
-        raise LayerwiseError(f"--grid {args.grid} has {processes} processes: give --gpus {processes}")
-
-
-def _grid(model: CostModel, space: SearchSpace, limit: float, offer: Sequence[str], args: argparse.Namespace) -> int:
-    """--grid: process grids beside the layer-wise optimum."""
-    every = args.grid == "all"
-    wanted = grids(model.devices.count, model.graph) if every else [parse_grid(args.grid)]
-    with progress_bar("pricing transfers", quiet=args.json) as progress:
-        studied = study(
-            model,
-            space,
-            wanted,
-            memory_bytes=args.search_memory * 2**30,
-            memory_limit_bytes=limit,
-            offer=offer,
-            progress=progress,
-            answers=answers(wanted=not args.no_cache),
-        )
-    if args.out is not None:
-        grid_plan(args.model, args.profile, model, space, studied, input_shape=args.input_shape).save(args.out)
-    if args.json:
-        print(json.dumps(grid_report.as_dict(model, studied, args.model), indent=1))
-        return 0
-    out = console()
-    title = f" on {args.gpus} × {model.devices.processor.name}, {model.graph.batch:,} samples a step\n"
-    out.print(Text.assemble((args.model, "bold"), title))
-    out.print(grid_report.show(model, studied))
-    if args.out is not None:
-        out.print(f"plan of grid {args.grid} written to {args.out}", soft_wrap=True)
-    return 0
-
-
-def _price(model: CostModel, limit: float, args: argparse.Namespace, out: Console) -> int:
+def _price(model: CostModel, space: SearchSpace, limit: float, args: argparse.Namespace) -> int:
     """--price: one strategy beside the baselines."""
-    strategy = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count)
-    yours = candidate(model, "yours", strategy, limit)
+    strategy, name = None if Path(args.price).is_file() else named_strategy(model, args.price), args.price
+    if strategy is None:
+        strategy, name = parse_strategy(read_json(args.price, "strategy"), model.graph, model.devices.count), "yours"
+    yours = candidate(model, name, strategy, limit)
     baselines = {name: candidate(model, name, baseline(model, name), limit) for name in NAMES}
-    everyone = [yours, *baselines.values()]
+    if args.out is not None:
+        fused, shape = not args.no_fuse, args.input_shape
+        plan_for(args.model, args.profile, model, space, yours, fused=fused, input_shape=shape).save(args.out)
     if args.timeline is not None:
         write_timeline(model, strategy, args.timeline)
-    if args.json:
-        made = report_json.price_dict(model, yours, baselines, args.model)
-        print(json.dumps(made | ({"memory_by_kind": kinds_of(model, everyone)} if args.memory else {}), indent=1))
-        return 0
-    out.print(report.strategy_table(model, yours, every_layer=args.layers))
-    out.print("", report.candidates_table(model, everyone, yours), sep="\n")
-    if args.memory:
-        out.print("", kinds_table(model, everyone), sep="\n")
-    if args.timeline is not None:
-        out.print(f"timeline written to {args.timeline}", soft_wrap=True)
+    shown = priced(model, yours, baselines, args.model, every_layer=args.layers, memory=args.memory)
+    _present(shown, yours, args)
     return 0
+
+
+def _present(shown: Report, best: Candidate, args: argparse.Namespace) -> None:
+    """The answer, and the picture of the plan where a file is named for it."""
+    if args.plot is not None:
+        write_text(args.plot, picture(best, args.gpus).svg)
+    files = {"plan": args.out, "cost tables": args.export_costs, "timeline": args.timeline, "picture": args.plot}
+    present(shown, args, files)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ from layerwise.ops.tensor.softmax import Softmax
 from layerwise.partition.holding import why_not_held
 from layerwise.partition.place import data_parallel
 from layerwise.search.classes import of_all_classes
+from layerwise.search.grids import grid_strategy, parse_grid
 
 NAMES = ("data", "model", "owt")
 
 
 def baseline(model: CostModel, name: str) -> dict[str, Config]:
     """`data`: samples over all devices. `model`: channels of every layer over the largest divisor of N that fits, as
-    Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only."""
+    Krizhevsky (2014). `owt`: his one weird trick, model parallelism for fully-connected layers only.
+    """
     assert name in NAMES
     strategy, whole = {}, of_all_classes(model)
     for layer in model.graph.inner:
@@ -29,12 +31,19 @@ def baseline(model: CostModel, name: str) -> dict[str, Config]:
     return strategy
 
 
+def named_strategy(model: CostModel, name: str) -> dict[str, Config] | None:
+    """The strategy of a name: a baseline's, or `grid:RxC` of an MLP. None where the name is none of these."""
+    if name.startswith("grid:"):
+        return grid_strategy(model, parse_grid(name.removeprefix("grid:")))
+    return baseline(model, name) if name in NAMES else None
+
+
 def _channels(layer: Layer, devices: int) -> Config:
     if isinstance(layer.main, Softmax):  # has no channels to split: where its input is, serial
         return Config()
     degrees = [d for d in range(1, devices + 1) if devices % d == 0 and d <= layer.space.max_degree("c")]
     configs = (Config.of({"c": degree}) for degree in reversed(degrees))
-    return next(config for config in configs if why_not_held(layer, config, devices) is None)
+    return next(config for config in configs if why_not_held(layer, config) is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,8 @@ class DepthFirst:
 
 def depth_first(tables: CostTables, limit_s: float) -> DepthFirst:
     """The paper's baseline (table 3): enumerates strategies layer by layer, giving up a branch that costs more than the
-    best strategy so far."""
+    best strategy so far.
+    """
     names = list(tables.node)
     place = {name: i for i, name in enumerate(names)}
     inward: list[list[tuple[int, list[list[float]]]]] = [[] for _ in names]

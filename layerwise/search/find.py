@@ -62,7 +62,7 @@ def search(
     named = {name: complete(model, baseline(model, name)) for name in NAMES}
     model.learn(list(named.values()))
     configs = configurations(model, space, named, fixed or {})
-    weights = SYNC_WEIGHTS if objective == "timeline" else SYNC_WEIGHTS[:1]
+    weights = SYNC_WEIGHTS if objective == "timeline" and model.options.kind == "training" else SYNC_WEIGHTS[:1]
     recall = Recall(answers, model, space, weights, memory_bytes, fixed)
     solved = recall.solved(
         lambda: _solved(model, configs, {} if fixed else named, weights, memory_bytes, progress, started)

@@ -75,7 +75,7 @@ def plan_for(
     inner = [layer.name for layer in model.graph.inner]
     return Plan(
         model=name,
-        digest=model.graph.digest,
+        digest=model.digest,
         batch=model.graph.batch,
         gpus=model.devices.count,
         gpus_per_node=model.devices.devices_per_node,

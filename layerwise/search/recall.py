@@ -12,7 +12,7 @@ from importlib.metadata import version
 from math import inf, isclose
 from typing import Any, TypeVar
 
-from layerwise.cache import Answers, UnkeyedError, key_of
+from layerwise.cache import Answers, UnkeyedError, key_of, restored
 from layerwise.config import Config
 from layerwise.cost.model import CostModel
 from layerwise.cost.price import complete
@@ -24,7 +24,7 @@ from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy
 from layerwise.search.limit.within import MemoryPrice, Within
 from layerwise.search.solve.eliminate import Optimum
-from layerwise.search.solve.narrow import exact_cost
+from layerwise.search.solve.narrow import exact_costs
 
 T = TypeVar("T")
 Limited = tuple[Within, Least[Strategy] | None]
@@ -71,42 +71,55 @@ class Recall:
         return self.answers.recalled(key_of(self._key, *facts), find, write, read)
 
     def _solved(self, kept: Any) -> Solved:
-        strategies = tuple(self._strategy(strategy) for strategy in kept["strategies"])
-        optima = tuple(Optimum(**proof | {"order": tuple(proof["order"])}) for proof in kept["optima"])
-        self._check(strategies[0], optima[0].cost_s)
-        return Solved(strategies, optima, kept["kept"], {})
+        optima = restored(tuple[Optimum, ...], kept["optima"])
+        strategies = self._strategies(kept, optima[0].cost_s)
+        if len(strategies) != len(optima):
+            raise LayerwiseError("its strategies are not those of its proofs")
+        return Solved(strategies, optima, restored(int, kept["kept"]), {})
 
     def _limited(self, kept: Any) -> Limited:
-        within, least = kept["within"], kept["least"]
-        strategies = tuple(self._strategy(strategy) for strategy in within["strategies"])
-        if strategies:
-            self._check(strategies[0], within["cost_s"])
-        prices = tuple(MemoryPrice(**price) for price in within["prices"])
-        times = {name: _number(within[name]) for name in ("cost_s", "lower_bound_s")}
-        found = Within(**within | {"strategies": strategies, "prices": prices} | times)
-        return found, least and Least(**least | {"best": self._strategy(least["best"])})
+        told, least = kept["within"], kept["least"]
+        cost_s, bound_s = (_number(restored(float | None, told[name])) for name in ("cost_s", "lower_bound_s"))
+        prices = restored(tuple[MemoryPrice, ...], told["prices"])
+        limit, left = restored(float, told["limit_bytes"]), restored(int, told["configurations"])
+        within = Within(limit, self._strategies(told, cost_s), cost_s, bound_s, prices, left)
+        if least is None:
+            return within, None
+        size, bound = (restored(float, least[name]) for name in ("bytes", "lower_bound_bytes"))
+        return within, Least(self._strategy(least["best"]), size, bound)
 
     def _solved_as_json(self, found: Solved) -> object:
-        strategies = [self._as_json(strategy) for strategy in found.strategies]
-        return {"strategies": strategies, "optima": [asdict(proof) for proof in found.optima], "kept": found.kept}
+        optima = [asdict(proof) for proof in found.optima]
+        return {**self._written(found.strategies), "optima": optima, "kept": found.kept}
 
     def _limited_as_json(self, found: Limited) -> object:
         within, least = found
         times = {name: _finite(getattr(within, name)) for name in ("cost_s", "lower_bound_s")}
         return {
-            "within": asdict(within) | {"strategies": [self._as_json(s) for s in within.strategies]} | times,
+            "within": asdict(within) | self._written(within.strategies) | times,
             "least": least and asdict(least) | {"best": self._as_json(least.best)},
         }
+
+    def _written(self, strategies: Sequence[Mapping[str, Config]]) -> dict[str, object]:
+        """Strategies with what each costs, for `_strategies`."""
+        costs_s = [sum(cost) for cost in exact_costs(self.model, strategies)]
+        return {"strategies": [self._as_json(strategy) for strategy in strategies], "costs_s": costs_s}
+
+    def _strategies(self, kept: Any, first_s: float) -> tuple[dict[str, Config], ...]:
+        """LayerwiseError where one costs something else than is said of it, or the first than was proven."""
+        strategies = tuple(self._strategy(strategy) for strategy in kept["strategies"])
+        costs_s, found = restored(tuple[float, ...], kept["costs_s"]), exact_costs(self.model, strategies)
+        wanted = [(first_s, cost_s) if i == 0 else (cost_s,) for i, cost_s in enumerate(costs_s)]
+        for cost, those in zip(found, wanted, strict=True):
+            if not all(isclose(sum(cost), cost_s, rel_tol=1e-9) for cost_s in those):
+                raise LayerwiseError("its strategy costs something else now")
+        return strategies
 
     def _as_json(self, strategy: Mapping[str, Config]) -> dict[str, object]:
         return {layer.name: as_json(strategy[layer.name]) for layer in self.model.graph.inner}
 
     def _strategy(self, kept: object) -> dict[str, Config]:
         return complete(self.model, parse_strategy(kept, self.model.graph, self.model.devices.count))
-
-    def _check(self, strategy: Mapping[str, Config], cost_s: float) -> None:
-        if not isclose(sum(exact_cost(self.model, strategy)), cost_s, rel_tol=1e-9):
-            raise LayerwiseError("its strategy costs something else now")
 
 
 def own_kernels(graph: LayerGraph) -> bool:

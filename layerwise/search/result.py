@@ -9,7 +9,8 @@ from functools import cached_property
 from layerwise.config import Config
 from layerwise.cost.price import Price
 from layerwise.cost.timeline.simulate import Timeline
-from layerwise.picture import html
+from layerwise.report.content import described
+from layerwise.report.html import fragment
 from layerwise.search.limit.limited import Least
 from layerwise.search.limit.variants import Strategy
 from layerwise.search.limit.within import Within
@@ -50,7 +51,7 @@ class Candidate:
         return self.memory_bytes <= self.memory_limit_bytes
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return fragment(described(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class SearchResult:
         return self.halos.inputs if self.halos is not None and self.halos.sent else ()
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return fragment(described(self))
 
 
 def timeline_s(c: Candidate) -> float:

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, mode
 
-from rich.table import Table
-
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
+from layerwise.quantities import units
+from layerwise.report.content import Column, Table, Value, filled
 from layerwise.run.execute.reducer import WAITING
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import Trace, clock_offset
-from layerwise.train.report import seconds_text
 
 WARM = 2  # steps that are left out: buffers, connections, kernels that are chosen at the first call
 OFF = 0.1  # what is off by more than this is explained
@@ -58,7 +57,7 @@ class Comparison:
                 way = "slower" if each.measured_s > (each.predicted_s or 0.0) else "faster"
                 reasons.append(f"{what or 'statistics'} {way} than its profile")
             if each.waiting_s > SMALL * self.step.measured_s and each.waiting_s > OFF * each.measured_s:
-                reasons.append(f"waits {seconds_text(each.waiting_s)} for rank {each.last}")
+                reasons.append(f"waits {units(each.waiting_s, 's')} for rank {each.last}")
         return reasons
 
     def as_dict(self) -> dict[str, object]:
@@ -172,30 +171,28 @@ TITLES = {
 }  # fmt: skip
 
 
+NUMBERS = (Column("predicted", "s"), Column("measured", "s"), Column("off by", "%"))
+
+
 def tables(comparison: Comparison) -> Iterator[Table]:
     """The step and its parts; then the layers that are not as predicted."""
-    table = Table("", "predicted", "measured", "off by", box=None, pad_edge=False, header_style="bold")
-    for title, part in {
-        "step": comparison.step,
-        **{TITLES[key]: part for key, part in comparison.totals.items()},
-    }.items():
-        table.add_row(title, *_numbers(part))
+    rows = list[tuple[Value, ...]]()
+    wholes = {"step": comparison.step} | {TITLES[key]: part for key, part in comparison.totals.items()}
+    for title, part in wholes.items():
+        rows.append((title, *_numbers(part)))
         if part.waiting_s > SMALL * comparison.step.measured_s:
-            table.add_row(f"{title}: waiting for another rank", "", seconds_text(part.waiting_s), "")
-    yield table
-    rows = [(name, causes) for name in comparison.layers if (causes := comparison.causes(name))]
+            rows.append((f"{title}: waiting for another rank", None, part.waiting_s, None))
+    yield Table(filled([Column(""), *NUMBERS], rows))
+    rows = []
+    for name, parts in comparison.layers.items():
+        if causes := "; ".join(comparison.causes(name)):
+            for number, (key, part) in enumerate(parts.items()):
+                rows.append(("" if number else name, TITLES[key], *_numbers(part), "" if number else causes))
     if rows:
-        table = Table("layer", "part", "predicted", "measured", "off by", "likely cause", box=None, pad_edge=False)
-        for name, causes in rows:
-            for number, (key, part) in enumerate(comparison.layers[name].items()):
-                first = number == 0
-                said = "; ".join(causes) if first else ""
-                table.add_row(name if first else "", TITLES[key], *_numbers(part), said)
-        yield table
+        layer, cause = Column("layer", wraps=True), Column("likely cause", wraps=True)
+        yield Table(filled([layer, Column("part"), *NUMBERS, cause], rows))
 
 
-def _numbers(part: Part) -> tuple[str, str, str]:
-    if part.predicted_s is None:
-        return "", seconds_text(part.measured_s), ""
-    off = f"{part.measured_s / part.predicted_s - 1:+.0%}" if part.predicted_s else ""
-    return seconds_text(part.predicted_s), seconds_text(part.measured_s), off
+def _numbers(part: Part) -> tuple[Value, Value, Value]:
+    off = f"{part.measured_s / part.predicted_s - 1:+.0%}" if part.predicted_s else None
+    return part.predicted_s, part.measured_s, off

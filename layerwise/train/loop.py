@@ -1,28 +1,26 @@
-"""Training: the steps of a plan on data, as one device would take them; and the accuracy on what was held out."""
+"""The training loop: the steps of a plan on data, as one device would take them, whatever is minimised.
+
+`layerwise.fit` and `python -m layerwise.run` both take these, with a user's loss and with a task's.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.comm.base import Kind
-from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
-from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
-from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
-from layerwise.train.data import Data, StepSampler
-from layerwise.train.sources import Batch, Samples, read
-from layerwise.train.task import Task
+from layerwise.train.data import StepSampler
 
+Given = TypeVar("Given")
 OPTIMIZERS = {"sgd": 0.1, "momentum": 0.01, "adam": 1e-3, "adamw": 1e-3}  # each with its usual learning rate
 FLUSH_S = 0.5  # about how often losses are gathered: it costs a message from every rank
 
@@ -76,7 +74,21 @@ class _Local:
 
     def summary(self) -> tuple[float, float]:
         """Its loss and its seconds."""
-        return math.fsum(float(loss) * weight for loss, weight in self.losses), self.seconds
+        return sum(float(loss) * weight for loss, weight in self.losses), self.seconds
+
+
+class Objective(Protocol[Given]):
+    """What is minimised, and what of."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether the loss is a sum over samples; else it is a mean."""
+
+    def read(self, batches: Sequence[Tensor]) -> Iterator[Given]:
+        """What this rank is given of each of these batches (numbers of samples), on its device."""
+
+    def loss(self, given: Given, batch: int) -> Tensor:
+        """The loss of that; batch: samples of all ranks together. Io sample: of this rank's, else of all of them."""
 
 
 def sampler(plan: Plan, count: int, accumulate: int = 1, seed: int = 0) -> StepSampler:
@@ -92,26 +104,17 @@ def least(plan: Plan) -> int:
     return max(samples, plan.gpus) if plan.io == "sample" else samples
 
 
-def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
-    """The mean over samples and positions, in float32 at least; dimension 1 is the classes."""
-    return nn.functional.cross_entropy(_wide(out), target)
-
-
-def _wide(out: Tensor) -> Tensor:
-    return out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
-
-
 @dataclass(slots=True)
-class Trainer:
+class Trainer(Generic[Given]):
     """Takes training steps."""
 
     module: ParallelModule
-    data: Data
+    objective: Objective[Given]
     sampler: StepSampler
     optimizer: torch.optim.Optimizer
-    settings: Settings
+    clip: float | None = None  # the largest norm that the gradient may have
     sent: Counter[Kind] = field(default_factory=Counter)  # bytes that this rank sent in the full steps
-    full: int = 0  # steps whose batches were all whole
+    full: int = 0  # steps whose batches were all of the plan's size
 
     def run(self, steps: int, first: int = 0, after: Callable[[int], None] | None = None) -> Iterator[Step]:
         """Takes steps `first` to `steps`; yields each when its loss has been gathered, some time later, in order.
@@ -120,8 +123,8 @@ class Trainer:
         """
         waiting: list[_Local] = []
         flush = first + 1
-        for number in range(first, steps):
-            waiting.append(self._step(number))
+        for number, batches in self._read(first, steps):
+            waiting.append(self._step(number, batches))
             if after is not None:
                 after(number + 1)
             if number + 1 in (flush, steps):
@@ -131,24 +134,34 @@ class Trainer:
                 flush = number + 1 + max(1, int(FLUSH_S / max(step.seconds for step in done)))
                 waiting = []
 
-    def _step(self, number: int) -> _Local:
-        module, batches = self.module, self.sampler.step(number)
-        samples = sum(len(batch) for batch in batches)
-        fed = [self._feed(batch) for batch in batches]
+    def _read(self, first: int, steps: int) -> Iterator[tuple[int, list[tuple[int, Given]]]]:
+        """Each step's batches: how many samples all ranks have of one, and what this rank is given of it."""
+        each = self.sampler.per_epoch
+        while first < steps:
+            epoch, done = divmod(first, each)
+            taken = self.sampler.steps(epoch)[done : done + steps - first]
+            given = self.objective.read([numbers for batches in taken for numbers in batches])
+            for number, batches in enumerate(taken, start=first):
+                yield number, [(len(numbers), next(given)) for numbers in batches]
+            first += len(taken)
+
+    def _step(self, number: int, batches: Sequence[tuple[int, Given]]) -> _Local:
+        module = self.module
+        samples = sum(size for size, _ in batches)
         before = module.comm.sent.copy()
         losses = []
         start = now_s(module.device)
         module.train()
         self.optimizer.zero_grad()
-        for i, (batch, (inputs, target)) in enumerate(zip(batches, fed, strict=True)):
+        for i, (size, given) in enumerate(batches):
             with nullcontext() if i + 1 == len(batches) else module.no_sync():
-                loss = self._loss(inputs, target, len(batch))
-                (loss * self._weight(len(batch), samples)).backward()  # type: ignore[no-untyped-call]
-            part = module.share(len(batch))
-            mine = len(batch) if module.io != "sample" else part.stop - part.start
+                loss = self.objective.loss(given, size)
+                (loss * self._weight(size, samples)).backward()  # type: ignore[no-untyped-call]
+            part = module.share(size)
+            mine = size if module.io != "sample" else part.stop - part.start
             losses.append((loss.detach(), self._weight(mine, samples)))
-        if self.settings.clip is not None:
-            module.clip_grad_norm_(self.settings.clip)
+        if self.clip is not None:
+            module.clip_grad_norm_(self.clip)
         self.optimizer.step()
         seconds = now_s(module.device) - start
         if samples == self.sampler.batch * self.sampler.accumulate:
@@ -156,37 +169,9 @@ class Trainer:
             self.sent.update(module.comm.sent - before)
         return _Local(number, samples, losses, seconds)
 
-    def _feed(self, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """This rank's samples of a batch, or its boxes of it, on its device."""
-        module = self.module
-        given, target = whole_or_boxes(module, self.data.task, self.data.train, numbers[module.share(len(numbers))])
-        inputs, left = self.data.task.feed(given, target, module.options.dtype)
-        return tuple(x.to(module.device) for x in inputs), None if left is None else left.to(module.device)
-
-    def _loss(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
-        """Io sample: of this rank's samples. Else of the whole batch, on every rank."""
-        try:
-            return self._loss_of(inputs, target, batch)
-        except LayerwiseError:
-            raise
-        except ValueError as error:  # PyTorch's own, where the model runs as it is written: batch norm of one value
-            raise LayerwiseError(f"the model refuses a batch of {batch}: {' '.join(str(error).split())}") from error
-
-    def _loss_of(self, inputs: tuple[Tensor, ...], target: Tensor | None, batch: int) -> Tensor:
-        task = self.data.task
-        if self.module.loss is not None:
-            assert target is not None
-            loss: Tensor = self.module(*inputs, target, batch=batch)
-            return loss
-        outputs = tensors(self.module(*inputs, batch=batch))
-        if target is None:
-            return outputs[task.answer].mean()
-        return torch.stack([cross_entropy(out, target) for out in outputs]).sum()
-
     def _weight(self, part: int, whole: int) -> float:
         """Of the loss of some samples in that of all; a loss that is a sum needs none."""
-        loss = self.data.task.loss
-        return 1.0 if loss is not None and loss.reduction == "sum" else part / whole
+        return 1.0 if self.objective.summed else part / whole
 
     def _gather(self, waiting: list[_Local]) -> list[Step]:
         """Every rank's losses and times, in one round of messages."""
@@ -195,33 +180,7 @@ class Trainer:
         steps = []
         for local, ranks in zip(waiting, zip(*everyone, strict=True), strict=True):
             losses, seconds = zip(*ranks, strict=True)
-            loss = losses[0] if module.io != "sample" else math.fsum(losses)
+            loss = losses[0] if module.io != "sample" else sum(losses)
             epoch = self.sampler.epoch(local.number)
             steps.append(Step(local.number + 1, epoch + 1, local.samples, loss, max(seconds)))
         return steps
-
-
-def filled_batches(module: ParallelModule, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's samples of each batch of `count`, and which of them count: the last is filled up with sample 0."""
-    size = module.plan.batch
-    for first in range(0, count, size):
-        numbers = torch.arange(first, first + size)[module.share(size)]
-        yield torch.where(numbers < count, numbers, 0), numbers < count
-
-
-def whole_or_boxes(module: ParallelModule, task: Task, samples: Samples, numbers: Tensor) -> Batch:
-    """Of the samples that this rank shares in (`ParallelModule.share`) what it is to be given: all, or its boxes."""
-    if module.io != "boxes":
-        return samples.batch(numbers)
-    boxes = list(module.read_boxes().values())
-    if task.target is not None:
-        boxes.append(boxes.pop(task.slot))
-    else:
-        boxes.append(target_box(module))
-    return read(samples, numbers, *boxes)
-
-
-def target_box(module: ParallelModule) -> Box:
-    """What belongs to this rank's box of the output, of a target of classes; nothing where it has none."""
-    (box,) = module.output_boxes()
-    return without_classes(box or Box((0,) * len(shape := module.graph.layers[-1].specs[0].shape), (0,) * len(shape)))

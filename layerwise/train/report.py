@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from layerwise.comm.base import Kind
 from layerwise.plan import Plan
+from layerwise.quantities import units
+from layerwise.report.content import Table, facts
 from layerwise.train.compare import Difference
 from layerwise.train.loop import Step
 from layerwise.train.score import Score
@@ -91,48 +91,45 @@ def _halos(plan: Plan) -> dict[str, object] | None:
 def beginning(plan: Plan, *, data: str, how: str) -> Table:
     """What will be run."""
     predicted = plan.predicted
-    table = _facts()
     halos = f", halos of {', '.join(plan.halos_sent)} sent" if plan.halos_sent else ""
-    table.add_row("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}{halos}")
+    rows = [("plan", f"{plan.model} on {plan.gpus} ranks, {plan.batch} samples a batch, io {plan.io}{halos}")]
     if "timeline_s" in predicted:
-        seconds = f"{seconds_text(predicted['timeline_s'])} a step, if measured on {plan.provenance.get('profile')}"
-        table.add_row("predicted", seconds)
-    table.add_row("data", data)
-    table.add_row("training", how)
-    return table
+        seconds = f"{units(predicted['timeline_s'], 's')} a step, if measured on {plan.provenance.get('profile')}"
+        rows.append(("predicted", seconds))
+    return facts([*rows, ("data", data), ("training", how)])
 
 
 def ending(result: Result, allowed: float, dtype: str) -> Table:
     """What it came to."""
-    table = _facts()
-    steps = result.steps
-    if steps:
-        table.add_row(
-            "loss", f"{steps[0].loss:.6g} in step {steps[0].number}, {steps[-1].loss:.6g} in {steps[-1].number}"
-        )
+    return facts(_ending(result, allowed, dtype))
+
+
+def _ending(result: Result, allowed: float, dtype: str) -> Iterator[tuple[str, str]]:
+    steps, seconds = result.steps, result.step_time_s
+    if steps and seconds is not None:
+        yield "loss", f"{steps[0].loss:.6g} in step {steps[0].number}, {steps[-1].loss:.6g} in {steps[-1].number}"
         rate = sum(step.samples for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
-        table.add_row("step time", f"{seconds_text(result.step_time_s or 0.0)} (median), {rate_text(rate)}")
+        yield "step time", f"{units(seconds, 's')} (median), {rate_text(rate)}"
     if result.resident_bytes is not None:
-        table.add_row("host memory", f"{decimal(result.resident_bytes)} at most of any rank, PyTorch itself included")
+        yield "host memory", f"{units(result.resident_bytes, 'B')} at most of any rank, PyTorch itself included"
     if result.accuracy is not None:
-        table.add_row("accuracy", f"{result.accuracy:.2%} of the held-out samples")
+        yield "accuracy", f"{result.accuracy:.2%} of the held-out samples"
     if result.dice is not None:
         each = (f"{name} {'nowhere' if dice is None else f'{dice:.3f}'}" for name, dice in result.dice.items())
-        table.add_row("Dice", f"{', '.join(each)} of what is held out")
+        yield "Dice", f"{', '.join(each)} of what is held out"
     if result.held_out_loss is not None:
-        table.add_row("held-out loss", f"{result.held_out_loss:.6g}")
+        yield "held-out loss", f"{result.held_out_loss:.6g}"
     if result.sent is not None:
         for kind in KINDS:
-            known = result.predicted[kind]
-            said = "" if known is None else f" (predicted: {decimal(int(known))})"
-            table.add_row(f"{kind} sent", f"{decimal(int(result.sent[kind]))} a step, all ranks{said}")
+            predicted = result.predicted[kind]
+            said = "" if predicted is None else f" (predicted: {units(predicted, 'B')})"
+            yield f"{kind} sent", f"{units(result.sent[kind], 'B')} a step, all ranks{said}"
     if result.compare is not None:
         beyond = result.compare.beyond(allowed)
         for name, value in result.compare.as_dict().items():
             where = f", {result.compare.worst[name]}" if value and result.compare.worst.get(name, name) != name else ""
             verdict = f" — more than {allowed:.0e}, which {dtype} allows" if name in beyond else ""
-            table.add_row(f"{name} off by", f"{value:.2e} of one device's{where}{verdict}")
-    return table
+            yield f"{name} off by", f"{value:.2e} of one device's{where}{verdict}"
 
 
 @contextmanager
@@ -156,27 +153,12 @@ def steps_shown(out: Console, steps: int, first: int) -> Iterator[Callable[[Step
 def line(step: Step, steps: int) -> str:
     """`step 12/170  epoch 1  loss 2.3021  8.14 ms  983 samples/s`."""
     rate = rate_text(step.samples / max(step.seconds, 1e-9))
-    return f"step {step.number}/{steps}  epoch {step.epoch}  loss {step.loss:.6g}  {seconds_text(step.seconds)}  {rate}"
+    return f"step {step.number}/{steps}  epoch {step.epoch}  loss {step.loss:.6g}  {units(step.seconds, 's')}  {rate}"
 
 
 def rate_text(samples_per_s: float) -> str:
     """Of less than ten two digits: a volume takes seconds."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def _facts() -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    return table
 
 
 def _whole(number: float) -> float:

@@ -17,8 +17,8 @@ from layerwise.run.load import build_module
 from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import Data
-from layerwise.train.loop import cross_entropy, filled_batches, target_box, whole_or_boxes
-from layerwise.train.task import Task, task
+from layerwise.train.objective import TaskObjective, cross_entropy, filled_batches, full_or_boxes, target_box
+from layerwise.train.task import TrainingTask, task
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def evaluate(module: ParallelModule, data: Data) -> Score | None:
     module.eval()
     try:
         for numbers, real in filled_batches(module, held.count):
-            given, target = whole_or_boxes(module, wanted, held, numbers)
+            given, target = full_or_boxes(module, wanted, held, numbers)
             target[~real[_rows(module)]] = -1
             inputs, left = wanted.feed(given, target, module.options.dtype)
             assert left is not None
@@ -77,19 +77,18 @@ def held_out_loss(module: ParallelModule, data: Data) -> float | None:
     wanted, held, size = data.task, data.held_out, module.plan.batch
     if held is None or not wanted.own or held.count < size:
         return None
-    mine, training, count = 0.0, module.training, held.count // size
+    objective, training, count = TaskObjective(module, wanted, held), module.training, held.count // size
+    batches = [torch.arange(i * size, (i + 1) * size) for i in range(count)]
     module.eval()
     try:
-        for first in range(0, count * size, size):
-            numbers = torch.arange(first, first + size)[module.share(size)]
-            inputs, _ = wanted.feed(*whole_or_boxes(module, wanted, held, numbers), module.options.dtype)
-            with torch.no_grad():
-                mine += float(tensors(module(*(x.to(module.device) for x in inputs)))[wanted.answer].mean())
+        with torch.no_grad():
+            mine = sum(float(objective.loss(given, size)) for given in objective.read(batches))
     finally:
         module.train(training)
-    summed = wanted.loss is not None and wanted.loss.reduction == "sum"
-    everyone: list[float] = module.comm.all_gather_object(mine)
-    total = everyone[0] if module.io != "sample" else sum(everyone) / (1 if summed else len(everyone))
+    own = module.share(size)
+    weight = 1.0 if objective.summed or module.io != "sample" else (own.stop - own.start) / size
+    everyone: list[float] = module.comm.all_gather_object(mine * weight)
+    total = everyone[0] if module.io != "sample" else sum(everyone)
     return total / count
 
 
@@ -135,7 +134,7 @@ def _own(module: ParallelModule, target: Tensor) -> Tensor:
     return target[:0] if box is None else target[without_classes(box).slices()]
 
 
-def _counted(out: Tensor, target: Tensor, wanted: Task) -> Tensor:
+def _counted(out: Tensor, target: Tensor, wanted: TrainingTask) -> Tensor:
     """(3, classes): right, wanted and found ones. A target of -1 does not count."""
     if not target.numel():
         return torch.zeros(3, wanted.classes, dtype=torch.float64, device=out.device)

@@ -21,7 +21,8 @@ from layerwise.run.trace import Trace
 from layerwise.tensorfile import fingerprint, weights_file
 from layerwise.train.compare import Difference, Outcome, arithmetic, difference, outcome
 from layerwise.train.data import load_data
-from layerwise.train.loop import Settings, Step, Trainer, cross_entropy, sampler
+from layerwise.train.loop import Settings, Step, Trainer, sampler
+from layerwise.train.objective import Fed, TaskObjective, cross_entropy
 from layerwise.train.out_of_memory import peak_resident_bytes
 from layerwise.train.report import KINDS, Result
 from layerwise.train.score import evaluate, held_out_loss, predicting
@@ -69,7 +70,7 @@ class Session:
             self.module.trace = Trace(device=comm.device)
         self._single = alone(comm, lambda: self._trainer(SoloComm(comm.device), network)) if compare else None
 
-    def _trainer(self, comm: Comm, network: Network) -> Trainer:
+    def _trainer(self, comm: Comm, network: Network) -> Trainer[Fed]:
         """A module on this network of ranks, at the beginning of its training."""
         gathered = self.data.task.target is not None or len(self.data.task.predictions) > 1
         module = build_module(
@@ -80,7 +81,8 @@ class Session:
             loss=cross_entropy if self.plan.io != "sample" and not gathered else None,
             weights=None if self._weights is None else weights_file(self._weights),
         )
-        return Trainer(module, self.data, self.sampler, self.settings.build(module.parameters()), self.settings)
+        objective = TaskObjective(module, self.data.task, self.data.train)
+        return Trainer(module, objective, self.sampler, self.settings.build(module.parameters()), self.settings.clip)
 
     def _facts(self) -> dict[str, str | int]:
         """What must be the same where a checkpoint is gone on from."""

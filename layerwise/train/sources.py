@@ -1,8 +1,7 @@
-"""Where samples come from: images of data sets, random numbers by position, tensors and datasets of the user's."""
+"""Where samples come from: random numbers by position, tensors and data sets of the user's, subsets of them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -13,12 +12,12 @@ from torch import Tensor
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.random import combine, normal, uniform
-from layerwise.train.task import ModelInput, Task
+from layerwise.train.task import ModelInput, TrainingTask
 
 Batch = tuple[tuple[Tensor, ...], Tensor]  # the model's inputs without the target; the target
 
 
-class Samples(Protocol):
+class NumberedSamples(Protocol):
     """Numbered samples. What a number gives never depends on who else asks for what."""
 
     @property
@@ -37,7 +36,7 @@ class Boxed(Protocol):
         """Of the batch that these samples are, a box of each input, then one of the target."""
 
 
-def read(samples: Samples, numbers: Tensor, *boxes: Box) -> Batch:
+def read(samples: NumberedSamples, numbers: Tensor, *boxes: Box) -> Batch:
     """Boxes of the batch that these samples are: those of the inputs, then that of the target."""
     if isinstance(samples, Boxed):
         return samples.boxes(numbers, *boxes)
@@ -58,7 +57,7 @@ class MapStyle(Protocol):
 class Subset:
     """Some of the samples, renumbered."""
 
-    samples: Samples
+    samples: NumberedSamples
     numbers: Tensor
 
     @property
@@ -70,33 +69,10 @@ class Subset:
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
-    """Grey images (count, h, w), resized when they are asked for: all of them at 224 x 224 would be gigabytes."""
-
-    images: Tensor
-    labels: Tensor
-    sample: tuple[int, ...]  # (c, h, w), or (width,)
-
-    @property
-    def count(self) -> int:
-        return len(self.images)
-
-    def batch(self, numbers: Tensor) -> Batch:
-        from torch.nn.functional import interpolate
-
-        flat = len(self.sample) == 1
-        side = math.isqrt(self.sample[0] - 1) + 1 if flat else 0  # the square that holds a vector of this width
-        size = (side, side) if flat else self.sample[1:]
-        images = interpolate(self.images[numbers, None], size, mode="bilinear", align_corners=False)
-        shaped = images.flatten(1)[:, : self.sample[0]] if flat else images.expand(-1, *self.sample)
-        return (shaped,), self.labels[numbers]
-
-
-@dataclass(frozen=True, slots=True)
 class Synthetic:
     """Random inputs and targets: sample i is a function of (seed, i) alone."""
 
-    task: Task
+    task: TrainingTask
     count: int
     seed: int
 
@@ -130,7 +106,7 @@ def _drawn(seed: int, kind: str, shape: tuple[int, ...], values: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class CheckedTensors:
     """Whole tensors, checked against the task when they are given."""
 
     inputs: tuple[Tensor, ...]
@@ -145,11 +121,11 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class CheckedDataset:
     """A map-style dataset, whose items are checked against the task as they come."""
 
     items: MapStyle
-    task: Task
+    task: TrainingTask
     where: str
 
     @property
@@ -183,7 +159,7 @@ def inputs_and_target(value: object) -> Batch | None:
 
 
 def checked(
-    task: Task, inputs: tuple[Tensor, ...], target: Tensor, where: str, numbers: Sequence[int] | None = None
+    task: TrainingTask, inputs: tuple[Tensor, ...], target: Tensor, where: str, numbers: Sequence[int] | None = None
 ) -> Batch:
     """The user's samples, of these numbers (default: from 0). LayerwiseError unless they are what the model takes."""
     if len(inputs) != len(task.inputs):

@@ -31,7 +31,7 @@ class ModelInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TrainingTask:
     """What a model is fed with, and what its loss is taken of.
 
     A model that ends in a loss of its own takes its target as an input. Else the loss is cross-entropy, and its target
@@ -95,7 +95,7 @@ class Task:
         return tuple(x.to(dtype) for x, dtype in zip(inputs, types, strict=True)), left
 
 
-def task(graph: LayerGraph) -> Task:
+def task(graph: LayerGraph) -> TrainingTask:
     """What `graph` wants. LayerwiseError where it is neither a classifier nor ends in a loss."""
     uses = graph.consumers()
     feeds = [
@@ -123,10 +123,10 @@ def task(graph: LayerGraph) -> Task:
                 f"output {end.name!r} {spec.describe()} is not (samples, classes, ...): cross-entropy cannot be taken "
                 "of it. End the model in a loss, or use layerwise.run.load in a training loop of your own"
             )
-    return Task(graph.batch, tuple(feeds), tuple(end.out for end in ends))
+    return TrainingTask(graph.batch, tuple(feeds), tuple(end.out for end in ends))
 
 
-def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answer: int) -> Task:
+def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answer: int) -> TrainingTask:
     loss = end.main
     assert isinstance(loss, Loss)
     source = end.inputs[1]
@@ -137,16 +137,16 @@ def _with_own_loss(graph: LayerGraph, feeds: list[ModelInput], end: Layer, answe
         raise LayerwiseError(f"the target of loss {end.name!r} is computed, not an input: no data set can feed it")
     prediction = end.stages[0].specs[0]
     inputs = (*feeds[:slot], *feeds[slot + 1 :])
-    return Task(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
+    return TrainingTask(graph.batch, inputs, (prediction,), loss, feeds[slot], slot, answer)
 
 
-def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) -> Task:
+def _with_written_loss(graph: LayerGraph, feeds: list[ModelInput], answer: int) -> TrainingTask:
     """A number of the whole batch, such as one less its Dice: the target is the one input of classes, or the last."""
     whole = [slot for slot, feed in enumerate(feeds) if not feed.spec.differentiable]
     slot = whole[0] if len(whole) == 1 else len(feeds) - 1
     known = [classes.count for classes in classes_of(graph, feeds[slot].name)]
     target = replace(feeds[slot], values=min(known, default=feeds[slot].values))
-    return Task(graph.batch, (*feeds[:slot], *feeds[slot + 1 :]), (), None, target, slot, answer)
+    return TrainingTask(graph.batch, (*feeds[:slot], *feeds[slot + 1 :]), (), None, target, slot, answer)
 
 
 def _values(graph: LayerGraph, uses: dict[str, list[str]], name: str) -> int:

@@ -12,7 +12,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.run.parallel import ParallelModule
 from layerwise.volumes.classes import classes_of
-from layerwise.volumes.reading import POSITIONS, Crop, Input, Intensity, Reading, generator
+from layerwise.volumes.reading import POSITIONS, BatchReader, BoxInput, Crop, Intensity, generator
 from layerwise.volumes.sources import source_of
 
 
@@ -22,18 +22,26 @@ class BoxLoader:
         for x, target in BoxLoader(model, "images.npy", "labels.npy", crop="random", flip="dhw", shuffle=True):
             loss = model(x, target)
 
-    model: as `parallelize(..., io="boxes")` or `load` returns it (with another io a rank's box is its samples).
-    sources: one an input, in their order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy, .zarr,
-    .h5::name), a list of files, one a sample, or a function (index, slices) -> array, which also needs `samples`. Only
-    boxes are read of them.
-    crop: samples larger than what the model takes are cut to it, at random or in the middle. flip: the labels of
-    dimensions that are mirrored, each with probability 1/2. intensity: (box, rng) -> box for the first input; it must
-    do alike with every element, for it sees a part. All of it is drawn by seed, epoch and sample: any plan has the same
-    samples. shuffle: another order in every epoch (`set_epoch`, or one after the other). workers: processes that read
-    ahead, `prefetch` batches each. A last batch that is not full is left out.
+    All randomness is drawn by seed, epoch and sample: any plan has the same samples. A last batch that is not full is
+    left out.
 
-    LayerwiseError where sources and model do not fit, where what is read is not finite, and where it is no class of the
-    loss or one-hot encoding that takes it as it is: with the file, if there is one, and the number of the sample.
+    Args:
+        model: As `parallelize(..., io="boxes")` or `load` returns it (with another io a rank's box is its samples).
+        sources: One an input, in their order: an array (samples, ...) of numpy, h5py or zarr, a file of one (.npy,
+            .zarr, .h5::name), a list of files, one a sample, or a function (index, slices) -> array. Only boxes are
+            read of them.
+        samples: How many a function has.
+        crop: Samples larger than what the model takes are cut to it, "random" or "center".
+        flip: Labels of dimensions that are mirrored, each with probability 1/2.
+        intensity: (box, rng) -> box for the first input; it must do alike with every element, for it sees a part.
+        shuffle: Another order in every epoch (`set_epoch`, or one after the other).
+        seed: Of all that is drawn.
+        workers: Processes that read in advance.
+        prefetch: Batches that each of them reads in advance.
+
+    Raises:
+        LayerwiseError: Sources and model do not fit; what is read is not finite, or is no class of the loss or one-hot
+            encoding that takes it as it is (with the file, if there is one, and the number of the sample).
     """
 
     def __init__(
@@ -73,9 +81,9 @@ class BoxLoader:
             raise LayerwiseError(f"{self.samples} samples are no batch of {self.batch}")
         rows = zip(boxes.items(), specs, given, strict=True)
         inputs = tuple(
-            Input(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in rows
+            BoxInput(name, spec, box, source, classes_of(model.graph, name)) for (name, box), spec, source in rows
         )
-        self._reading = Reading(inputs, crop, flip, intensity, seed)
+        self._reading = BatchReader(inputs, crop, flip, intensity, seed)
         self._workers, self._prefetch, self._pinned = workers, prefetch, model.device.type == "cuda"
 
     def __len__(self) -> int:
@@ -115,7 +123,7 @@ class BoxLoader:
 class _Batches(Dataset[Any]):
     """One item a batch, for DataLoader; what goes wrong is returned as text, for a worker's error has its traceback."""
 
-    def __init__(self, reading: Reading, batches: Sequence[Sequence[int]], epoch: int) -> None:
+    def __init__(self, reading: BatchReader, batches: Sequence[Sequence[int]], epoch: int) -> None:
         self.reading, self.batches, self.epoch = reading, batches, epoch
 
     def __len__(self) -> int:

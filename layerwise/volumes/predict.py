@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
+from layerwise.files import writing
+from layerwise.geometry import Box
 from layerwise.run.parallel import ParallelModule
 from layerwise.volumes.loader import BoxLoader
-from layerwise.volumes.sources import UNREADABLE, in_a_line
+from layerwise.volumes.sources import foreign
 
 
 def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: int = 0) -> None:
-    """Writes the output number `output` of every sample that `loader` has into `out`; every rank calls it alike.
+    """Writes an output of every sample that `loader` has into `out`; every rank writes its box, and calls it alike.
 
-    out: the path of a .npy file, which rank 0 makes, (samples, ...) of float32 or the output's own integers, on a disk
-    that all ranks see; or anything that takes `out[index] = values`, such as a zarr array with chunks that no two ranks
-    share. The model is in evaluation mode meanwhile. LayerwiseError where the loader shuffles, changes samples
-    or leaves some out, where the plan has no such output, and where `out` has another shape, takes whole numbers only
-    of an output that has others, or cannot be written.
+        layerwise.predict(model, BoxLoader(model, "images.npy"), "logits.npy")    # model: parallelize(..., io="boxes")
+
+    The model is in evaluation mode meanwhile.
+
+    Args:
+        model: A parallel module whose plan has io "boxes".
+        loader: Samples in their order, unchanged, a multiple of its batch.
+        out: The path of a .npy file, which rank 0 makes, (samples, ...) of float32 or the output's own integers, on a
+            disk that all ranks see; or anything that takes `out[index] = values`, such as a Zarr array with chunks that
+            no two ranks share.
+        output: Which of the model's outputs.
+
+    Raises:
+        LayerwiseError: The loader shuffles, changes samples or leaves some out; the plan has no such output; `out` has
+            another shape, takes whole numbers only of an output that has others, or cannot be written.
     """
     boxes = model.output_boxes()
     if not 0 <= output < len(boxes):
@@ -38,11 +52,20 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
     if model.io != "boxes":
         raise LayerwiseError(f"the plan has io {model.io!r}: parallelize the model with io='boxes'")
     spec, box = model.graph.layers[-1].specs[output], boxes[output]
-    made: Any = out
     shape = (loader.samples, *spec.shape[1:])
     if isinstance(out, str | os.PathLike):
-        made = _file(os.fspath(out), shape, spec.dtype, model)
-    _check(made, shape, spec.dtype)
+        with _file(os.fspath(out), shape, spec.dtype, model) as made:
+            _fill(made, model, loader, output, box)
+            made.flush()
+            model.comm.barrier()
+    else:
+        _check(out, shape, spec.dtype)
+        _fill(out, model, loader, output, box)
+    model.comm.barrier()
+
+
+def _fill(made: Any, model: ParallelModule, loader: BoxLoader, output: int, box: Box | None) -> None:
+    """Writes this rank's box of every sample into an array."""
     mode = model.training
     model.eval()
     try:
@@ -53,12 +76,10 @@ def predict(model: ParallelModule, loader: BoxLoader, out: object, *, output: in
                     first, *rest = box.slices()
                     here = slice(number * loader.batch + first.start, number * loader.batch + first.stop)
                     values = values.float() if values.is_floating_point() else values
-                    _write(made, (here, *rest), values.cpu().numpy())
+                    with foreign(f"samples from {here.start} cannot be written"):
+                        made[(here, *rest)] = values.cpu().numpy()
     finally:
         model.train(mode)
-    if isinstance(made, np.memmap):
-        made.flush()
-    model.comm.barrier()
 
 
 def _numbered(returned: object, output: int) -> Tensor:
@@ -79,24 +100,23 @@ def _check(made: Any, shape: tuple[int, ...], dtype: str) -> None:
         raise LayerwiseError(f"predict writes {dtype}, and what it is to write into has {made.dtype}")
 
 
-def _write(made: Any, where: tuple[slice, ...], values: NDArray[Any]) -> None:
-    try:
-        made[where] = values
-    except UNREADABLE as error:
-        raise LayerwiseError(f"samples from {where[0].start} cannot be written: {in_a_line(error)}") from error
+@contextmanager
+def _file(path: str, shape: tuple[int, ...], dtype: str, model: ParallelModule) -> Iterator[np.memmap[Any, Any]]:
+    """An array of zeros in a file of rank 0's, which lies beside `path`, and is there at the end: whole, or not at all.
 
-
-def _file(path: str, shape: tuple[int, ...], dtype: str, model: ParallelModule) -> Any:
+    LayerwiseError on every rank where it cannot be made, or seen.
+    """
     if Path(path).suffix.lower() != ".npy":
         raise LayerwiseError(f"predict makes .npy files, not {path!r}: give an array to write into")
     kind = np.dtype(dtype) if "int" in dtype or dtype == "bool" else np.dtype(np.float32)
-    wrong = ""
-    if model.comm.rank == 0:
-        try:
-            np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
-        except OSError as error:
-            wrong = f"cannot write {path!r}: {error.strerror or error}"
-    wrong = model.comm.broadcast_text(wrong)
-    if wrong:
-        raise LayerwiseError(wrong)
-    return np.lib.format.open_memmap(path, mode="r+")
+    with ExitStack() as done:
+
+        def make() -> tuple[None, str]:
+            if model.comm.rank:
+                return None, ""
+            made = done.enter_context(writing(path))
+            np.lib.format.open_memmap(made, mode="w+", dtype=kind, shape=shape)
+            return None, os.fspath(made)
+
+        _, (beside, *_) = agree(model.comm, make)
+        yield agree(model.comm, lambda: (np.lib.format.open_memmap(beside, mode="r+"), None))[0]

@@ -14,7 +14,7 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.tensor import TensorSpec
 from layerwise.volumes.classes import Classes
-from layerwise.volumes.sources import Array, Source
+from layerwise.volumes.sources import Array, SampleSource
 
 Crop = Literal["random", "center"]
 Intensity = Callable[[Array, np.random.Generator], Array]
@@ -22,13 +22,13 @@ POSITIONS = ("d", "h", "w", "l", "s")  # labels of dimensions that can be croppe
 
 
 @dataclass(frozen=True)
-class Input:
+class BoxInput:
     """An input of the model, and where its samples lie."""
 
     name: str
     spec: TensorSpec  # of the whole batch
     box: Box  # of that, which this rank reads
-    source: Source
+    source: SampleSource
     classes: tuple[Classes, ...] = ()  # which its numbers must be
 
     def named(self, index: int) -> str:
@@ -38,10 +38,10 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Reading:
+class BatchReader:
     """How a batch is read."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[BoxInput, ...]
     crop: Crop | None
     flip: str
     intensity: Intensity | None
@@ -52,7 +52,7 @@ class Reading:
         drawn = {index: self._drawn(index, epoch) for index in samples}
         return [self._read(number, one, samples, drawn, epoch) for number, one in enumerate(self.inputs)]
 
-    def _read(self, number: int, one: Input, samples: Sequence[int], drawn: dict[int, _Drawn], epoch: int) -> Tensor:
+    def _read(self, number: int, one: BoxInput, samples: Sequence[int], drawn: dict[int, _Drawn], epoch: int) -> Tensor:
         made = torch.empty(one.box.shape, dtype=getattr(torch, one.spec.dtype))
         if not one.box.volume:
             return made
@@ -84,7 +84,7 @@ class Reading:
         }
         return _Drawn(begins, {label for label in self.flip if rng.random() < 0.5})
 
-    def _room(self, one: Input, index: int, known: dict[str, int]) -> dict[str, int]:
+    def _room(self, one: BoxInput, index: int, known: dict[str, int]) -> dict[str, int]:
         """How much longer a sample is than what the model takes of it, by label."""
         shape, wanted, labels = one.source.shape(index), one.spec.shape[1:], one.spec.dims[1:]
         fits = len(shape) == len(wanted)
@@ -108,7 +108,7 @@ class _Drawn:
     begins: dict[str, int]
     mirrored: set[str] = field(default_factory=set)
 
-    def of(self, one: Input) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+    def of(self, one: BoxInput) -> tuple[tuple[slice, ...], tuple[int, ...]]:
         """The slices to be read of an input's sample, and which dimensions of what is read are mirrored."""
         slices: list[slice] = []
         mirrored: list[int] = []
@@ -127,7 +127,7 @@ def generator(*key: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(key))
 
 
-def _check(read: Array, one: Input, index: int, what: str = "") -> None:
+def _check(read: Array, one: BoxInput, index: int, what: str = "") -> None:
     """LayerwiseError where a box has another shape or kind of number than the model takes."""
     wanted, whole = one.box.shape[1:], "int" in one.spec.dtype
     if read.shape != wanted:
@@ -141,7 +141,7 @@ def _check(read: Array, one: Input, index: int, what: str = "") -> None:
             raise LayerwiseError(f"{said}, and the model takes {one.spec.dtype}, which cannot hold them")
 
 
-def _check_values(made: Tensor, one: Input, index: int) -> None:
+def _check_values(made: Tensor, one: BoxInput, index: int) -> None:
     """LayerwiseError where what the model is fed is not finite, or no class."""
     if made.is_floating_point() and not bool(made.isfinite().all()):
         raise LayerwiseError(f"{one.named(index)} has values that are no finite numbers in {one.spec.dtype}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +19,23 @@ Array = NDArray[Any]
 Slices = tuple[slice, ...]
 Reader = Callable[[int, Slices], Array]
 KINDS = ".npy, .zarr, .h5::name or .hdf5::name"
-UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, LookupError)  # what arrays of others raise
 
 
-class Source(Protocol):
+@contextmanager
+def foreign(what: str) -> Iterator[None]:
+    """Within it, what code of others raises, of the user or of a library that reads a file, is a LayerwiseError.
+
+    Of every class: a parser that meets a damaged file raises what its code happens to raise. `what` cannot be done.
+    """
+    try:
+        yield
+    except LayerwiseError:
+        raise
+    except Exception as error:
+        raise LayerwiseError(f"{what}: {in_a_line(error)}") from error
+
+
+class SampleSource(Protocol):
     """Samples, of which boxes are read."""
 
     def __len__(self) -> int: ...
@@ -38,7 +53,7 @@ class Source(Protocol):
         ...
 
 
-class Stacked:
+class StackedArray:
     """An array (samples, ...): numpy's, also mapped from a file, h5py's, zarr's. `where` is how errors call it."""
 
     def __init__(self, array: Any, where: str) -> None:
@@ -53,10 +68,8 @@ class Stacked:
         return tuple(int(extent) for extent in self.array.shape[1:])
 
     def read(self, index: int, slices: Slices) -> Array:
-        try:
+        with foreign(f"{self.where}, sample {index}"):  # such as a tensor that needs a gradient, or of bfloat16
             return np.asarray(self.array[(index, *slices)])
-        except UNREADABLE as error:  # such as a tensor that needs a gradient, or of bfloat16
-            raise LayerwiseError(f"{self.where}, sample {index}: {in_a_line(error)}") from error
 
     def file(self, index: int) -> str | None:
         return None
@@ -67,7 +80,7 @@ class File:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._opened: tuple[int, Stacked] | None = None  # by which process
+        self._opened: tuple[int, StackedArray] | None = None  # by which process
         self._stacked()
 
     def __len__(self) -> int:
@@ -82,16 +95,16 @@ class File:
     def file(self, index: int) -> str | None:
         return self.path
 
-    def _stacked(self) -> Stacked:
+    def _stacked(self) -> StackedArray:
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), Stacked(_open(self.path), f"file {self.path!r}")
+            self._opened = os.getpid(), StackedArray(_open(self.path), f"file {self.path!r}")
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_opened": None}
 
 
-class Listed:
+class SeparateSamples:
     """A source for every sample: files or arrays without a dimension of samples."""
 
     def __init__(self, given: Sequence[Any], where: str) -> None:
@@ -104,13 +117,10 @@ class Listed:
         return tuple(int(extent) for extent in self._array(index).shape)
 
     def read(self, index: int, slices: Slices) -> Array:
-        array = self._array(index)
-        try:
+        array, file = self._array(index), self.file(index)
+        which = f" (file {file!r})" if file else ""
+        with foreign(f"{self.where}, sample {index}{which}"):
             return np.asarray(array[slices])
-        except UNREADABLE as error:
-            file = self.file(index)
-            which = f" (file {file!r})" if file else ""
-            raise LayerwiseError(f"{self.where}, sample {index}{which}: {in_a_line(error)}") from error
 
     def file(self, index: int) -> str | None:
         one = self.given[index]
@@ -152,14 +162,14 @@ class Computed:
         return None
 
 
-def source_of(given: object, name: str, samples: int | None, shape: tuple[int, ...]) -> Source:
+def source_of(given: object, name: str, samples: int | None, shape: tuple[int, ...]) -> SampleSource:
     """What the user gives for an input, `name`. samples, shape: of a function's. LayerwiseError for anything else."""
     if isinstance(given, str | os.PathLike):
         return File(os.fspath(given))
     if hasattr(given, "shape") and hasattr(given, "__getitem__"):
-        return Stacked(given, f"input {name!r}")
+        return StackedArray(given, f"input {name!r}")
     if isinstance(given, Sequence) and len(given):
-        return Listed(given, f"input {name!r}")
+        return SeparateSamples(given, f"input {name!r}")
     if callable(given):
         if samples is None:
             raise LayerwiseError(f"input {name!r} is read by a function: say how many samples there are (samples=)")
@@ -172,41 +182,41 @@ def source_of(given: object, name: str, samples: int | None, shape: tuple[int, .
 
 def _open(path: str) -> Any:
     """The array in a file, of which nothing is read yet. LayerwiseError where there is none; nothing is unpickled."""
-    found = _opened(path)
-    if not hasattr(found, "shape"):
-        raise LayerwiseError(f"file {path!r} has no array, but a {type(found).__name__}: name one, as in FILE::name")
-    return found
-
-
-def _opened(path: str) -> Any:
     name, _, inside = path.partition("::")
     kind = Path(name).suffix.lower()
-    if not Path(name).exists():
-        raise LayerwiseError(f"file {name!r} does not exist")
-    try:
-        if kind == ".npy":
-            with Path(name).open("rb") as file:
-                if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # else numpy takes it for a pickle
-                    raise LayerwiseError(f"file {name!r} cannot be read: it is not in numpy's format")
-            return np.load(name, mmap_mode="r", allow_pickle=False)
-        if kind in (".h5", ".hdf5") and inside:
-            import h5py
+    with foreign(f"file {path!r} cannot be read"):
+        if not Path(name).exists():
+            raise LayerwiseError(f"file {name!r} does not exist")
+        try:
+            found = _opened(name, kind, inside)
+        except ImportError as error:
+            raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
+        if not hasattr(found, "shape"):
+            told = f"has no array, but a {type(found).__name__}: name one, as in FILE::name"
+            raise LayerwiseError(f"file {path!r} {told}")
+        if not all(isinstance(extent, int | np.integer) and 0 <= extent <= sys.maxsize for extent in found.shape):
+            raise LayerwiseError(f"file {path!r} cannot be read: its array has shape {found.shape}")
+        return found
 
-            return h5py.File(name, "r")[inside]
-        if kind == ".zarr":
-            import zarr
 
-            opened = zarr.open(name, mode="r")
-            return opened[inside] if inside else opened
-    except ImportError as error:
-        raise LayerwiseError(f"file {name!r}: install {error.name} to read it") from None
-    except LayerwiseError:
-        raise
-    except (*UNREADABLE, EOFError) as error:
-        raise LayerwiseError(f"file {path!r} cannot be read: {in_a_line(error)}") from error
-    raise LayerwiseError(f"file {path!r}: there are {KINDS}")
+def _opened(name: str, kind: str, inside: str) -> Any:
+    if kind == ".npy":
+        with Path(name).open("rb") as file:
+            if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:  # else numpy takes it for a pickle
+                raise LayerwiseError(f"file {name!r} cannot be read: it is not in numpy's format")
+        return np.load(name, mmap_mode="r", allow_pickle=False)
+    if kind in (".h5", ".hdf5") and inside:
+        import h5py
+
+        return h5py.File(name, "r")[inside]
+    if kind == ".zarr":
+        import zarr
+
+        opened = zarr.open(name, mode="r")
+        return opened[inside] if inside else opened
+    raise LayerwiseError(f"file {name!r}: there are {KINDS}")
 
 
 def in_a_line(error: BaseException) -> str:
-    """What it says, of which 200 characters."""
-    return " ".join(str(error).split())[:200]
+    """What it says, of which 200 characters; its class where it says nothing."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
+from tests.api.keywords import keywords
 from tests.traces import by_rank_0
 
 BATCH, STEPS, WORDS, POSITIONS = 4, 2, 99, 12
@@ -138,7 +139,7 @@ def trained(
     with in_float64():
         all_of = batches(name, labels=labels)
         share = {key: value[: BATCH // comm.size] for key, value in all_of[0].items()}
-        options = {"comm": comm, "measure_s": 0, "verbose": False} | dict(how)
+        options = keywords(how, comm=comm, verbose=False)
         with by_rank_0(comm):
             model = parallelize(build(name, attention, comm.rank), share, **options)
         mine = [{key: value[model.share()] for key, value in batch.items()} for batch in all_of]
@@ -146,7 +147,7 @@ def trained(
 
 
 def steps(model: nn.Module, given: list[Batch], *, labels: bool) -> list[float]:
-    """A loss a step of SGD with momentum."""
+    """A loss a step of SGD with momentum, and one in evaluation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for batch in given:
@@ -155,6 +156,9 @@ def steps(model: nn.Module, given: list[Batch], *, labels: bool) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        losses.append(objective(model(**given[0]), labels=labels).item())
     return losses
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.comm.base import Comm
 from tests.api.script import BATCH, SEED, data, network
@@ -26,7 +27,12 @@ def loop_over_loaders(
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         model, loader, held = parallelize(
-            network(), loader, DataLoader(held_out, BATCH), comm=comm, verbose=False, measure_s=0, **how
+            network(),
+            loader,
+            DataLoader(held_out, BATCH),
+            options=ParallelOptions(comm=comm, measure_s=0),
+            verbose=False,
+            **how,
         )
     torch.manual_seed(SEED + comm.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -56,7 +62,9 @@ def left_early(comm: Comm) -> tuple[Tensor, Tensor]:
     """A loop over held-out samples is left early; then each rank evaluates samples of its own."""
     x = data().tensors[0]
     own = DataLoader(data(), BATCH)
-    model, _, held = parallelize(network(), own, DataLoader(data(), BATCH), comm=comm, verbose=False, measure_s=0)
+    model, _, held = parallelize(
+        network(), own, DataLoader(data(), BATCH), options=ParallelOptions(comm=comm, measure_s=0), verbose=False
+    )
     model.eval()
     with torch.no_grad():
         for whole, _ in held:
@@ -70,7 +78,11 @@ def nested(comm: Comm) -> tuple[bool, Tensor, Tensor]:
     """Loops over a loader within loops over it and others; outputs of this rank's share of the last batch of 5."""
     dataset = data(BATCH + 5)
     model, loader, held = parallelize(
-        network().eval(), DataLoader(dataset, BATCH), DataLoader(data(9), 4), comm=comm, verbose=False, measure_s=0
+        network().eval(),
+        DataLoader(dataset, BATCH),
+        DataLoader(data(9), 4),
+        options=ParallelOptions(comm=comm, measure_s=0),
+        verbose=False,
     )
     same = all(torch.equal(a, b) for (a, _), (b, _) in zip(held, held, strict=True))
     with torch.no_grad():
@@ -105,9 +117,8 @@ def evaluated(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
             net,
             DataLoader(data(), BATCH),
             DataLoader(data(9), 4, drop_last=True),
-            comm=comm,
+            options=ParallelOptions(comm=comm, measure_s=0),
             verbose=False,
-            measure_s=0,
         )
         with torch.no_grad():
             for x, _ in held:
@@ -127,9 +138,8 @@ def few(comm: Comm) -> tuple[list[int], list[int]]:
         net,
         DataLoader(x, 2),
         DataLoader(Subset(x, range(3)), 2),
-        comm=comm,
+        options=ParallelOptions(comm=comm, measure_s=0),
         strategy="data",
         verbose=False,
-        measure_s=0,
     )
     return [len(model(a)) for a, _ in loader], [len(model(a)) for a, _ in held]

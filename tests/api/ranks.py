@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from layerwise.api.data.split import split
 from layerwise.api.fit import Epoch, fit
 from layerwise.api.loop.accumulate import auto
+from layerwise.api.options import ParallelOptions
 from layerwise.api.parallelize import parallelize
 from layerwise.api.planning.measuring import cache_file
 from layerwise.api.save import save
@@ -25,6 +26,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.machine import load as load_profile
 from layerwise.measure.links import timing
+from tests.api.keywords import keywords
 from tests.api.script import BATCH, SEED, data, network
 from tests.traces import once
 
@@ -34,7 +36,11 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
     dataset = data(2 * BATCH)
     share = BATCH // comm.size
     example = dataset.tensors[0][:share]
-    model = parallelize(network(SEED + comm.rank) if source is None else source, example, comm=comm, measure_s=0, **how)
+    model = parallelize(
+        network(SEED + comm.rank) if source is None else source,
+        example,
+        **keywords(how, comm=comm),
+    )
     first = model.full_state_dict()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -57,7 +63,7 @@ def trained(comm: Comm, how: dict[str, Any], source: Any = None) -> tuple[list[f
 def refused(comm: Comm, how: dict[str, Any]) -> str:
     """The message of the LayerwiseError."""
     try:
-        parallelize(network(), **{"example_inputs": data().tensors[0][:4], "comm": comm, "measure_s": 0} | how)
+        parallelize(network(), **{"example_inputs": data().tensors[0][:4], **keywords(how, comm=comm)})
     except LayerwiseError as error:
         return str(error)
     raise AssertionError("not refused")
@@ -69,8 +75,8 @@ def fitted(comm: Comm, count: int, how: dict[str, Any]) -> tuple[list[Epoch], di
     x, y = data(count).tensors
     held_out = (x[-6:], y[-6:])
     model = network(SEED + comm.rank)
-    options = {"progress": False, "verbose": False, "measure_s": 0} | how
-    made = fit(model, (x, y), nn.CrossEntropyLoss(), "momentum", held_out=held_out, comm=comm, **options)
+    asked = keywords(how, comm=comm, progress=False, verbose=False)
+    made = fit(model, (x, y), nn.CrossEntropyLoss(), "momentum", held_out=held_out, **asked)
     return made.history, model.state_dict()
 
 
@@ -80,8 +86,8 @@ def fitted_in_part(comm: Comm) -> dict[str, Tensor]:
     model = network()
     optimizer = torch.optim.SGD(model[7].parameters(), 0.5)
     made = fit(
-        model, data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, shuffle=False, comm=comm,
-        strategy={"7": {"n": 1}}, progress=False, verbose=False, measure_s=0,
+        model, data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, shuffle=False,
+        strategy={"7": {"n": 1}}, progress=False, verbose=False, options=ParallelOptions(comm=comm, measure_s=0),
     )  # fmt: skip
     held = [name for name, _ in made.module.named_parameters() if name.startswith("7.")]
     assert len(made.optimizer.param_groups[0]["params"]) == len(held)
@@ -96,7 +102,7 @@ def whole_batch(comm: Comm) -> str:
         for p in net.parameters():
             p.fill_(0.01)
     alone = F.cross_entropy(net(x), y)
-    model = parallelize(net, x, comm=comm, batch=1, verbose=False, measure_s=0)
+    model = parallelize(net, x, options=ParallelOptions(comm=comm, measure_s=0), batch=1, verbose=False)
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     assert abs(loss.item() - alone.item()) < 1e-12
@@ -106,7 +112,9 @@ def whole_batch(comm: Comm) -> str:
 @once()
 def plan_text(comm: Comm) -> str:
     """A plan for these ranks."""
-    return parallelize(network(), data().tensors[0][:4], comm=comm, verbose=False, measure_s=0).plan.dumps()
+    return parallelize(
+        network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=0), verbose=False
+    ).plan.dumps()
 
 
 @once()
@@ -119,8 +127,8 @@ def differently(comm: Comm, name: str, values: tuple[Any, Any]) -> str:
 def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
     """What `fit` says of an optimizer; "" where it trains."""
     try:
-        fit(network(), data(8).tensors, nn.CrossEntropyLoss(), optimizer, batch=8, comm=comm, progress=False,
-            verbose=False, measure_s=0, **how)  # fmt: skip
+        asked = keywords(how, comm=comm, batch=8, progress=False, verbose=False)
+        fit(network(), data(8).tensors, nn.CrossEntropyLoss(), optimizer, **asked)
     except LayerwiseError as error:
         return str(error)
     return ""
@@ -130,7 +138,9 @@ def fitted_with(comm: Comm, optimizer: Any, how: dict[str, Any]) -> str:
 def too_few(comm: Comm) -> str:
     """One sample for two ranks."""
     try:
-        fit(network(), data(1).tensors, nn.CrossEntropyLoss(), "sgd", comm=comm, progress=False)
+        fit(
+            network(), data(1).tensors, nn.CrossEntropyLoss(), "sgd", options=ParallelOptions(comm=comm), progress=False
+        )
     except LayerwiseError as error:
         return str(error)
     raise AssertionError("not refused")
@@ -140,7 +150,12 @@ def too_few(comm: Comm) -> str:
 def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of the user's own over a split data set, whose last batch is short."""
     dataset = data(count)
-    model = parallelize(network(), dataset.tensors[0][: BATCH // comm.size], comm=comm, verbose=False, measure_s=0)
+    model = parallelize(
+        network(),
+        dataset.tensors[0][: BATCH // comm.size],
+        options=ParallelOptions(comm=comm, measure_s=0),
+        verbose=False,
+    )
     share = split(dataset, model, verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -159,8 +174,9 @@ def epoch_of_shares(comm: Comm, count: int) -> tuple[list[float], dict[str, Tens
 def accumulated(comm: Comm, every: int) -> tuple[list[bool], dict[str, Tensor]]:
     """A loop that knows nothing of it: whether each step changed the parameters, and the state at the end."""
     dataset = data(4 * BATCH)
-    model = parallelize(smooth(), dataset.tensors[0][: BATCH // comm.size], comm=comm, strategy="data",
-                        sync_every=every, verbose=False, measure_s=0)  # fmt: skip
+    options = ParallelOptions(comm=comm, sync_every=every, measure_s=0)
+    example = dataset.tensors[0][: BATCH // comm.size]
+    model = parallelize(smooth(), example, strategy="data", verbose=False, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     changed = []
     for start in range(0, 4 * BATCH, BATCH):
@@ -185,7 +201,10 @@ def smooth() -> nn.Module:
 def automatic(comm: Comm, compute_s: float) -> tuple[int, str]:
     """What "auto" finds."""
     example = data().tensors[0][: BATCH // comm.size]
-    return auto(parallelize(smooth(), example, comm=comm, strategy="data", verbose=False, measure_s=0), compute_s)
+    return auto(
+        parallelize(smooth(), example, options=ParallelOptions(comm=comm, measure_s=0), strategy="data", verbose=False),
+        compute_s,
+    )
 
 
 class Named(nn.Module):
@@ -223,7 +242,7 @@ def by_names(comm: Comm, how: dict[str, Any]) -> tuple[float, dict[str, Tensor]]
     whole = words()
     part = 4 // comm.size
     example = {name: x[:part] for name, x in whole.items()}
-    model = parallelize(named(), example, comm=comm, verbose=False, measure_s=0, **how)
+    model = parallelize(named(), example, **keywords(how, comm=comm, verbose=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     out = model(**{name: x[model.share()] for name, x in reversed(whole.items())})
     out["loss"].backward()
@@ -248,7 +267,9 @@ def measured_here(comm: Comm, folder: str) -> list[dict[str, Any]]:
     found = []
     for _ in range(2):
         with short_rounds():
-            model = parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=0.1, verbose=False)
+            model = parallelize(
+                network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=0.1), verbose=False
+            )
         if comm.rank == 0:
             (path,) = Path(folder).glob("*.json")
             profile = load_profile(path)
@@ -271,7 +292,7 @@ def in_a_bad_cache(comm: Comm, folder: str) -> tuple[str, str]:
     for seconds in (0.0, 0.1):
         text = io.StringIO()
         with contextlib.redirect_stdout(text), short_rounds():
-            parallelize(network(), data().tensors[0][:4], comm=comm, measure_s=seconds)
+            parallelize(network(), data().tensors[0][:4], options=ParallelOptions(comm=comm, measure_s=seconds))
         told.append(" ".join(text.getvalue().split()))
     return told[0], told[1]
 
@@ -287,7 +308,9 @@ def on_the_default_group(comm: Comm) -> tuple[list[float], dict[str, Tensor], tu
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-    again = parallelize(network(), dataset.tensors[0][:4], strategy="data", verbose=False, measure_s=0)
+    again = parallelize(
+        network(), dataset.tensors[0][:4], strategy="data", verbose=False, options=ParallelOptions(measure_s=0)
+    )
     assert again.comm is model.comm
     try:
         parallelize(network(), dataset.tensors[0][:4], device_mesh=DeviceMesh("cpu", torch.tensor([[0, 1]])))
@@ -308,7 +331,9 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
     x, y = data(BATCH).tensors
     net = network()
     net[:5].requires_grad_(False)
-    model = parallelize(net, x[: BATCH // comm.size], comm=comm, strategy="data", verbose=False, measure_s=0)
+    model = parallelize(
+        net, x[: BATCH // comm.size], options=ParallelOptions(comm=comm, measure_s=0), strategy="data", verbose=False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     before = comm.sent["sync"]
     loss = F.cross_entropy(model(x[model.share()]), y[model.share()])
@@ -322,7 +347,13 @@ def fine_tuned(comm: Comm) -> tuple[float, int, dict[str, Tensor]]:
 @once()
 def saved(comm: Comm, path: str) -> tuple[dict[str, Tensor], str]:
     """The whole state; it is saved, and not where that is impossible."""
-    model = parallelize(network(), data().tensors[0][:4], comm=comm, strategy="model", verbose=False, measure_s=0)
+    model = parallelize(
+        network(),
+        data().tensors[0][:4],
+        options=ParallelOptions(comm=comm, measure_s=0),
+        strategy="model",
+        verbose=False,
+    )
     save(model, path)
     assert Path(path).exists()
     try:

@@ -72,7 +72,9 @@ def main(out: str, how: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dataset = data()
     loader = DataLoader(dataset, BATCH // ranks, sampler=DistributedSampler(dataset, ranks, rank, shuffle=False))
-    model = layerwise.parallelize(network(SEED + rank), next(iter(loader))[0], **json.loads(how))
+    model = layerwise.parallelize(
+        network(SEED + rank), next(iter(loader))[0], options=layerwise.ParallelOptions(measure_s=0), **json.loads(how)
+    )
     tensors = {"losses": torch.tensor(train(model, loader), dtype=torch.float64)}
     tensors |= {f"whole.{name}": value for name, value in model.full_state_dict().items()}
     tensors |= {f"own.{name}": getattr(value, "to_local", value.clone)() for name, value in model.state_dict().items()}

@@ -12,6 +12,7 @@ from layerwise.api.fit import Fitted
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
 from layerwise.train.data import order
+from tests.api.keywords import keywords
 from tests.api.ranks import fitted
 from tests.api.script import data, network
 from tests.api.test_parallelize import apart
@@ -19,7 +20,7 @@ from tests.comm.pool import run_ranks
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
-QUIET = {"progress": False, "verbose": False, "measure_s": 0}
+QUIET = {"progress": False, "verbose": False, "options": layerwise.ParallelOptions(measure_s=0)}
 
 
 def test_two_ranks_are_one_is_a_plain_loop() -> None:
@@ -54,9 +55,9 @@ def test_mixed_precision_is_a_plain_loop_within_autocast() -> None:
     x, y = data(16).tensors
     model, single = network().float(), network().float()
     single.load_state_dict(model.state_dict())
-    how = {"batch": 8, "shuffle": False, "autocast": torch.bfloat16, "comm": SoloComm()}
+    how = keywords({"batch": 8, "shuffle": False, "autocast": torch.bfloat16}, comm=SoloComm())
     held, sgd = (x.float(), y), lambda parameters: torch.optim.SGD(parameters, lr=0.01)
-    made = layerwise.fit(model, held, nn.CrossEntropyLoss(), sgd, held_out=held, **how, **QUIET)
+    made = layerwise.fit(model, held, nn.CrossEntropyLoss(), sgd, held_out=held, **QUIET | how)
     optimizer, total = sgd(single.parameters()), 0.0
     for batch in (slice(0, 8), slice(8, 16)):
         with torch.autocast("cpu", torch.bfloat16):

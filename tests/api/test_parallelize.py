@@ -13,6 +13,7 @@ import layerwise
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
+from tests.api.keywords import keywords
 from tests.api.ranks import trained
 from tests.api.script import BATCH, data, network, train
 from tests.comm.launch import ROOT, torchrun
@@ -43,7 +44,7 @@ def plain(steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
     """Losses and states of two processes against plain PyTorch; the ranks build different models, rank 0's counts."""
-    how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}, "measure_s": 0}
+    how = {"strategy": {"5": {"c": 2}, "7": {"k": 2}}}
     options = ("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     done = torchrun([str(ROOT / "tests/api/script.py"), str(tmp_path / "out"), json.dumps(how)], options=options)
     assert done.codes == [0], done.stderr
@@ -114,10 +115,16 @@ def test_one_rank_is_plain_pytorch_bit_by_bit(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_plan_is_used_as_it_is(tmp_path: Path) -> None:
-    model = layerwise.parallelize(network(), data().tensors[0][:4], verbose=False, measure_s=0)
+    model = layerwise.parallelize(
+        network(), data().tensors[0][:4], verbose=False, options=layerwise.ParallelOptions(measure_s=0)
+    )
     model.plan.save(tmp_path / "plan.json")
     again = layerwise.parallelize(
-        network(), data().tensors[0][:4], plan=tmp_path / "plan.json", verbose=False, measure_s=0
+        network(),
+        data().tensors[0][:4],
+        plan=tmp_path / "plan.json",
+        verbose=False,
+        options=layerwise.ParallelOptions(measure_s=0),
     )
     assert again.plan == model.plan
     assert isinstance(again.plan.strategy["0"], Config)
@@ -168,7 +175,7 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
         ({"strategy": {"6": {"c": 2}}}, "element-wise layers go with the layer before them"),
         ({"strategy": {"5": {"c": 4}}}, "needs 4 devices, there are 1: start the script with torchrun"),
         ({"strategy": "date"}, "did you mean 'data'"),
-        ({"memory_limit": 1000.0}, "use more ranks or a smaller batch"),
+        ({"memory_limit": 1000.0}, "memory_limit is 1000, which is 1000 bytes: write 1000GB"),
         ({"profile": "h1000"}, "did you mean h100"),
         ({"batch": 0}, "it must be at least 1"),
         ({"batch": 4.0}, "batch is 4.0; it must be at least 1, and a whole number"),
@@ -184,7 +191,7 @@ def test_files_train_from_their_weights(tmp_path: Path) -> None:
 )
 def test_wrong_arguments(how: dict, message: str) -> None:
     with pytest.raises(LayerwiseError, match=message):
-        layerwise.parallelize(network(), data().tensors[0][:4], **how)
+        layerwise.parallelize(network(), data().tensors[0][:4], **keywords(how))
 
 
 @pytest.mark.parametrize("inputs", [None, (), "x", [[1.0]], torch.zeros(()), torch.zeros(0, 1, 8, 8)])
@@ -205,7 +212,7 @@ class Branching(nn.Module):
 
 def test_wrong_models() -> None:
     with pytest.raises(LayerwiseError, match="must not depend on data"):
-        layerwise.parallelize(Branching(), torch.randn(2, 3))
+        layerwise.parallelize(Branching(), torch.randn(2, 3), strategy="model")
     with pytest.raises(LayerwiseError, match=r"the model is of type int: give an nn\.Module"):
         layerwise.parallelize(7, torch.randn(2, 3))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())

@@ -31,8 +31,9 @@ def test_of_a_model_that_fit_has_trained(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(LayerwiseError, match="save takes the path of a file, not NoneType"):
         layerwise.save(model, None)
     other = Layered()
-    layerwise.parallelize(other, data(16).tensors[0], verbose=False)
-    with pytest.raises(LayerwiseError, match="is not trained: save the one that it returned"):
+    made = layerwise.parallelize(other, data(16).tensors[0], verbose=False)
+    torch.nn.init.zeros_(next(made.parameters()))
+    with pytest.raises(LayerwiseError, match="has kept its values of before training"):
         layerwise.save(other, tmp_path / "other.pt")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LayerwiseError, match="is for what parallelize returns"):

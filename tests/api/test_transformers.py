@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import layerwise
-from layerwise.api.loop.keywords import ByPosition
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.graph.fuse import fuse
@@ -94,7 +93,7 @@ def test_routing_by_data_is_run_token_by_token() -> None:
     config = hf.MixtralConfig(**hugging_face.TEXT, num_key_value_heads=2, num_local_experts=2)
     torch.manual_seed(0)
     model, ids = hf.MixtralForCausalLM(config), torch.randint(0, hugging_face.WORDS, (2, 12))
-    network = network_of(ByPosition(model, ("input_ids",)), (ids,), 2, "mixtral")
+    network = network_of(model, (), 2, "mixtral", {"input_ids": ids})
     graph = fuse(network.graph)
     assert model.config._experts_implementation == "grouped_mm"
     assert not any(layer.whole for layer in graph.inner)

@@ -27,7 +27,7 @@ def again(comm: ThreadComm, first: Links | None) -> Links | None:
 def test_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, shares = iter((3.0, 2.5, 5.0, 2.0)), count(1)
     monkeypatch.setattr(links_again, "operation_time", lambda *_, rounds: Time(next(seconds), 0.0))
-    monkeypatch.setattr(links_again, "overlap", lambda *_, rounds: Overlap((2,), 1, 0.7, 0.2 * next(shares)))
+    monkeypatch.setattr(links_again, "measure_overlap", lambda *_, rounds: Overlap((2,), 1, 0.7, 0.2 * next(shares)))
     monkeypatch.setattr(links_again, "find_topology", lambda _: Topology(1, 2))
     (found,) = run_threads(1, lambda comm: again(comm, FIRST))
     assert found is not None

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from layerwise.checkpoint import latest, load, reader, save
 from layerwise.checkpoint.step_folders import find
@@ -231,6 +232,36 @@ def test_forged_descriptions(tmp_path: Path, change: Callable[[Any], object], re
     change(description)
     rewritten(tmp_path, pickle.dumps(description))
     assert reason in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (b"\x8c\x07pathlib\x8c\x09PosixPath\x93N}\x8c\x04evil\x88s\x86b.", "a Name stands where a Record belongs"),
+        (b"})" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60)) + b"K\x01s.", "stands where a Metadata"),
+        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "makes no sense"),
+    ],
+    ids=["attributes of a class", "a key of 60 tuples in tuples", "an array of 2^40 bytes"],
+)
+def test_a_description_that_attacks_whoever_reads_it_is_refused(tmp_path: Path, attack: bytes, reason: str) -> None:
+    saved(tmp_path)
+    rewritten(tmp_path, b"\x80\x04" + attack)
+    assert reason in refused(tmp_path)
+    assert not hasattr(PurePosixPath, "evil")
+
+
+def test_boxes_that_are_there_twice_do_not_stand_in_for_others(tmp_path: Path) -> None:
+    """As many elements as the tensor has, but two of them twice and two not at all, of a checkpoint without a seal."""
+    dcp.save({"model": dict(alone().held)}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    described = tmp_path / "ck" / ".metadata"
+    description = pickle.loads(described.read_bytes())
+    bias, name = description.state_dict_metadata["model.conv.bias"], "model.conv.bias"
+    info = next(info for index, info in description.storage_data.items() if index.fqn == name)
+    boxes = [(0, 2), (0, 2), (4, 1)]
+    bias.chunks[:] = [ChunkStorageMetadata(size(lo), size(extent)) for lo, extent in boxes]
+    description.storage_data |= {MetadataIndex(name, size(lo)): info for lo, _ in boxes}
+    described.write_bytes(pickle.dumps(description))
+    assert f"of {name!r} some elements are there twice, and others not at all" in refused(tmp_path / "ck")
 
 
 def test_a_pipe_in_the_place_of_a_step_is_refused_and_no_save_waits_for_it(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import resource
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from layerwise.api.save import save as api_save
 from layerwise.checkpoint import contribution, save, save_and_load
+from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from tests.checkpoint.runs import OPTIMIZERS, equal, resumed, trained
 from tests.comm.launch import launch
 from tests.comm.thread import ThreadComm, run_threads
@@ -102,6 +107,21 @@ def test_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         saved_by = run_threads(3, lambda comm: save(
             tmp_path, CutModule(comm, tensors(1), cutting(tensors(1), 3, 9), steps=5), None, {}))  # fmt: skip
         assert set(saved_by) == {tmp_path / "step-00000005"}
+
+
+def test_a_disk_that_fills_while_pytorch_writes_is_one_sentence(tmp_path: Path) -> None:
+    """In the midst of torch.save, whose own writer raises another error then; here a file may not become larger."""
+    module = CutModule(SoloComm(), {"w": torch.zeros(50_000)}, {"w": (Box((0,), (50_000,)),)}, steps=5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(LayerwiseError, match=r"no checkpoint was saved in .*: File too large"):
+            save(tmp_path, module, None, {})
+        with pytest.raises(LayerwiseError, match=r"model.pt' cannot be written: File too large"):
+            api_save(nn.Linear(500, 100), tmp_path / "model.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_bug_is_raised_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

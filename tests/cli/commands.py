@@ -37,8 +37,8 @@ ready = Net()
 """
 
 
-def onnx_file(path: Path, op: str, shape: list[Any], opset: int = 17, domain: str = "") -> None:
+def onnx_file(path: Path, op: str, shape: list[Any], opset: int = 17, domain: str = "", name: str = "it") -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy")
-    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"], "it", domain=domain)], "g", [x], [y])
+    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"], name, domain=domain)], "g", [x], [y])
     opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString())

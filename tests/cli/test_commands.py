@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerwise.plan import checksum
+from layerwise.machine import load as load_profile
+from layerwise.machine import save as save_profile
+from layerwise.plan import checksum, load_plan
 from tests.cli.commands import LENET, MLP, NETWORKS, Run
 
 NUMBERS = ("step_time_s", "timeline_s", "bytes_moved")
@@ -102,6 +106,20 @@ def test_price_round_trip(run: Run, here: Path) -> None:
     assert "\nyours " in table
     (here / "data").write_text(text)  # named as a baseline
     assert "\nyours " in run(*flags, "--price", "data")
+
+
+def test_a_plan_whose_profile_is_a_file_has_none_read(run: Run, refuse: Run, here: Path) -> None:
+    """It may be anybody's, and name a device or a pipe, which never ends."""
+    save_profile(load_profile("cpu"), "mine.json")
+    run(*LENET, "--profile", "mine.json", "--out", "p.json")
+    explain = ("explain", "p.json", "features.0")
+    said = "the plan was found with profile 'mine.json', which is a file, and a plan has none read: give --profile"
+    assert said in refuse(*explain)
+    assert "configurations" in run(*explain, "--profile", "mine.json")
+    os.mkfifo(here / "pipe.json")
+    plan = load_plan("p.json")
+    replace(plan, provenance={**plan.provenance, "profile": "pipe.json"}).save("p.json")
+    assert "'pipe.json', which is a file" in refuse(*explain)
 
 
 def test_plan_explain_diff(run: Run, refuse: Run, here: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import COMMANDS, dispatch
 from layerwise.cli import PIPED_WIDTH, run_main
+from layerwise.plan import load_plan
 from layerwise.quantities import units
-from layerwise.search.report.text import broken
+from layerwise.search.report.tables import broken
 from tests.cli.commands import LENET, Run, onnx_file
 
 
@@ -48,10 +50,27 @@ def test_tables_fit(run: Run, columns: int | None, flags: str, monkeypatch: pyte
     text = "\n".join(lines)
     for whole in ("configuration", "devices", "t_X in", "samples/s", "features.0", "optimal: proven."):
         assert whole in text
-    assert ("conv+tanh" in text) or columns in (80, 100)  # what layers are made of is left out first
-    assert columns != 80 or "conv+tanh" not in text
+    assert ("conv+tanh" in text) or columns != 140  # what layers are made of is left out first
+    assert columns not in (80, None) or "conv+tanh" not in text
     for line in lines[heads[0] + 1 : heads[1] - 1]:  # no configuration is cut in two
         assert line.count("{") == line.count("}")
+
+
+def test_names_do_nothing_to_a_terminal(run: Run, refuse: Run, here: Path) -> None:
+    """Of layers, of ONNX nodes, and of files: escape codes, what turns a line around, halves of characters."""
+    odd = "\x1b[31m\x9b2J\r\u202e"
+    onnx_file(here / "odd.onnx", "Relu", ["batch", 8], name=f"node{odd}")
+    run("search", "odd.onnx", "--gpus", "2", "--out", "p.json")
+    plan = load_plan("p.json")
+    (config,) = {str(c): c for c in plan.strategy.values()}.values()
+    replace(plan, model=f"m{odd}", strategy={f"x{odd}": config, **plan.strategy}).save("q.json")
+    shown = run("search", "odd.onnx", "--gpus", "2", "--layers") + run("diff", "p.json", "q.json")
+    assert r"x\x1b[31m\x9b2J\r\u202e" in shown
+    assert not set(odd[0] + odd[5:6] + odd[-2:]) & set(shown)
+    (here / "bad.json").write_text(plan.dumps().replace('"io": "', '"io": "\\ud800\\u001b[2J'))
+    said = refuse("diff", "p.json", "bad.json")
+    assert r"\ud800\x1b[2J" in said
+    assert not set("\ud800\x1b") & set(said)
 
 
 def test_names_are_not_markup(run: Run, here: Path) -> None:

@@ -112,8 +112,8 @@ def test_a_priced_strategy_is_held_against_the_limit(run: Run, here: Path) -> No
 
 
 def test_a_grid_is_held_against_the_limit(run: Run) -> None:
-    assert "(too much)" in run(*MLP, "--grid", "2x2", "--memory-limit", "1kB")
-    assert "(too much)" not in run(*MLP, "--grid", "2x2")
+    assert "(too much)" in run(*MLP, "--price", "grid:2x2", "--memory-limit", "1kB")
+    assert "(too much)" not in run(*MLP, "--price", "grid:2x2")
 
 
 def test_a_curve(run: Run, here: Path) -> None:
@@ -122,10 +122,19 @@ def test_a_curve(run: Run, here: Path) -> None:
     text = run(*flags, "--plot", "c.png")
     assert text.rstrip().endswith("figure written to c.png")
     assert (here / "c.png").read_bytes().startswith(b"\x89PNG")
-    assert "against no limit" in text
+    assert "recom-" in text
     curve = json.loads(run(*flags, "--json"))["curve"]
     assert curve[0]["memory_bytes"] <= free
     assert len(curve) > 1
+
+
+def test_a_plan_is_drawn(run: Run) -> None:
+    assert "picture written to plan.svg" in run(*MLP, "--plot", "plan.svg")
+    assert "picture written to priced.svg" in run(*MLP, "--price", "data", "--plot", "priced.svg")
+    for name in ("plan.svg", "priced.svg"):
+        picture = Path(name).read_text(encoding="utf-8")
+        assert picture.startswith("<svg")
+        assert ", device 3</title>" in picture
 
 
 MISTAKES = [
@@ -133,6 +142,7 @@ MISTAKES = [
     ("--memory-limit=-2GB", "--memory-limit is '-2GB': it must be at least 1 B"),
     ("--memory-limit inf", "it must be at least 1 B, and finite"),
     ("--memory-limit 1e-3B", "--memory-limit is '1e-3B': it must be at least 1 B"),
+    ("--memory-limit 24", "--memory-limit is 24, which is 24 bytes: write 24GB or 24GiB, or 24B"),
     ("--memory-limit much", "--memory-limit is 'much': give a number of bytes, such as 14GB or 14GiB"),
     ("--memory-limit 14GByte", "the unit 'GByte' is none of B, KB, MB, GB, TB, KiB … TiB"),
     ("--memory-curve 8GB", "--memory-curve is '8GB': give the least and the most, such as 8GB..80GB"),
@@ -143,11 +153,11 @@ MISTAKES = [
     ("--memory-curve 1GB..2GB --memory --memory-limit 3GB", "leave out --memory-limit and --memory"),
     ("--memory-curve 1GB..2GB --plot c.txt", "must end in .png, .svg, .pdf"),
     ("--memory-curve 1GB..2GB --plot missing/c.png", "cannot be written"),
-    ("--plot c.png", "--plot draws --memory-curve"),
+    ("--plot c.png", "--plot 'c.png': the picture of a plan is an .svg"),
+    ("--plot missing/c.svg", "cannot be written"),
     ("--offer swap", "'swap': choose of recompute, shard, joined by commas"),
     ("--no-offer ,", "choose of recompute, shard"),
     ("--offer shard --no-offer shard", "--no-offer: not allowed with argument --offer"),
-    ("--grid 2x2 --memory", "--grid prices grids: leave out --memory"),
 ]
 
 

@@ -99,7 +99,7 @@ BAD = [
     ("lenet5 --gpus 4 --out /proc/plan.json", "cannot be written"),
     ("lenet5 --gpus 4 --export-costs missing/costs.cfn", "cannot be written: No such file"),
     ("lenet5 --gpus 4 --price missing.json", "cannot be read: No such file"),
-    ("lenet5 --gpus 4 --price s.json --out p.json", "--price does not search"),
+    ("lenet5 --gpus 4 --price s.json --depth-first 1", "--price does not search"),
     ("lenet5 --gpus 4 --out p.json --timeline p.json", "name the same file"),
     ("missing.onnx --gpus 4", "missing.onnx"),
     ("missing.pt2 --gpus 4", "missing.pt2"),

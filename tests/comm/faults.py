@@ -197,6 +197,13 @@ def rank_1_fails(comm: Comm) -> None:
     ring(comm, at=fail)
 
 
+def rank_1_ends_early(comm: Comm) -> None:
+    """After three steps, as a loop over a shorter data set does."""
+    for step in range(1, 4 if comm.rank == 1 else 10):
+        comm.at(step, "the model")
+        comm.tell([step])()
+
+
 def rank_0_fails(comm: Comm) -> None:
     """Of its own, and the store goes with it."""
 

@@ -18,8 +18,10 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -31,8 +33,10 @@ class RankError(AssertionError):
 
 
 @cache
-def context() -> ForkServerContext:
-    """Processes forked from a server that has imported what all of them need."""
+def context(device: str = "cpu") -> BaseContext:
+    """Processes forked from a server that has imported what all of them need. A GPU does not work in forked ones."""
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.comm.preload"])
     with contextlib.chdir(Path(__file__).parents[2]):  # a test may be elsewhere, and would not find `tests` there
@@ -58,16 +62,16 @@ def environment(rank: int, size: int, port: int, *, agent: bool) -> dict[str, st
 class Pool:
     """`size` ranks, waiting for calls."""
 
-    def __init__(self, size: int) -> None:
-        forks = context()
+    def __init__(self, size: int, device: str) -> None:
+        forks: Any = context(device)
         # The tests' process serves the store, as torchrun's agent does: so no port can be taken by somebody else.
         self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         self.ends: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[BaseProcess] = []
         for rank in range(size):
             here, there = forks.Pipe()
             variables = environment(rank, size, self.store.port, agent=True)
-            process = forks.Process(target=_serve, args=(there, variables), daemon=True)
+            process = forks.Process(target=_serve, args=(there, variables, device), daemon=True)
             process.start()
             there.close()
             self.ends.append(here)
@@ -103,22 +107,23 @@ class Pool:
             process.join()
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def run_ranks(size: int, function: str, *args: object, timeout_s: float = 120.0) -> list[object]:
+def run_ranks(size: int, function: str, *args: object, timeout_s: float = 120.0, device: str = "cpu") -> list[object]:
     """Calls `package.module:function` with a ProcessComm and `args` on `size` processes; their results, by rank.
 
-    Arguments and results are pickled. timeout_s: for the slowest rank.
+    Arguments and results are pickled. timeout_s: for the slowest rank. device: cuda for ranks that share the GPUs.
     """
-    if size in _pools and not all(process.is_alive() for process in _pools[size].processes):
-        _pools.pop(size).end()  # a rank has ended while nothing was asked of it
-    if size not in _pools:
-        _pools[size] = Pool(size)
+    key = size, device
+    if key in _pools and not all(process.is_alive() for process in _pools[key].processes):
+        _pools.pop(key).end()  # a rank has ended while nothing was asked of it
+    if key not in _pools:
+        _pools[key] = Pool(size, device)
     try:
-        return _pools[size].run(pickle.dumps((function, args)), timeout_s)
+        return _pools[key].run(pickle.dumps((function, args)), timeout_s)
     except BaseException:
-        _pools.pop(size).end()  # its ranks may be anywhere
+        _pools.pop(key).end()  # its ranks may be anywhere
         raise
 
 
@@ -128,7 +133,7 @@ def _end() -> None:
         _pools.popitem()[1].end()
 
 
-def _serve(end: Connection, variables: dict[str, str]) -> None:
+def _serve(end: Connection, variables: dict[str, str], device: str) -> None:
     os.environ.update(variables)
     import torch
 
@@ -144,7 +149,7 @@ def _serve(end: Connection, variables: dict[str, str]) -> None:
         try:
             module, _, attribute = name.partition(":")
             function: Callable[..., object] = getattr(importlib.import_module(module), attribute)
-            comm = comm or start(COMM_TIMEOUT_S)
+            comm = comm or start(COMM_TIMEOUT_S, device=device)
             torch.manual_seed(0)  # whatever ran here before: the ranks' models start alike, in any order of the tests
             answer = pickle.dumps((True, function(comm, *args)))
         except BaseException:

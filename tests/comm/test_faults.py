@@ -67,6 +67,7 @@ RUNS: dict[str, Callable[[], Ends]] = {
     "overdue": lambda: Run(faults.overdue_on_the_gpu, 3, timeout_s=2).ends(),
     "1 fails": lambda: Run(faults.rank_1_fails, 3).ends(),
     "0 fails": lambda: Run(faults.rank_0_fails, 3).ends(),
+    "1 ends early": lambda: Run(faults.rank_1_ends_early, 3).ends(),
     "other plans": lambda: Run(faults.other_plans, 3, timeout_s=3).ends(),
     "absent": lambda: Run(faults.ends_well, 4, arriving=[0, 1, 2], timeout_s=4).ends(),
     "server absent": lambda: Run(faults.ends_well, 2, arriving=[1], timeout_s=2).ends(),
@@ -126,6 +127,15 @@ def test_an_error_of_one_rank_is_told_by_all(ends: Callable[[str], Ends], failed
     assert found[failed].last == "KeyError: 'no such sample'"
 
 
+def test_a_rank_whose_loop_is_shorter_is_named_at_once(ends: Callable[[str], Ends]) -> None:
+    found, ended = (
+        ends("1 ends early"),
+        r"rank 1 of 3 has ended the run \(at step 3 in layer the model\) while others go on",
+    )
+    check(found, [0, 1, 2], ended)
+    assert all(end.seconds < 20 for end in found.values()), found  # the time-out is 60 s
+
+
 def test_a_stuck_rank_is_named_and_ended(ends: Callable[[str], Ends]) -> None:
     check(ends("stuck"), [0, 1, 2], r"rank 1 of 3 is alive but stuck: for \d s at step 150 in layer ring, outside")
 
@@ -146,7 +156,7 @@ def test_a_rank_that_never_arrives(ends: Callable[[str], Ends]) -> None:
 
 
 def test_rank_0_never_arrives(ends: Callable[[str], Ends]) -> None:
-    check(ends("server absent"), [1], "rank 0 of 2 cannot be reached at 127.0.0.1:")
+    check(ends("server absent"), [1], "rank 0 of 2 does not answer at 127.0.0.1:.* within 2 s, says rank 1: it was not")
 
 
 def test_another_world_size(ends: Callable[[str], Ends]) -> None:

@@ -95,7 +95,7 @@ class ThreadComm(MessageComm):
                 self.sent[kind] += tensor.numel() * tensor.element_size()
                 number = self._number(stream or kind, peer, True)
                 self._put(_use(stream or kind), (), peer, f"{kind} {what}", tensor.detach().clone(), number)
-                sent.append((tensor, tensor._version))
+                sent.append((tensor, _writes(tensor)))
         for peer, tensor in receives:
             assert tensor.is_contiguous(), what
             if tensor.numel():
@@ -158,6 +158,11 @@ def _use(kind: Kind) -> str:
     return f"exchange of {kind}" if kind in ("sync", "gathers") else "exchange"
 
 
+def _writes(tensor: Tensor) -> int:
+    """How often it was written to; nobody counts that of tensors of torch.inference_mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Exchange:
     """Messages under way."""
 
@@ -175,7 +180,7 @@ class _Exchange:
     def wait(self) -> None:
         """Takes what the others have put in."""
         for tensor, version in self.sent:
-            assert tensor._version == version, f"{self.what}: a tensor was written to on its way"
+            assert _writes(tensor) == version, f"{self.what}: a tensor was written to on its way"
         for peer, tensor, number in self.expected:
             came = self.comm._take(_use(self.stream), (), peer, self.what, number)
             self.comm._fill(tensor, came, self.what)

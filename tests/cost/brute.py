@@ -124,19 +124,15 @@ def holdings(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box
 
 
 @lru_cache(maxsize=1024)
-def holders(config: Config, where: Space, devices: int) -> tuple[tuple[int, Box, Box], ...]:
-    """Every device, and the cell and box whose parameters it holds: of another device where it takes no part."""
+def holders(config: Config, where: Space, devices: int, *, unfed: bool) -> tuple[tuple[int, Box, Box], ...]:
+    """`holdings`; every device, where what is not cut depends on no input."""
     rows = holdings(config, where, devices)
-    if config.placement == "strided":
-        copied = [max(row for row in rows if row[0] <= device) for device in range(devices)]
-    else:
-        copied = [rows[device % len(rows)] for device in range(devices)]
-    return tuple((device, cell, own) for device, (_, cell, own) in enumerate(copied))
+    return tuple((device, *rows[0][1:]) for device in range(devices)) if unfed and config.total == 1 else rows
 
 
 def held(layer: Layer, devices: int) -> tuple[Config, ...]:
     """The legal configurations of a layer whose parameters DTensors can have."""
-    return tuple(c for c in legal(layer.space.dims, devices) if why_not_held(layer, c, devices) is None)
+    return tuple(c for c in legal(layer.space.dims, devices) if why_not_held(layer, c) is None)
 
 
 def _flat(cell: Sequence[int], degrees: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Compute times: the roofline by hand, and what must hold of any layer."""
+"""Times of layers: by hand, as they were measured, and fitted to what was measured."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.config import Config
+from layerwise.config import Config, SearchSpace
+from layerwise.cost.basis import basis, describe, model_error, unmeasured_error, warnings
+from layerwise.cost.compute.fit import fitted, groups, held_out_error
+from layerwise.cost.compute.measured import LAYER, latest, step_name, update_name
 from layerwise.cost.compute.roofline import ComputeTime, compute_time
+from layerwise.cost.model import CostModel, CostOptions
+from layerwise.cost.price import measured_share, price
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import Layer, LayerGraph
-from layerwise.machine import Processor, Tile
+from layerwise.machine import DeviceGraph, Processor, Tile
+from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes, Work
+from layerwise.measure.layers.cells import Wanted, wanted_cells
 from layerwise.ops.base import Op
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear, MatMul
@@ -25,6 +32,7 @@ from layerwise.ops.tensor.pointwise import Binary, Prelu, Unary
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.cost.test_model import residual
 
 # Arithmetic alone, or memory alone, or kernels alone cost anything. One element a tile: no quantisation.
 ARITHMETIC = Processor("arithmetic", 1, 1e30, {"float32": 1e12}, 1, (Tile(1, 1, 1.0),), 1e-30)
@@ -184,3 +192,205 @@ def test_more_work_never_takes_less_time(sizes: tuple[int, ...], which: int, mor
         found.append(times(layer, brute.PROCESSOR))
     for part in ("forward", "backward", "update"):
         assert getattr(found[0], part) <= getattr(found[1], part) * (1 + 1e-12), part
+
+
+FIT_CONV = '{"op":{"kind":"conv","out_channels":4},"followers":[[{"kind":"unary","fn":"relu"},0,0]]}'
+OTHER = '{"op":{"kind":"conv","out_channels":9},"followers":[[{"kind":"unary","fn":"relu"},0,0]]}'
+PLAIN = '{"op":{"kind":"linear","out_features":4}}'
+positive = st.floats(1e-6, 1e-2)
+
+
+def cells(factors: tuple[float, float, float], count: int, seed: int = 0) -> dict[tuple[int, ...], CellTime]:
+    """Times that are `factors` of random work, twice that backward."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for i in range(count):
+        work = (float(rng.integers(1, 4)), *rng.uniform(1e-5, 1e-3, 2).tolist())
+        seconds = float(np.dot(factors, work))
+        found[i,] = CellTime(seconds, 2 * seconds, 0.01, 9, Work(*work), Work(*work))
+    return found
+
+
+@given(st.tuples(positive, st.floats(0.5, 3), st.floats(0, 3)), st.integers(4, 12))
+@settings(max_examples=40)
+def test_times_made_of_the_terms_are_found_again(factors: tuple[float, float, float], count: int) -> None:
+    fit = fitted({FIT_CONV: cells(factors, count)})
+    work = np.array([[2, 3e-4, 5e-4], [1, 1e-5, 1e-3]])
+    for direction, times in ((0, 1), (1, 2)):
+        found = fit(FIT_CONV, direction, work)
+        assert found == pytest.approx(times * (work @ np.array(factors)), rel=1e-6)
+
+
+@given(st.lists(st.tuples(positive, positive, positive, positive), min_size=4, max_size=12))
+@settings(max_examples=60)
+def test_factors_are_never_negative(rows: list[tuple[float, float, float, float]]) -> None:
+    """So no cell, however small, is predicted below nothing; and less work never takes longer."""
+    known = {(i,): CellTime(t, t, 0.0, 1, Work(1, a, b), Work(1, a, c)) for i, (t, a, b, c) in enumerate(rows)}
+    fit = fitted({FIT_CONV: known})
+    for factors in fit.factors.values():
+        assert (factors >= 0).all()
+        assert factors.any()
+
+
+def test_the_likest_cells_that_were_measured_are_fitted_to() -> None:
+    one = np.array([[1.0, 1e-4, 1e-4]])
+    slow, fast = cells((1e-5, 4, 4), 6), cells((1e-5, 1, 1), 6)
+    both = fitted({FIT_CONV: slow, PLAIN: fast})
+    assert both(FIT_CONV, 0, one) == pytest.approx(1e-5 + 8e-4)
+    assert both(OTHER, 0, one) == pytest.approx(1e-5 + 8e-4)  # a convolution with relu, of other channels
+    assert both(PLAIN, 0, one) == pytest.approx(1e-5 + 2e-4)
+    pool = both('{"op":{"kind":"pool"}}', 0, one)
+    assert pool is not None
+    assert 1e-5 + 2e-4 < pool < 1e-5 + 8e-4  # like all of them
+    assert both("update sgd", 0, one) is None
+    assert fitted({FIT_CONV: dict(list(slow.items())[:3])})(FIT_CONV, 0, one) is None  # three cells for three factors
+    assert groups(FIT_CONV) == (FIT_CONV, "conv+relu", "conv", "all")
+    assert groups("update sgd") == ("update sgd",)
+
+
+def test_the_error_is_of_cells_held_out() -> None:
+    where = Conditions("device", "2.13.0", "float32")
+    exact = LayerTimes(where, cells={FIT_CONV: cells((1e-5, 2, 1), 20)})
+    assert held_out_error(exact) == pytest.approx(0, abs=1e-9)
+    assert held_out_error(LayerTimes(where, cells={FIT_CONV: cells((1e-5, 2, 1), 9)})) is None
+    # A cell in two takes double: the fit lies between, whatever it was given.
+    odd = {key: t if key[0] % 2 else CellTime(2 * t.forward_s, 2 * t.backward_s, 0, 1, t.forward, t.backward)
+           for key, t in cells((1e-5, 2, 1), 40).items()}  # fmt: skip
+    error = held_out_error(LayerTimes(where, cells={FIT_CONV: odd}))
+    assert error is not None
+    assert 0.2 < error < 0.7
+
+
+WHERE = Conditions(brute.PROCESSOR.name, "2.13.0", "float32", threads=1)
+SPACE = SearchSpace(6, ("n", "c", "l", "k"), spread=True)
+
+
+def machine(*sets: LayerTimes) -> DeviceGraph:
+    return replace(brute.machine((2, 6)), layers=sets)
+
+
+def model_of(*sets: LayerTimes, **options: str) -> CostModel:
+    return CostModel(residual(), machine(*sets), CostOptions(**options))  # type: ignore[arg-type]
+
+
+def all_cells(model: CostModel) -> dict[tuple[str, tuple[int, ...]], Wanted]:
+    return wanted_cells(model, {layer.name: SPACE.configurations(layer.space.dims) for layer in model.graph.inner})
+
+
+def times_of(cells: list[Wanted], scale: float = 1.0) -> LayerTimes:
+    """Made-up times: different for every cell."""
+    found: dict[str, dict[tuple[int, ...], CellTime]] = {}
+    for i, cell in enumerate(cells):
+        t = scale * (1 + i) * 1e-5
+        found.setdefault(cell.name, {})[cell.extents] = CellTime(t, 2 * t, 0.1, 9, cell.forward, cell.backward)
+    return LayerTimes(WHERE, cells=found)
+
+
+def test_every_configuration_costs_what_its_cell_was_measured_to() -> None:
+    cells = all_cells(model_of())
+    times = times_of(list(cells.values()))
+    model = model_of(times)
+    for layer in model.graph.inner:
+        for config in SPACE.configurations(layer.space.dims):
+            own = wanted_cells(
+                model, {other.name: (Config(),) for other in model.graph.inner} | {layer.name: (config,)}
+            )
+            compute = model.node_cost(layer, (config,)).compute
+            mine = [times.cells[name][row] for name, row in own if name in times.cells]
+            assert any(np.isclose(compute.forward[0], t.forward_s) for t in mine), f"{layer.name} {config}"
+            assert compute.measured == pytest.approx(compute.total)
+            assert not compute.fitted.any()
+    fused = model.graph["linear"]
+    (config,) = (Config.of({"c": 3}),)
+    (cell,) = (c for c in all_cells(model).values() if c.what == "linear" and c.extents[:3] == (6, 1, 30))
+    (update,) = (c for c in all_cells(model).values() if c.name == update_name("sgd") and c.extents == (30, 1))
+    expected = [times.cells[c.name][c.extents].forward_s for c in (cell, update)]
+    compute = model.node_cost(fused, (config,)).compute
+    assert [float(compute.forward[0]), float(compute.update[0])] == pytest.approx(expected)
+    assert float(compute.backward[0]) == pytest.approx(2 * expected[0])
+
+
+def test_the_rest_is_fitted_and_without_anything_to_fit_to_analytic() -> None:
+    cells = list(all_cells(model_of()).values())
+    analytic = model_of()
+    some = times_of([c for i, c in enumerate(cells) if i % 2])
+    none = LayerTimes(WHERE, cells={LAYER: {(): CellTime(1.0, 1.0, 0, 1)}})
+    parts = {"measured": 0, "fitted": 0}
+    for layer in analytic.graph.inner:
+        configs = SPACE.configurations(layer.space.dims)
+        compute = model_of(some).node_cost(layer, configs).compute
+        assert (compute.measured >= 0).all()
+        assert (compute.measured + compute.fitted <= compute.total * (1 + 1e-12)).all()
+        for name in parts:
+            parts[name] += int((getattr(compute, name) > 0).sum())
+        left = model_of(none).node_cost(layer, configs).compute
+        roofline = analytic.node_cost(layer, configs).compute
+        for part in ("forward", "backward", "update"):
+            assert getattr(left, part) == pytest.approx(getattr(roofline, part))
+        assert not (left.measured + left.fitted).any()
+    assert min(parts.values()) > 20
+
+
+def test_what_the_runtime_adds_is_paid_by_layer_and_by_step() -> None:
+    cells = list(all_cells(model_of()).values())
+    times = times_of(cells)
+    extra = {LAYER: {(): CellTime(0.25, 0.5, 0, 1)}, step_name("sgd"): {(): CellTime(3.0, 5.0, 0, 1)}}
+    plain, more = model_of(times), model_of(replace(times, cells={**times.cells, **extra}))
+    for layer in plain.graph.inner:
+        a, b = (model.node_cost(layer, (Config(),)).compute for model in (plain, more))
+        assert float((b.forward - a.forward)[0]) == pytest.approx(0.25)
+        assert float((b.backward - a.backward)[0]) == pytest.approx(0.5)
+    serial = {layer.name: Config() for layer in plain.graph.inner}
+    difference = price(more, serial).step_time_s - price(plain, serial).step_time_s
+    assert difference == pytest.approx(8 + 0.75 * len(serial))
+
+
+def test_the_shares_are_of_the_whole() -> None:
+    model = model_of(replace(times_of(list(all_cells(model_of()).values())[::3]), held_out_error=0.07))
+    serial = {layer.name: Config() for layer in model.graph.inner}
+    found = price(model, serial)
+    on = basis(model, found)
+    assert on.measured + on.fitted + on.analytic == pytest.approx(1)
+    assert min(on.measured, on.fitted) > 0
+    assert on.of_step == pytest.approx(sum(p.seconds["compute"] for p in found.layers.values()) / found.step_time_s)
+    share = measured_share(model, serial)
+    assert share == pytest.approx(on.measured)
+    assert model_error(model, serial) == pytest.approx(0.01 * on.measured + 0.07 * (on.fitted + on.analytic))
+    said = describe(model, on)
+    assert f"{on.measured:.0%} measured on {WHERE.device} (float32, torch 2.13.0, 1 thread)" in said
+    assert "median error 7.0% on cells held out" in said
+    assert "not measured but an analytic roofline" in describe(model_of(), basis(model_of(), price(model_of(), serial)))
+
+
+@pytest.mark.parametrize(("held_out", "unmeasured"), [(None, 0.03), (0.01, 0.03), (0.3, 0.3)])
+def test_what_is_fitted_errs_as_cells_held_out_of_the_fit_do(held_out: float | None, unmeasured: float) -> None:
+    """But no less than a roofline is taken to, as few cells may fit one another by chance."""
+    wanted = list(all_cells(model_of()).values())
+    serial = {layer.name: Config() for layer in model_of().graph.inner}
+    for known in (wanted, wanted[::3], wanted[:0]):
+        model = model_of(replace(times_of(known), held_out_error=held_out))
+        share = measured_share(model, serial)
+        assert model_error(model, serial) == pytest.approx(0.01 * share + unmeasured * (1 - share))
+    assert unmeasured_error(model) == unmeasured
+    assert model_error(model_of(), serial) == unmeasured_error(model_of()) == 0.03
+
+
+def test_the_latest_set_of_the_element_type_is_used() -> None:
+    sets = [
+        LayerTimes(replace(WHERE, dtype=d, torch=t)) for d, t in (("float32", "1"), ("float64", "2"), ("float32", "3"))
+    ]
+    assert latest(sets, "float32") is sets[2]
+    assert latest(sets, "float64") is sets[1]
+    assert latest(sets, "bfloat16") is None
+
+
+def test_other_conditions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerwise.cost.basis.version", lambda name: {"torch": "2.13.0+cpu"}[name])
+    assert not list(warnings(model_of()))
+    assert not list(warnings(model_of(LayerTimes(WHERE))))
+    (said,) = warnings(model_of(LayerTimes(WHERE), dtype="float16"))
+    assert "has times of layers at float32 only; at float16 t_C is analytic" in said
+    (said,) = warnings(model_of(LayerTimes(replace(WHERE, torch="2.11.0+cu128"))))
+    assert "torch 2.11.0+cu128, and here is 2.13.0+cpu" in said
+    (said,) = warnings(model_of(LayerTimes(replace(WHERE, device="another"))))
+    assert "measured on another" in said

@@ -1,34 +1,42 @@
-"""Bytes, messages and ports of transfers against an ownership count of every element."""
+"""Transfers cost what every element says: of all pairs of configurations at once, by measured curves, and summed up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isclose
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.config import Config
+from layerwise.cost import sums as module
 from layerwise.cost import transfer
+from layerwise.cost.collectives import all_reduce_s, group_shape, overlap, reduce_scatter_s
 from layerwise.cost.compute.measured import COPY
 from layerwise.cost.model import CostModel
+from layerwise.cost.selections import selections
+from layerwise.cost.sums import Sums
+from layerwise.cost.timeline.simulate import timeline
 from layerwise.cost.transfer import Traffic, busiest_device, port_seconds, seconds, telling_devices, traffic
-from layerwise.geometry import AxisMap, fixed, identity, scaled, whole, window
+from layerwise.geometry import AxisMap, Lattice, boundaries, fixed, identity, interval_overlap, scaled, whole, window
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
-from layerwise.machine import DeviceGraph, load
+from layerwise.machine import Curve, DeviceGraph, Links, Overlap, load
+from layerwise.machine.curves import Operation
 from layerwise.machine.layer_times import CellTime, Conditions, LayerTimes
 from layerwise.ops.facts import Dim, Maps, Space
 from layerwise.ops.tensor.view import Expand, Reshape
-from layerwise.partition.edge import Edge
+from layerwise.partition.edge import Edge, Held
 from layerwise.partition.layout import layout
 from layerwise.tensor import TensorSpec
 from tests.cost import brute, networks
+from tests.cost.test_timeline import linear
 from tests.examples import examples
 
 COPIES = LayerTimes(
@@ -257,3 +265,219 @@ def test_racks_of_which_the_last_is_short(u: dict[str, int], v: dict[str, int]) 
     one, other = (layout((config,), where, 140) for config in ends)
     found = traffic(Edge.of(spec, one.owned, maps, where.dims, other.computed), graph)
     check(_pair(found, 0, 0), brute.exchanged(where, ends[0], where, maps, False, ends[1], 140), 4, graph)
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[Held, AxisMap, Dim]:
+    """What is owned, all of it or every so many-th is read; what is needed of that, and the dimension that needs it."""
+    extent, out = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    first = draw(st.integers(-8, 3))
+    kinds = {
+        "all": whole(extent),
+        "same": identity(extent, 0),
+        "window": window(
+            out,
+            extent,
+            0,
+            stride=draw(st.integers(1, 3)),
+            first=first,
+            last=first + draw(st.integers(0, 6)),
+            over=draw(st.integers(1, 2)),
+        ),
+        "block": scaled(out, extent, 0, over=draw(st.integers(1, 3)), scale=draw(st.integers(1, 3))),
+    }
+    kinds["both"] = kinds["window"].then(window(extent, extent, 0, first=-1, last=draw(st.integers(-1, 2))))
+    kind = draw(st.sampled_from(sorted(kinds)))
+    held = Held(extent)
+    if draw(st.booleans()):
+        lattice = Lattice(draw(st.integers(0, 4)), draw(st.integers(1, 4)), extent)
+        there = lattice.first + (extent - 1) * lattice.step + 1 + draw(st.integers(0, 4))
+        held = Held(there, 1, lattice.axis(there, 0))
+    return held, kinds[kind], Dim(None, extent if kind == "same" else out)
+
+
+@given(maps(), st.sampled_from([0, module.TABLE]), st.data())
+@examples(150)
+def test_they_are_those_of_every_pair_of_cells(
+    drawn: tuple[Held, AxisMap, Dim], most: int, data: st.DataObject
+) -> None:
+    held, axis, dim = drawn
+    a_values, b_values = (
+        tuple(sorted(data.draw(st.sets(st.integers(1, most), min_size=1, max_size=3))))
+        for most in (held.extent, dim.extent)
+    )
+    if axis.source is None:
+        dim, b_values = Dim(None, 1), (1,)
+    with mock.patch.object(module, "TABLE", most):
+        sums = Sums(held, a_values, axis, dim, b_values)
+    assert (sums._table is None) == (most == 0)
+
+    def ranges(degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As two devices see them."""
+        ends = [sorted(data.draw(st.tuples(st.integers(0, d), st.integers(0, d)))) for d in np.repeat(degrees, 2)]
+        low, high = np.array(ends).reshape(len(degrees), 2, 2).transpose(2, 0, 1)
+        return low, high
+
+    a, b = (np.array(data.draw(st.lists(st.sampled_from(v), min_size=1, max_size=3))) for v in (a_values, b_values))
+    (ul, uh), (vl, vh) = ranges(a), ranges(b)
+    found = sums.between(a, (ul, uh), b, (vl, vh))
+    for u, v, w in np.ndindex(len(a), len(b), 2):
+        own = held.cuts(int(a[u]))
+        cuts = boundaries(dim.extent, int(b[v]))
+        lo, hi = axis(cuts[:-1], cuts[1:])
+        overlap = interval_overlap(own[:-1, None], own[1:, None], lo, hi)[ul[u, w] : uh[u, w], vl[v, w] : vh[v, w]]
+        assert found[:, u, w, v].tolist() == [overlap.sum(), (overlap > 0).sum()]
+
+
+@given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 6), brute.machines(), st.data())
+@settings(max_examples=150)
+def test_boxes_are_the_cells_of_each_group(
+    extents: list[int], depth: int, graph: DeviceGraph, data: st.DataObject
+) -> None:
+    """Each cell that a group of devices holds lies in exactly one box, as seen from each device, and no other cell."""
+    out = TensorSpec(tuple(extents), ("c", "n", "h")[: len(extents)])
+    where = Space(out, (*brute.plain(out).dims, Dim("k", depth)), (), (), ())
+    configs = data.draw(brute.configs(where, graph.count, most=4))
+    both = layout(configs, where, graph.count)
+    watched = tuple(sorted(data.draw(st.sets(st.integers(0, graph.count - 1), min_size=1))))
+    for cells in (both.owned, both.computed):
+        found = selections(cells, graph, watched)
+        sizes = [1, *(level.devices for level in graph.levels)]
+        for c, selection in np.ndindex(len(configs), len(sizes)):
+            for w, device in enumerate(watched):
+                group = [q for q in range(graph.count) if q // sizes[selection] == device // sizes[selection]]
+                held = sorted(tuple(cells.index[c, q]) for q in group if cells.active[c, q])
+                listed = []
+                for lo, hi in found.boxes[selection]:
+                    listed += [tuple(a + lo[c, w]) for a in np.ndindex(*(hi[c, w] - lo[c, w]))]
+                assert sorted(listed) == held, f"{configs[c]}: device {device}, groups of {sizes[selection]}"
+
+
+@given(brute.machines(), st.data())
+def test_a_pattern_is_what_its_configurations_share(graph: DeviceGraph, data: st.DataObject) -> None:
+    """Configurations of one pattern along a dimension have the same degree and ranges there, others do not."""
+    where = brute.plain(TensorSpec((4, 6, 3), ("n", "c", "h")))
+    configs = data.draw(brute.configs(where, graph.count, most=9))
+    found = selections(layout(configs, where, graph.count).owned, graph, tuple(range(graph.count)))
+    for selection, boxes in enumerate(found.boxes):
+        for box, (lo, hi) in enumerate(boxes):
+            for dim in range(3):
+                degree, low, high, which = found.patterns(selection, box, dim)
+                assert (degree[which] == [c["nch"[dim]] for c in configs]).all()
+                assert (low[which] == lo[..., dim]).all()
+                assert (high[which] == hi[..., dim]).all()
+                assert len(degree) == len({(d, *a, *b) for d, a, b in zip(degree, low, high, strict=True)})
+            there = found.patterns(selection, box, None)
+            assert (there[2][there[3]] == (hi > lo).all(-1)).all()
+
+
+NETWORKS = networks.windows() | networks.branches()
+FAR = 1e12  # bytes, beyond any here
+
+
+def as_stated(graph: DeviceGraph) -> DeviceGraph:
+    """The same graph, as if its levels' alpha and beta had been measured."""
+    curves = []
+    for at, level in enumerate(graph.levels):
+        alpha, beta = level.alpha_s, level.beta_s_per_byte
+        knots = ((1e-3, alpha), (FAR, alpha + beta * FAR))
+        curves.append(Curve("exchange", (*(1,) * at, 2), 1, knots, ((1.0, alpha),)))
+    return replace(graph, links=Links(tuple(curves)))
+
+
+def kinked(graph: DeviceGraph) -> DeviceGraph:
+    """Small messages for their latency alone, large ones at a quarter of the bandwidth."""
+    curves = tuple(
+        Curve("exchange", (*(1,) * at, 2), 2, ((8.0, 1e-5), (64.0, 2e-5), (128.0, 9e-5)), ((1.0, 1e-6), (100.0, 5e-6)))
+        for at in range(len(graph.levels))
+    )
+    return replace(graph, links=Links(curves))
+
+
+def costs(network: LayerGraph, graph: DeviceGraph, data: st.DataObject) -> None:
+    """What some devices see is a bound of what all do, and that is what the ports' loads take."""
+    model = CostModel(network, graph)
+    chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
+    for edge in network.edges():
+        ends = chosen[edge[0]], chosen[edge[1]]
+        exact = model.edge_cost(edge, *ends)
+        found = model.directions(edge) * seconds(traffic(model.edge(edge, *ends), graph), graph, "port")
+        np.testing.assert_allclose(exact, found, atol=1e-15)
+        assert (model.edge_cost(edge, *ends, telling_devices(graph)) <= exact * (1 + 1e-9)).all()
+
+
+@given(NETWORKS, brute.machines(), st.data())
+@examples(25)
+def test_ports_loads_and_bounds_agree_on_a_curve_with_kinks(
+    network: LayerGraph, graph: DeviceGraph, data: st.DataObject
+) -> None:
+    costs(network, kinked(graph), data)
+
+
+@given(NETWORKS, st.sampled_from([(4,), (6,)]), st.data())
+@examples(25)
+def test_a_measured_line_is_the_analytic_one(network: LayerGraph, sizes: tuple[int, ...], data: st.DataObject) -> None:
+    graph = brute.machine(sizes)
+    plain, measured = CostModel(network, graph), CostModel(network, as_stated(graph))
+    chosen = {layer.name: data.draw(brute.configs(layer.space, graph.count)) for layer in network.layers}
+    for edge in network.edges():
+        ends = chosen[edge[0]], chosen[edge[1]]
+        np.testing.assert_allclose(measured.edge_cost(edge, *ends), plain.edge_cost(edge, *ends), rtol=1e-6, atol=1e-15)
+
+
+def test_collectives_of_a_measured_shape_and_of_others() -> None:
+    """Pairs in nodes of four were measured, alone at a port and two at once; fours were not."""
+    graph = brute.machine((4, 8), (1, 4))
+    curve = Curve("all_reduce", (1, 2), 2, ((1.0, 1.0), (101.0, 2.0)))
+    measured = replace(graph, links=Links((curve, replace(curve, operation="reduce_scatter", load=4))))
+    two = group_shape(np.array([0, 1, -1, -1, 0, 1, -1, -1]), graph)
+    four = group_shape(np.array([0, 1, 2, 3, 0, 1, 2, 3]), graph)
+    all_of_them = group_shape(np.zeros(8, np.int64), graph)
+    assert all_reduce_s(51.0, two, measured) == pytest.approx(1.5)
+    assert all_reduce_s(0.0, two, measured) == 0.0
+    assert all_reduce_s(51.0, four, measured) == all_reduce_s(51.0, four, graph)  # four at once are more than two
+    assert reduce_scatter_s(201.0, four, measured) == pytest.approx(3.0)
+    assert all_reduce_s(51.0, all_of_them, measured) == all_reduce_s(51.0, all_of_them, graph)
+
+
+def test_the_step_has_the_overlap_that_was_measured() -> None:
+    """Sums beside computation: as if alone, one after the other, and between."""
+    network = linear(64, 3000, 4000, 3500)
+    config = Config.of({"n": 4})
+    strategy = {"linear0": config, "linear1": config}
+    graph = brute.machine((4,))
+    size = 2 * 4 * 3000 * 4000
+    curve = Curve("all_reduce", (4,), 1, ((1.0, 1e-4), (float(size), 1e-4 + size * 1e-9)))
+
+    def found(compute: float, sync: float) -> float:
+        links = Links((curve,), (Overlap((4,), 1, compute, sync),))
+        return timeline(CostModel(network, replace(graph, links=links)), strategy).total_s
+
+    model = CostModel(network, replace(graph, links=Links((curve,))))
+    both = [model.node_cost(network[name], (config,)).compute for name in strategy]
+    computed = sum(float(c.total[0]) for c in both)
+    group = group_shape(np.zeros(4, np.int64), graph)
+    sums = [all_reduce_s(4.0 * a * b, group, model.devices) for a, b in ((4000, 3500), (3000, 4000))]
+    assert overlap(group, graph) == Overlap((4,), 1, 1.0, 1.0)
+    assert found(1.0, 1.0) == pytest.approx(timeline(model, strategy).total_s)
+    hidden = float(both[0].backward[0])
+    assert sums[0] > hidden
+    assert found(1.0, 1.0) == pytest.approx(computed + sum(sums) - hidden)
+    assert found(0.5, 0.5) == pytest.approx(computed + sum(sums))
+    assert found(1.0, 1.0) < found(0.8, 0.8) < found(0.5, 0.5)
+
+
+def test_states_shared_out_have_the_overlap_of_their_own_operations() -> None:
+    """Not an all-reduce's: their reduce-scatters and gathers take more, or less, of a core."""
+    network = linear(64, 3000, 4000, 3500)
+    config = replace(Config.of({"n": 4}), states="sharded")
+    strategy = {"linear0": config, "linear1": config}
+    graph = brute.machine((4,))
+
+    def found(share: float, operation: Operation) -> float:
+        links = Links((), (Overlap((4,), 1, share, share, operation), Overlap((4,), 1, 1.0, 1.0)))
+        return timeline(CostModel(network, replace(graph, links=links)), strategy).total_s
+
+    assert found(0.3, "reduce_scatter") > found(1.0, "reduce_scatter")
+    assert found(0.3, "all_gather") > found(1.0, "all_gather")
+    assert found(0.3, "all_to_all") == found(1.0, "all_to_all")

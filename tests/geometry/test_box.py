@@ -1,14 +1,35 @@
-"""Boxes are sets of elements: asked for each."""
+"""Boxes, the grids that cut a tensor into them, positions that a stride reads, and what two grids share."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from math import prod
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.geometry import Box
-from tests.geometry.shapes import elements
+from layerwise.geometry import (
+    AxisMap,
+    Box,
+    Grid,
+    Lattice,
+    boundaries,
+    identity,
+    interval_overlap,
+    nests,
+    numbering,
+    pieces,
+    scaled,
+    slices,
+    whole,
+    window,
+)
+from tests.examples import examples
+from tests.geometry.shapes import elements, grids, owners
 
 
 @st.composite
@@ -48,3 +69,254 @@ def test_a_scalar_is_one_element() -> None:
 def test_bounds_of_different_rank() -> None:
     with pytest.raises(AssertionError, match="different rank"):
         Box((0,), (1, 2))
+
+
+@st.composite
+def lattices(draw: st.DrawFn) -> tuple[int, Lattice]:
+    """An extent, and positions in it."""
+    extent, step = draw(st.integers(1, 20)), draw(st.integers(1, 5))
+    first = draw(st.integers(0, extent - 1))
+    return extent, Lattice(first, step, draw(st.integers(1, (extent - 1 - first) // step + 1)))
+
+
+def box(draw: st.DrawFn, extents: list[int]) -> Box:
+    ends = [sorted(draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))) for extent in extents]
+    return Box(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+
+
+def of(axes: tuple[AxisMap, ...], box: Box) -> Box:
+    ends = [axis(np.array([lo]), np.array([hi])) for axis, lo, hi in zip(axes, box.lo, box.hi, strict=True)]
+    return Box(tuple(int(lo[0]) for lo, _ in ends), tuple(int(hi[0]) for _, hi in ends))
+
+
+@given(st.lists(st.tuples(lattices(), st.booleans()), min_size=1, max_size=3), st.data())
+def test_a_box_holds_the_numbers_of_its_positions(drawn: list, data: st.DataObject) -> None:
+    """Also none; and a buffer that holds the box has them where `slices` says."""
+    extents = [extent for (extent, _), _ in drawn]
+    found = tuple(lattice if there else None for (_, lattice), there in drawn)
+    whole = np.arange(prod(extents)).reshape(extents)
+    lying = data.draw(st.composite(box)(extents))
+    numbered = of(numbering(extents, found), lying)
+    read = [
+        [x for x in range(lo, hi) if n is None or x in range(n.first, n.first + n.count * n.step, n.step)]
+        for n, lo, hi in zip(found, lying.lo, lying.hi, strict=True)
+    ]
+    assert numbered.shape == tuple(map(len, read))
+    assert np.array_equal(whole[lying.slices()][slices(found, lying, numbered)], whole[np.ix_(*read)])
+
+
+@given(lattices(), st.data())
+def test_cuts_count_what_lies_before_them(drawn: tuple[int, Lattice], data: st.DataObject) -> None:
+    extent, lattice = drawn
+    inner = data.draw(st.sets(st.integers(1, max(extent - 1, 1)).filter(lambda x: x < extent)))
+    cuts = np.array([0, *sorted(inner), extent])
+    there = range(lattice.first, lattice.first + lattice.count * lattice.step, lattice.step)
+    assert lattice.axis(extent, 0).cuts(cuts).tolist() == [sum(x < cut for x in there) for cut in cuts]
+
+
+@given(grids(extent=9))
+def test_cells_tile_the_tensor(grid: Grid) -> None:
+    """Disjoint, complete, none empty."""
+    assert (owners(grid) >= 0).all(), "not complete"
+    assert len(list(grid)) == len(grid) == np.prod(grid.degrees)
+    for box in grid:
+        assert box.volume > 0
+        assert all(b % u == 0 for ends in (box.lo, box.hi) for b, u in zip(ends, grid.units, strict=True))
+
+
+@given(grids(extent=9))
+def test_iteration_is_bounds(grid: Grid) -> None:
+    lo, hi = grid.bounds()
+    assert lo.shape == hi.shape == (len(grid), len(grid.shape))
+    assert [tuple(row) for row in lo.tolist()] == [box.lo for box in grid]
+    assert [tuple(row) for row in hi.tolist()] == [box.hi for box in grid]
+
+
+@given(grids(rank=(1, 3)))
+def test_cells_are_in_row_major_order(grid: Grid) -> None:
+    index = {box.lo: cell for cell, box in enumerate(grid)}
+    edges = [boundaries(*dim) for dim in zip(grid.shape, grid.degrees, grid.units, strict=True)]
+    for place in np.ndindex(*grid.degrees):
+        corner = tuple(int(e[i]) for e, i in zip(edges, place, strict=True))
+        assert index[corner] == np.ravel_multi_index(place, grid.degrees)
+
+
+def chunked(room: int, degree: int) -> list[int]:
+    """The cells' lengths, as torch.chunk makes them for each prime factor in turn; empty ones where it makes fewer."""
+    parts, rest, factor = [torch.empty(room)], degree, 2
+    while rest > 1:
+        if rest % factor:
+            factor += 1
+            continue
+        rest //= factor
+        cut = [list(part.chunk(factor)) for part in parts]
+        parts = [part for row in cut for part in (*row, *[torch.empty(0)] * (factor - len(row)))]
+    return [len(part) for part in parts]
+
+
+@given(st.integers(1, 200), st.integers(1, 5), st.data())
+def test_boundaries(room: int, unit: int, data: st.DataObject) -> None:
+    """torch.chunk's where it leaves no cell empty, else in steps that differ by one unit at most."""
+    degree = data.draw(st.integers(1, room))
+    steps = (np.diff(boundaries(room * unit, degree, unit)) // unit).tolist()
+    wanted = chunked(room, degree)
+    assert steps == (wanted if min(wanted) else np.diff([room * i // degree for i in range(degree + 1)]).tolist())
+    assert (min(steps) > 0, sum(steps), max(steps)) == (True, room, -(-room // degree))
+
+
+@given(st.integers(0, 6), st.data())
+def test_powers_of_two_are_balanced(power: int, data: st.DataObject) -> None:
+    room = data.draw(st.integers(2**power, 300))
+    steps = np.diff(boundaries(room, 2**power))
+    assert steps.max() - steps.min() <= 1
+    assert steps.tolist() == chunked(room, 2**power)
+
+
+def test_finer_cells_nest_exhaustively() -> None:
+    """`nests` says where each cell of degree d is `split` cells of degree d * split: of powers of two always."""
+    for room, degree in itertools.product(range(1, 40), range(1, 40)):
+        coarse = boundaries(room, degree)
+        for split in range(1, room // degree + 1):
+            owner = np.searchsorted(coarse, boundaries(room, degree * split)[:-1], side="right") - 1
+            ends = np.searchsorted(coarse, boundaries(room, degree * split)[1:], side="left") - 1
+            inside = bool((owner == np.arange(degree * split) // split).all() and (owner == ends).all())
+            assert nests(room, degree, split) == inside
+            product = degree * split
+            assert inside or (product & (product - 1) and room % product)
+
+
+def test_boundaries_are_shared_and_so_read_only() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        boundaries(10, 3)[0] = 1
+
+
+@pytest.mark.parametrize("grid", [((4,), (5,), (1,)), ((6,), (4,), (2,)), ((4,), (0,), (1,)), ((4, 4), (2,), (1,))])
+def test_grids_that_cannot_be(grid: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(AssertionError):
+        Grid(*grid)
+
+
+def test_extents_that_are_no_multiple_of_the_unit() -> None:
+    with pytest.raises(AssertionError, match="not a multiple"):
+        boundaries(7, 2, 3)
+
+
+Positions = Callable[[int], range]  # positions of the input that one position of the output needs, by definition
+
+
+@st.composite
+def axes(draw: st.DrawFn, dim: int) -> tuple[int, int, int, AxisMap, Positions]:
+    """A dimension of an operator: extent and unit of the output, extent of the input, the map, and what it means."""
+    kind = draw(st.sampled_from(["same", "convolution", "transposed", "groups", "merged", "part", "slice", "whole"]))
+    room = draw(st.integers(1, 7))
+    if kind == "convolution":  # halos, strides, paddings
+        kernel, stride, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        low, high = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        reach = (kernel - 1) * dilation + 1
+        extent = max((room - 1) * stride + reach - low - high, 1)
+        axis = window(room, extent, dim, stride=stride, first=-low, last=reach - 1 - low)
+        return room, 1, extent, axis, lambda x: range(x * stride - low, x * stride - low + reach)
+    if kind == "transposed":  # interpolation by a whole factor, too
+        stride, kernel = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+        extent = draw(st.integers(1, 4))
+        out = (extent - 1) * stride + kernel
+        axis = window(out, extent, dim, first=stride - kernel, last=0, over=stride)
+        reached = {x: [i for i in range(extent) if 0 <= x - i * stride < kernel] for x in range(out)}
+        return out, 1, extent, axis, lambda x: range(min(reached[x], default=0), max(reached[x], default=-1) + 1)
+    if kind == "groups":  # grouped convolution: all input channels of the group
+        per_out, per_in = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        axis = scaled(room * per_out, room * per_in, dim, over=per_out, scale=per_in)
+        group = [range(g * per_in, (g + 1) * per_in) for g in range(room)]
+        return room * per_out, 1, room * per_in, axis, lambda x: group[x // per_out]
+    if kind == "merged":  # flatten: the outer dimension of which `inner` positions each were merged
+        inner = draw(st.integers(1, 4))
+        outer = [range(i, i + 1) for i in range(room) for _ in range(inner)]
+        return room * inner, inner, room, scaled(room * inner, room, dim, over=inner), lambda x: outer[x]
+    if kind == "part":  # one input of a concat: positions from `start` on
+        start, extent = draw(st.integers(0, 4)), draw(st.integers(1, 5))
+        out = start + extent + draw(st.integers(0, 3))
+        axis = window(out, extent, dim, first=-start, last=-start)
+        return out, 1, extent, axis, lambda x: range(x - start, x - start + 1)
+    if kind == "slice":
+        start, step = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+        extent = start + (room - 1) * step + 1 + draw(st.integers(0, 2))
+        axis = window(room, extent, dim, stride=step, first=start, last=start)
+        return room, 1, extent, axis, lambda x: range(start + x * step, start + x * step + 1)
+    extent = draw(st.integers(1, 6))
+    if kind == "whole":
+        return room, 1, extent, whole(extent), lambda x: range(extent)
+    return room, 1, room, identity(room, dim), lambda x: range(x, x + 1)
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> tuple[Grid, Grid, tuple[AxisMap, ...], list[Positions]]:
+    """An edge: the producer's grid, the consumer's, and what the consumer's operator needs."""
+    drawn = [draw(axes(dim)) for dim in range(draw(st.integers(1, 3)))]
+    degrees = [draw(st.integers(1, min(out // unit, 4))) for out, unit, *_ in drawn]
+    consumer = Grid(tuple(d[0] for d in drawn), tuple(degrees), tuple(d[1] for d in drawn))
+    shape = tuple(d[2] for d in drawn)
+    producer = Grid(shape, tuple(draw(st.integers(1, min(e, 4))) for e in shape))
+    return producer, consumer, tuple(d[3] for d in drawn), [d[4] for d in drawn]
+
+
+def hull(needs: Positions, lo: int, hi: int, extent: int) -> list[int]:
+    """The tensor's positions from the first to the last that [lo, hi) reads, with what lies between strides."""
+    read = [p for x in range(lo, hi) for p in needs(x)]
+    return list(range(max(min(read), 0), min(max(read) + 1, extent))) if read else []
+
+
+@examples(400)
+@given(transfers())
+def test_transfers_are_the_elements_counted(case: tuple[Grid, Grid, tuple[AxisMap, ...], list[Positions]]) -> None:
+    producer, consumer, maps, needs = case
+    lo, hi = consumer.bounds()
+    dims = [m(lo[:, i], hi[:, i]) for i, m in enumerate(maps)]
+    needed = [Box(*(tuple(int(ends[side][cell]) for ends in dims) for side in (0, 1))) for cell in range(len(consumer))]
+
+    # Scalar: boxes.
+    by_pieces = np.zeros((len(consumer), len(producer)), dtype=np.int64)
+    owned = list(producer)
+    for piece in pieces(needed, owned):
+        by_pieces[piece.dst, piece.src] += piece.box.volume
+        assert piece.box.volume
+        assert piece.box == needed[piece.dst] & owned[piece.src]
+
+    # Vectorised: a product over dimensions.
+    own_lo, own_hi = producer.bounds()
+    volumes = np.ones_like(by_pieces)
+    for i, (a, b) in enumerate(dims):
+        volumes *= interval_overlap(a[:, None], b[:, None], own_lo[None, :, i], own_hi[None, :, i])
+    assert (volumes == by_pieces).all()
+
+    # Element by element: who owns each one that is needed (by the operator's definition, not by its AxisMap).
+    owner = owners(producer)
+    for cell, box in enumerate(consumer):
+        taken = [hull(*dim) for dim in zip(needs, box.lo, box.hi, producer.shape, strict=True)]
+        counted = np.bincount(owner[np.ix_(*taken)].ravel(), minlength=len(producer))
+        assert (counted == by_pieces[cell]).all(), f"cell {cell} needs {needed[cell]}"
+
+
+@given(grids(rank=(0, 3)), st.data())
+def test_pieces_cover_exactly_what_is_needed(producer: Grid, data: st.DataObject) -> None:
+    """Of any boxes, also overlapping and empty ones: each element of each once, and no other."""
+    needed = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        ends = [sorted((data.draw(st.integers(0, s)), data.draw(st.integers(0, s)))) for s in producer.shape]
+        needed.append(Box(tuple(a for a, _ in ends), tuple(b for _, b in ends)))
+    arrived = [np.zeros(producer.shape, dtype=np.int64) for _ in needed]
+    order = []
+    owner = owners(producer)
+    for piece in pieces(needed, list(producer)):
+        arrived[piece.dst][piece.box.slices()] += 1
+        assert (owner[piece.box.slices()] == piece.src).all()
+        order.append((piece.dst, piece.src))
+    assert order == sorted(set(order)), "by destination, then source, one piece a pair"
+    for counts, box in zip(arrived, needed, strict=True):
+        assert counts.sum() == box.volume
+        assert (counts[box.slices()] == 1).all()
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=8))
+def test_interval_overlap(rows: list[tuple[int, int, int, int]]) -> None:
+    counted = [len(set(range(a, b)) & set(range(c, d))) for a, b, c, d in rows]
+    assert interval_overlap(*np.array(rows).T).tolist() == counted

@@ -1,30 +1,51 @@
-"""The layer graph: built, rebatched, and told apart by its digest."""
+"""Layers and their graph: shapes, the digest, JSON, element types, samples of a rank."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import networkx as nx
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from layerwise.models import names
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from layerwise.comm.base import Comm
+from layerwise.config import Config
 from layerwise.errors import LayerwiseError
+from layerwise.graph import graph_json
+from layerwise.graph import mixed as module
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.mixed import made_by, mixed
+from layerwise.graph.types import TRACED, Region
+from layerwise.importers.built_in import written_graph
+from layerwise.importers.load import load_model, network_of
+from layerwise.ops.base import Op
 from layerwise.ops.nn.conv import Conv
 from layerwise.ops.nn.linear import Linear
 from layerwise.ops.nn.norm import BatchNorm
 from layerwise.ops.tensor.combine import Concat
 from layerwise.ops.tensor.pointwise import Binary, Dropout, Unary
+from layerwise.ops.tensor.softmax import Softmax
 from layerwise.ops.tensor.view import Expand, Reshape
+from layerwise.run.load import load
 from layerwise.tensor import TensorSpec
+from tests.comm.thread import run_threads
 from tests.importers.networks import Net, chain, inception, networks
+from tests.run.plans import random_plan
 
 
 def test_a_name_that_is_taken_gets_a_number() -> None:
@@ -92,8 +113,28 @@ def test_edges_and_consumers_count_every_use() -> None:
     assert graph.consumers() == {"x": ["double", "double", "outputs"], "double": ["outputs"], "outputs": []}
     multi = graph.to_networkx()
     assert multi.number_of_edges("x", "double") == 2
-    assert multi.nodes["double"]["layer"] is graph["double"]
+    assert multi.nodes["double"] == {
+        "kind": "add",
+        "shape": "(n=2, c=4, h=8, w=8)",
+        "dtype": "float32",
+        "parameters": 0,
+    }
     assert [layer.name for layer in graph.inner] == ["double"]
+
+
+def test_other_programs_read_the_graph_and_a_plans_configurations(tmp_path: Path) -> None:
+    graph = fuse(load_model("resnet50", 4))
+    strategy = {layer.name: Config((("n", 2), ("h", 2))) for layer in graph.inner[1:]}
+    nx.write_graphml(graph.to_networkx(strategy), tmp_path / "resnet50.graphml")
+    read = nx.read_graphml(tmp_path / "resnet50.graphml", force_multigraph=True)
+    assert list(read) == [layer.name for layer in graph.layers]
+    assert list(read.edges(keys=True)) == sorted(graph.edges(), key=lambda edge: list(read).index(edge[0]))
+    assert sum(parameters for _, parameters in read.nodes(data="parameters")) == graph.parameter_count()
+    first, second = graph.inner[:2]
+    assert "configuration" not in read.nodes[first.name]
+    assert read.nodes[second.name]["configuration"] == "{n=2, h=2}"
+    assert {shape for _, _, shape in read.out_edges(second.name, data="shape")} == {second.out.describe()}
+    assert nx.is_weakly_connected(read)
 
 
 @given(networks())
@@ -205,3 +246,187 @@ def test_the_digest_is_the_same_in_every_process() -> None:
             check=True,
         )
         assert done.stdout.strip() == fuse(inception(4)).digest
+
+
+def test_what_is_written_is_read() -> None:
+    graph = inception(4)
+    assert graph_json.read(graph_json.write(graph), "text") == graph
+    trained = graph.freeze([graph.inner[0].parameters[0]])
+    assert graph_json.read(graph_json.write(trained), "text").digest == trained.digest != graph.digest
+
+
+def test_what_has_no_form_is_refused() -> None:
+    builder = GraphBuilder("soft")
+    x = builder.input("x", TensorSpec((4, 8), ("n", "c")))
+    with pytest.raises(LayerwiseError, match="'softmax': softmax has no form in JSON yet"):
+        graph_json.write(builder.finish([builder.add("softmax", Softmax(1), [x])]))
+    with pytest.raises(LayerwiseError, match="fused has no form in JSON"):
+        graph_json.write(fuse(inception(4)))
+
+
+def test_a_damaged_text_is_an_error() -> None:
+    graph = written_graph("lenet5")
+    assert graph is not None
+    value = json.loads(graph_json.write(graph))
+    for layers in (value["layers"][1:], value["layers"][:-1], [{"name": "x"}], [1], 1, []):
+        with pytest.raises(LayerwiseError, match="text is not a graph of layers"):
+            graph_json.read(json.dumps(value | {"layers": layers}), "text")
+
+
+class Model(nn.Module):
+    """What autocast computes in 16 bits, what it leaves as it is, and what it brings to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.ln, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.max_pool2d(self.bn(self.conv(x)).relu(), 1)
+        return y.sum(1), self.ln(y), y.softmax(1), y.exp(), self.fc(self.ln(y)), x.sin(), y + x[:, :1, 1:7, 1:7]
+
+
+def graph(*, fused: bool = True) -> LayerGraph:
+    torch.manual_seed(0)
+    unfused = network_of(Model(), (torch.randn(2, 3, 8, 8),), 2, "test", trusted=True).graph
+    return fuse(unfused) if fused else unfused
+
+
+BF16, F32 = "bfloat16", "float32"
+OFF = (Region(TRACED, None),)
+OUTPUTS = {
+    "cpu": [BF16, BF16, BF16, BF16, BF16, F32, F32],
+    "cuda": [F32, F32, F32, F32, BF16, F32, F32],
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device", OUTPUTS)
+def test_types_of_a_device(device: str, fused: bool) -> None:
+    plain = graph(fused=fused)
+    found = mixed(plain, BF16, device)
+    assert [spec.dtype for spec in found.layers[-1].specs] == OUTPUTS[device]
+    assert found["conv"].out.dtype == BF16
+    assert {item_bytes for layer in found.layers for _, _, item_bytes in layer.held()} == {4}
+    assert (found.digest, found.dtype) == (plain.digest, F32)
+    assert mixed(found, BF16, device) is found
+
+
+@pytest.mark.parametrize("device", OUTPUTS)
+def test_what_is_known_without_torch_is_what_the_kernels_say(device: str) -> None:
+    """Of every kind of operator of the built-in networks, on inputs of either type."""
+    graphs = [load_model(name, 2) for name in names()]
+    stages = [(stage.op, stage.specs) for g in graphs for layer in g.inner for stage in layer.stages]
+    kinds = {(re.sub(r"\d+", "", repr(op)), len(specs[0].shape)): (op, specs) for op, specs in stages}
+    known = set[type[Op]]()
+    for op, specs in kinds.values():
+        for autocast in ("bfloat16", "float16"):
+            for dtype in (F32, autocast):
+                given = tuple(replace(spec, dtype=dtype) for spec in specs)
+                answer = module._known(op, given, F32, autocast, device)
+                if answer is not None:
+                    known.add(type(op))
+                    with mock.patch.object(module, "_known", return_value=None):
+                        asked = made_by.__wrapped__(op, given, F32, autocast, device)
+                    assert answer == asked, (op, given, autocast)
+    assert len(known) == (10 if device == "cuda" else 8)
+
+
+def test_types_stay_at_another_batch_and_in_float64() -> None:
+    plain = graph()
+    assert [s.dtype for s in mixed(plain, BF16, "cuda").rebatch(6).layers[-1].specs] == OUTPUTS["cuda"]
+    assert {s.dtype for s in mixed(plain, BF16, "cpu", "float64").layers[-1].specs} == {
+        F32
+    }  # autocast casts no float64
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_model_exempts_has_the_types_of_before(device: str) -> None:
+    """Also where it is called within autocast."""
+    plain = graph()
+    products = [layer for layer in mixed(plain, BF16, device).layers if layer.types and layer.out.dtype == BF16]
+    first = next(layer for layer in products if all(spec.dtype == F32 for spec in layer.specs))
+    with torch.autocast("cpu", torch.bfloat16):
+        layers = tuple(replace(one, autocast=OFF) if one.name == first.name else one for one in plain.layers)
+        found = mixed(replace(plain, layers=layers), BF16, device)
+    assert found[first.name].out.dtype == F32
+
+
+SAMPLES = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
+# What a network may do to the dimensions of its samples, each sample by itself.
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a dimension of one": lambda x: x.unsqueeze(2),
+    "none of one": lambda x: x.squeeze(),
+    "the first two exchanged": lambda x: x.transpose(0, 1),
+    "the last two exchanged": lambda x: x.transpose(-1, -2),
+    "rows merged and taken apart": lambda x: (x.reshape(-1, x.shape[-1]) * 2).view(x.shape),
+    "rows merged, without ones": lambda x: x.reshape(-1, x.shape[-1]).view([e for e in x.shape if e != 1]),
+    "the first two merged": lambda x: x.flatten(0, 1),
+    "rows merged": lambda x: x.reshape(-1, x.shape[-1]),
+}
+
+
+class Attending(nn.Module):
+    def __init__(self, heads: int, batch_first: bool) -> None:
+        super().__init__()
+        self.attention, self.first = nn.MultiheadAttention(6, heads, batch_first=batch_first), batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.first else x.transpose(0, 1)
+        made: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return made if self.first else made.transpose(0, 1)
+
+
+class Steps(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(6, 6), [STEPS[name] for name in names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for step in self.steps:
+            x = step(x) if x.dim() > 1 else x
+        return x
+
+
+def same_on_ranks(module: nn.Module) -> None:
+    """Two ranks are each returned what the module makes of their samples."""
+    network = network_of(module, (SAMPLES,), len(SAMPLES), "test")
+
+    def rank(comm: Comm) -> None:
+        for seed, io in enumerate(("sample", "sample", "free")):
+            made = load(random_plan(fuse(network.graph), 2, seed, io), network, comm=comm)
+            share = slice(None) if io == "free" else made.share()
+            torch.testing.assert_close(made(SAMPLES[share]), module(SAMPLES[share]), rtol=1e-5, atol=1e-6)
+
+    run_threads(2, rank, timeout_s=20)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_of_one_head_returns_a_ranks_own_samples(heads: int, batch_first: bool) -> None:
+    same_on_ranks(Attending(heads, batch_first))
+
+
+@settings(max_examples=12)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
+@example(["the first two exchanged", "rows merged"])
+def test_a_network_returns_a_ranks_own_samples_or_is_refused(names: list[str]) -> None:
+    try:
+        same_on_ranks(Steps(names))
+    except LayerwiseError as error:
+        if "whose is lost on the way" not in str(error) and "merge" not in str(error):
+            raise
+
+
+def test_rows_of_samples_that_are_no_samples_any_more_are_refused() -> None:
+    with pytest.raises(LayerwiseError, match=r"output of layer .*which rows are whose is lost"):
+        network_of(Steps(["the first two exchanged", "rows merged"]), (SAMPLES,), 8, "test")
+
+
+@pytest.mark.parametrize("last", [lambda x: x.mean((0, 1)), lambda x: x.mean()], ids=["of channels", "of all"])
+def test_numbers_of_the_whole_batch_are_no_samples(last: Callable[[Tensor], Tensor]) -> None:
+    class Mean(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return last(super().forward(x))
+
+    assert network_of(Mean(6, 6), (SAMPLES,), 8, "test").graph.batch == 8

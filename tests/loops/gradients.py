@@ -207,7 +207,7 @@ def of_parameters(setting: Setting) -> Numbers:
 
 @row
 def of_parameters_or_none(setting: Setting) -> Numbers:
-    """the same with `allow_unused=True`"""
+    """`torch.autograd.grad(..., allow_unused=True)` with respect to parameters"""
     model = setting.net()
     (x, y), *_ = setting.batches()
     made = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()), allow_unused=True)
@@ -216,7 +216,7 @@ def of_parameters_or_none(setting: Setting) -> Numbers:
 
 @row
 def of_a_penalty(setting: Setting) -> Numbers:
-    """the same of a penalty on weights alone, which is not of the model's outputs"""
+    """`torch.autograd.grad` of a penalty on weights alone, which is not of the model's outputs"""
     model, numbers = setting.net(), {}
     held = dict(model.named_parameters())
     made = torch.autograd.grad(sum(p.square().sum() for p in held.values()), list(held.values()))
@@ -240,7 +240,7 @@ def some_inputs(setting: Setting) -> Numbers:
 
 @row
 def some_inputs_twice(setting: Setting) -> Numbers:
-    """the same of the gradient of a gradient"""
+    """`loss.backward(inputs=...)` of the gradient of a gradient"""
     model = setting.net(smooth=True)
     (x, _), *_ = setting.batches()
     x = x.clone().requires_grad_()

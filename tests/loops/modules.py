@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -309,6 +313,127 @@ def ddp_around(setting: Setting) -> Numbers:
     if setting.comm is not None:
         model = nn.parallel.DistributedDataParallel(model)
     return {"classes": 10}
+
+
+class Holder(nn.Module):
+    """Another module around the model, with a parameter of its own, as Lightning has it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([inner])
+        self.scale = nn.Parameter(torch.ones(10, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner[0](x) * self.scale
+        return out
+
+
+@row
+def ddp_of_a_holder(setting: Setting) -> Numbers:
+    """`DistributedDataParallel` around a module that holds the parallel model, as Lightning's `ddp` has it"""
+    model = setting.net()
+    held = Holder(model)
+    train(
+        setting,
+        held if setting.comm is None else nn.parallel.DistributedDataParallel(held),
+        SGD(held.parameters(), 0.1),
+    )
+    return whole(model)
+
+
+@row
+def ddp_of_the_rest(setting: Setting) -> Numbers:
+    """`DistributedDataParallel` around a module with the model's tensors in `_ddp_params_and_buffers_to_ignore`"""
+    model = setting.net()
+    held: Any = Holder(model)
+    optimizer = SGD(held.parameters(), 0.1)
+    if setting.comm is not None:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        held._ddp_params_and_buffers_to_ignore = [f"inner.0.{name}" for name, _ in tensors]
+        held = nn.parallel.DistributedDataParallel(held)
+    for x, y in setting.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(held(x), y).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@row
+def fully_shard_of_a_holder(setting: Setting) -> Numbers:
+    """`fully_shard` of the parallel model, or of a module that holds it"""
+    model = setting.net()
+    held: Any = Holder(model)
+    optimizer = SGD(held.parameters(), 0.1)
+    if setting.comm is not None:
+        held = fully_shard(held, mesh=init_device_mesh("cpu", (setting.comm.size,)))
+    (x, y), *_ = setting.batches()
+    F.cross_entropy(held(x), y).backward()
+    optimizer.step()
+    return whole(model)
+
+
+@row
+def given_model(setting: Setting) -> Numbers:
+    """`state_dict()`, a call or a copy of the model that `parallelize` was given, after training"""
+    given = Net()
+    train(setting, setting.parallel(given))
+    return whole(given)
+
+
+@row
+def given_model_loaded(setting: Setting) -> Numbers:
+    """calls of the given model before training, or after `net.load_state_dict(model.full_state_dict())`"""
+    given = Net()
+    model = setting.parallel(given)
+    (x, _), *_ = setting.batches()
+    first = given.eval()(x)
+    given.train()
+    train(setting, model)
+    if setting.comm is not None:
+        given.load_state_dict(model.full_state_dict())
+    return {"rows.first": first, "rows.last": given.eval()(x), **whole(copy.deepcopy(given))}
+
+
+@row
+def given_other_values(setting: Setting) -> Numbers:
+    """other values loaded into the given model before training, `net.load_state_dict(...)`, or into a part of it"""
+    given, other = Net(), Net(1)
+    model = setting.parallel(given)
+    given.head.load_state_dict(other.head.state_dict())
+    (x, _), *_ = setting.batches()
+    return {"rows.outputs": model.eval()(x)}
+
+
+@row
+def given_written(setting: Setting) -> Numbers:
+    """`nn.init` and other writes into parameters of the given model"""
+    given = Net()
+    model = setting.parallel(given)
+    torch.manual_seed(1)
+    nn.init.normal_(given.head.weight)
+    return train(setting, model)
+
+
+@row
+def given_frozen(setting: Setting) -> Numbers:
+    """freezing a part of the given model, `net.hidden.requires_grad_(False)`"""
+    given = Net()
+    model = setting.parallel(given)
+    given.hidden.requires_grad_(False)
+    return train(setting, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@row
+def save_pretrained(setting: Setting) -> Numbers:
+    """`model.save_pretrained`, as Hugging Face's models have it"""
+    model = setting.net()
+    train(setting, model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(f"{folder}/weights.pt")
+        full = whole(model)
+        if setting.rank == 0:  # which writes on a split plan, while the others wait
+            full = {f"state.{name}": value for name, value in torch.load(f"{folder}/weights.pt").items()}
+    return full
 
 
 @row

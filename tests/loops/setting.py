@@ -37,6 +37,10 @@ class Net(nn.Module):
         """Of the images."""
         return int(self.config["classes"])
 
+    def save_pretrained(self, file: str) -> None:
+        """As Hugging Face's models have it."""
+        torch.save(self.state_dict(), file)
+
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.softplus(self.norm(self.first(x)))
         x = torch.tanh(self.second(x)).flatten(1)
@@ -134,9 +138,9 @@ class Setting:
     """One rank's, or one device's (`comm` None)."""
 
     comm: Comm | None = None
-    strategy: str = (
-        "data"  # or "split"; "recompute": what is split is recomputed; "shared": states, too, of split samples
-    )
+    # "data" or "split"; "recompute": what is split is recomputed; "shared": states, too, of split samples;
+    # "fewer": every other layer that is split is on rank 0 alone.
+    strategy: str = "data"
 
     @property
     def rank(self) -> int:
@@ -161,9 +165,16 @@ class Setting:
         if self.strategy == "shared":
             states = itertools.cycle(("sharded", "gathered"))
             split = {name: {"n": 2, "states": next(states), "recompute": True} for name in split}
+        if self.strategy == "fewer":
+            split = {name: degrees if i % 2 else {} for i, (name, degrees) in enumerate(split.items())}
         strategy: Any = "data" if self.strategy == "data" else split
         return layerwise.parallelize(
-            model, example, strategy=strategy, comm=self.comm, measure_s=0, verbose=False, **how
+            model,
+            example,
+            strategy=strategy,
+            options=layerwise.ParallelOptions(comm=self.comm, measure_s=0),
+            verbose=False,
+            **how,
         )
 
     def net(self, seed: int = 0, **options: Any) -> Any:

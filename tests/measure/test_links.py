@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +18,14 @@ from layerwise.cost.model import CostModel
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load, save
-from layerwise.machine.curves import Curve
+from layerwise.machine.curves import Curve, Overlap
+from layerwise.measure.links import beside
 from layerwise.measure.links import measure as links
+from layerwise.measure.links.beside import rates
 from layerwise.measure.links.fit import knots
-from layerwise.measure.links.measure import Measured, Series, measure_links, rates
+from layerwise.measure.links.measure import Measured, Series, measure_links
 from layerwise.measure.links.profile import conditions, contention, with_links
-from layerwise.measure.links.shapes import Topology, pairs, shapes
+from layerwise.measure.links.shapes import Shape, Topology, pairs, shapes
 from tests.comm.thread import ThreadComm, run_threads
 
 
@@ -29,7 +33,8 @@ from tests.comm.thread import ThreadComm, run_threads
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages and products, few of them."""
     monkeypatch.setattr(links, "SIZES", (1024, 4096, 16384))
-    monkeypatch.setattr(links, "KERNEL", {"cpu": (1, 4, 4, 4)})
+    monkeypatch.setattr(beside, "KERNEL", {"cpu": (1, 4, 4, 4)})
+    monkeypatch.setattr(beside, "ALONE", 1e-4)
     monkeypatch.setattr("layerwise.measure.links.timing.ROUND_S", 1e-4)
     monkeypatch.setattr("layerwise.measure.links.timing.ROUNDS", 2)
 
@@ -49,7 +54,9 @@ def test_every_operation_of_every_shape_is_measured_and_all_ranks_agree(where: T
     wanted = {(name, s.fan, s.load) for s in shapes(where) for name in links.COLLECTIVES}
     wanted |= {(name, s.fan, s.load) for s in pairs(where) for name in ("message", "exchange")}
     assert {(s.curve.operation, s.curve.fan, s.curve.load) for s in measured.series} == wanted
-    assert {(o.fan, o.load) for o in measured.overlaps} == {(s.fan, s.load) for s in shapes(where)}
+    assert {(o.operation, o.fan, o.load) for o in measured.overlaps} == {
+        one for one in wanted if one[0] in beside.BESIDE["cpu"]
+    }
     for s in measured.series:
         assert all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(s.curve.knots))
         assert s.curve.knots[0][1] > 0
@@ -114,6 +121,51 @@ def test_rates_are_found_from_what_each_costs_the_other(a: float, b: float) -> N
 def test_turns_are_rates_of_a_half() -> None:
     assert rates(1.0, 1.0) == (0.5, 0.5)
     assert rates(0.0, 0.0) == (1.0, 1.0)
+
+
+def test_further_messages_are_what_an_exchange_with_all_takes_more_than_a_pair_at_each_size() -> None:
+    pair = Series(Curve("exchange", (1, 2), 1, ((0.0, 1.0), (300.0, 4.0))), ((0.0, 1.0), (300.0, 4.0)), 0.0)
+    wide = ((100.0, 3.75), (400.0, 12.0))  # of 75 and of 300 bytes to three others
+    every = [pair, Series(Curve("all_to_all", (1, 4), 1, wide), wide, 0.0)]
+    curve = next(links._with_further_messages(every)).curve
+    assert curve.further == ((75.0, 1.0), (300.0, 4.0))
+    assert curve.ports_seconds(np.array(300.0), np.array(3.0)) == 12.0
+
+
+class Clock:
+    """A processor: a convolution takes a second, two beside a message; a message takes ten, beside it twelve."""
+
+    def __init__(self) -> None:
+        self.now, self.done, self.call = 0.0, 0.0, lambda: None
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def compute(self) -> None:
+        self.now += 2.0 if self.now < self.done else 1.0
+        if self.done and self.now >= self.done:
+            self.call()
+
+    def start(self) -> Clock:
+        self.done = self.now + 12.0
+        return self
+
+    def wait(self) -> None:
+        if self.now < self.done:
+            self.now = self.done - 2.0
+        self.done = 0.0
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+
+def test_what_goes_on_beside_computation_has_its_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(beside, "time", clock)
+    monkeypatch.setattr(beside, "ALONE", 20.0)
+    monkeypatch.setattr(beside, "convolution", lambda _: clock.compute)
+    (found,) = run_threads(1, lambda comm: beside.overlap(comm, Shape((1, 2), 1, ((0,),)), "all_gather", clock.start))
+    assert found == Overlap((1, 2), 1, 0.5, 10 / 12, "all_gather")
 
 
 def test_contention_compares_equal_messages() -> None:

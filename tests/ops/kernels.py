@@ -21,7 +21,7 @@ from layerwise.geometry import Box, boundaries, nests
 from layerwise.ops.base import Op, space
 from layerwise.ops.facts import Local, Space
 from layerwise.tensor import TensorSpec
-from tests.ops.harness import Reference, needed, read, values
+from tests.ops.harness import Reference, cells, check_needs, needed, read, values
 from tests.ops.harness import parameters as random_parameters
 
 
@@ -66,18 +66,18 @@ def check_kernel(
     assert not (split and any(where.epilogue_inputs)), (
         "inputs of the epilogue are the runner's business: check the stages one by one"
     )
-    cells = [Cell(op, where, tuple(specs), box, given, held, split, training, seed) for box in cells_of(where, cuts)]
-    meetings = introduce(op, tuple(specs), cells, cuts)
-    together([cell.forward for cell in cells], meetings)
+    parts = [Cell(op, where, tuple(specs), box, given, held, split, training, seed) for box in cells_of(where, cuts)]
+    meetings = introduce(op, tuple(specs), parts, cuts)
+    together([cell.forward for cell in parts], meetings)
     total = torch.zeros_like(wanted)
-    for cell in cells:
+    for cell in parts:
         assert tuple(cell.result.shape) == cell.out.shape, f"{name}: {tuple(cell.result.shape)} for {cell.out}"
         total[cell.out.slices()] += cell.result.detach()
     after = [Finish(op, where, box, total, held) for box in owned(where, cuts)] if split else []
     for part in after:
         total[part.box.slices()] = part.result.detach()
     close(total, wanted, tolerance, f"{name}: output")
-    for cell in cells:
+    for cell in parts:
         for k in cell.held:
             if not trained[k]:
                 close(cell.held[k], held_leaves[k][cell.holds[k].slices()], tolerance, f"{name}: buffer {k}")
@@ -89,8 +89,8 @@ def check_kernel(
     grads, held_grads = [torch.zeros_like(t) for t in given], {k: torch.zeros_like(t) for k, t in held.items()}
     for part in after:
         slope[part.box.slices()] = part.backward(slope, held_grads)
-    together([partial(cell.backward, slope) for cell in cells], meetings)
-    for cell in cells:
+    together([partial(cell.backward, slope) for cell in parts], meetings)
+    for cell in parts:
         for grad, box, t in zip(grads, cell.needs, cell.inputs, strict=True):
             grad[box.slices()] += gradient(t)
         for k, t in cell.held.items():
@@ -99,6 +99,24 @@ def check_kernel(
         close(grad, gradient(t), tolerance, f"{name}: gradient of input {i}")
     for k, t in held_leaves.items():
         close(held_grads[k], gradient(t), tolerance, f"{name}: gradient of {k}")
+
+
+def check_split(
+    data: st.DataObject,
+    op: Op,
+    specs: Sequence[TensorSpec],
+    reference: Reference,
+    *,
+    tight: bool = True,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """Both laws of what can be split: any cell needs what the real operator touches, and the cells make the whole.
+
+    tight: whether all of a needed box is read. inputs: of the second law.
+    """
+    where = space(op, tuple(specs))
+    check_needs(op, specs, data.draw(cells(where)), reference, tight=tight)
+    check_kernel(op, specs, data.draw(degrees(where)), reference, inputs=inputs)
 
 
 def check_packed(

@@ -11,14 +11,6 @@ from rich.cells import cell_len
 
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
-from layerwise.errors import LayerwiseError
-from layerwise.importers.load import load_model
-from layerwise.machine import load
-from layerwise.oracle.formulas.facts import facts_of
-from layerwise.oracle.formulas.project import case_of, project
-from layerwise.oracle.framework import framework
-from layerwise.oracle.report.as_json import text as json_text
-from layerwise.oracle.strategies import Wishes
 from layerwise.plan import load_plan
 
 Run = Callable[..., str]
@@ -84,6 +76,7 @@ BAD = [
     ("lenet5 --gpus 4 --plan plan.json", "name one --strategy and one number of --gpus"),
     ("lenet5 --gpus 4 --strategy data --plan no/plan.json", "cannot be written"),
     ("lenet5 --gpus 4 --strategy data --plan both.png --plot ./both.png", "name the same file"),
+    ("lenet5 --gpus 4 --formulas published", "unrecognized arguments: --formulas published"),
     ("lenet5 --gpus 4 --strategy pipeline --plan plan.json", "pipeline is not a configuration for every layer"),
     ("lenet5 --gpus 4 --plot figure.doc", "must end in .png"),
     ("lenet5 --gpus 4 --plot no/figure.png", "cannot be written"),
@@ -92,16 +85,6 @@ BAD = [
     ("lenet5 --gpus 4 --profile v10", "did you mean v100?"),
     ("lenet6 --gpus 4", "unknown model 'lenet6'"),
     ("lenet5 --gpus 128 --strategy layerwise", "searched for up to 64 GPUs"),
-    ("lenet5 --gpus 4 --gamma 0.5", "add --formulas published or as-run"),
-    ("lenet5 --gpus 4 --gamma 1e308 --formulas as-run", "--gamma 1e+308: from 0.001 to 1000"),
-    ("alexnet --gpus 4 --formulas chainer", "'chainer' (choose from"),
-    ("lenet5 --gpus 4 --formulas chainermnx", "chainermnx has no measured time of 'lenet5' on one device"),
-    ("alexnet --gpus 4 --formulas chainermnx --profile h100", "--formulas chainermnx is of runs with --profile v100"),
-    ("alexnet --gpus 4 --formulas chainermnx:logs --optimizer adam", "is of runs with --optimizer sgd"),
-    ("alexnet --gpus 4 --formulas chainermnx --dtype float16", "is of runs with --dtype float32"),
-    ("alexnet --gpus 4 --formulas chainermnx --input-shape 3x64x64", "is of runs without --input-shape"),
-    ("alexnet --gpus 4 --formulas chainermnx --strategy pipeline", "pipeline is no strategy of ChainerMNX"),
-    ("alexnet --gpus 4 --formulas chainermnx --strategy layerwise", "layerwise is no strategy of ChainerMNX"),
     (f"lenet5 --gpus 4 --batch 1{'0' * 40}", "at most 1,073,741,824 samples a step"),
     (f"lenet5 --gpus 4 --samples 1{'0' * 400}", "is not a number of samples below 10^15"),
 ]
@@ -128,6 +111,14 @@ def test_answers_for_people(run: Run) -> None:
     assert "'features.0' with 6 output channels" in text
     assert "Suggestion (fastest with at most 4 GPUs): " in text
     assert "Runner-up: " in text
+
+
+def test_a_batch_of_all_gpus_together_is_given_as_to_search(run: Run, refuse: Run) -> None:
+    whole, each = ("--global-batch", "64"), ("--scaling", "strong", "--batch", "64")
+    asked = ("lenet5", "--profile", "v100", "--gpus", "2,4", "--strategy", "data", "--json")
+    assert run(*asked, *whole) == run(*asked, *each)
+    assert "not allowed with" in refuse(*asked, *whole, "--batch", "8")
+    assert "with --scaling weak give --batch" in refuse(*asked, *whole, "--scaling", "weak")
 
 
 def test_answers_for_programs(run: Run) -> None:
@@ -171,20 +162,6 @@ def test_measured_runs(run: Run, here: Path) -> None:
     assert "mean accuracy: data " in text
 
 
-def test_a_measured_peak_gives_gamma(run: Run, here: Path) -> None:
-    """Which the closed forms then take: memory as measured."""
-    at = ("--gpus", "4", "--strategy", "filter", "--formulas", "published", "--json")
-    naive = json.loads(run(*LENET, *at, "--gamma", "1"))["answers"][0]
-    one = {"strategy": "filter", "gpus": 4, "batch": 32, "iteration_s": 1.0, "peak_bytes": 10**6}
-    (here / "runs.json").write_text(json.dumps([one, one | {"strategy": "layerwise"}]))
-    filter_run, searched = json.loads(run(*LENET, "--measured", "runs.json", "--json"))["measured"]["runs"]
-    assert filter_run["gamma"] == pytest.approx(10**6 / naive["memory_bytes"])
-    assert searched["gamma"] is None
-    again = json.loads(run(*LENET, *at, "--gamma", str(filter_run["gamma"])))["answers"][0]
-    assert again["memory_bytes"] == pytest.approx(10**6)
-    assert f" {filter_run['gamma']:.2f} " in run(*LENET, "--measured", "runs.json")
-
-
 def test_figure(run: Run, here: Path) -> None:
     pytest.importorskip("matplotlib")
     run(*LENET, "--gpus", "1..4", "--plot", "a.png", "--plot-phases", "b.png", "--strategy", "data,filter")
@@ -200,42 +177,6 @@ def test_figure_of_measured_runs_alone(run: Run, here: Path) -> None:
     assert (here / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_closed_forms_beside_a_searched_plan(run: Run) -> None:
-    """Priced by other formulas, it is not suggested; and gamma is memory over the published formula's."""
-    at = ("--strategy", "filter,layerwise")
-    by_form = {
-        form: json.loads(run(*LENET, "--gpus", "2", *at, "--formulas", form, "--json"))
-        for form in ("published", "as-run")
-    }
-    for form, found in by_form.items():
-        assert {a["strategy"]: a["formulas"] for a in found["answers"]} == {"filter": form, "layerwise": "tables"}
-        assert found["suggestion"]["best"]["strategy"] == "filter"
-        assert found["suggestion"]["runner_up"] is None
-        assert "left out of the suggestion" in found["notes"][-1]
-    naive, ours = (by_form[form]["answers"][0] for form in ("published", "as-run"))
-    assert naive["memory_bytes"] == ours["memory_bytes"]  # layerwise.run's, by the tables
-    assert 0 < naive["gamma"] == ours["gamma"] < 1
-
-
-@pytest.mark.parametrize(("form", "runs"), [("chainermnx", "bars"), ("chainermnx:logs", "logs")])
-def test_closed_forms_of_a_framework(run: Run, form: str, runs: str) -> None:
-    """As the benchmark has them: a network without fusion, at the published time of a sample."""
-    chainer, batch = framework("chainermnx", runs), 64
-    at = ("alexnet", "--profile", "v100", "--scaling", "strong", "--batch", str(batch), "--gpus", "8")
-    found = json.loads(run(*at, "--formulas", form, "--json"))
-    answers = {a["strategy"]: a for a in found["answers"]}
-    assert set(answers) == {"data", "spatial", "filter", "channel", "df", "ds"}
-    for name, a in answers.items():
-        wishes = Wishes(inside=a["inside"] if name in ("df", "ds") else None)
-        graph = load_model("alexnet", batch // a["groups"])
-        facts = facts_of(graph, load("v100"), seconds_per_sample=chainer.single_s("alexnet"))
-        case = case_of(name, facts, 8, batch, wishes=wishes)
-        expected = project(case, "chainermnx", framework=chainer).phases
-        assert a["iteration"]["compute_s"] == pytest.approx(expected.compute_s), name
-        assert a["iteration"]["total_s"] == pytest.approx(expected.total_s), name
-        assert a["formulas"] == "chainermnx"
-
-
 def test_too_little_memory(run: Run) -> None:
     """In the unit of the flag."""
     at = ("--gpus", "1", "--strategy", "serial", "--max-memory", "0.0005")
@@ -249,39 +190,6 @@ def test_a_strategy_that_cannot_be_is_a_line(run: Run) -> None:
     assert {("filter", "8"), ("data+filter", "2")} <= {tuple(row[:2]) for row in rows}
     assert "by layer 'features.0' with 6 output channels" in " ".join(text.split())
     assert "Times and memory are of layerwise.run on this machine, by the cost tables." in " ".join(text.split())
-
-
-def test_growth_that_was_fitted_is_off_by_default_and_marked(run: Run) -> None:
-    at = ("resnet50", "--profile", "v100", "--batch", "16", "--gpus", "64", "--strategy", "data,df")
-    plain, fitted = (
-        {a["strategy"]: a["iteration"] for a in json.loads(run(*at, "--json", "--formulas", form))["answers"]}
-        for form in ("chainermnx", "chainermnx:fitted")
-    )
-    assert fitted["data"] == plain["data"]
-    grown = 64 * 54 * framework("chainermnx", "bars", fitted=True).growth_s
-    assert fitted["df"]["total_s"] - plain["df"]["total_s"] == pytest.approx(grown)
-    assert "FITTED" in run(*at, "--formulas", "chainermnx:fitted")
-
-
-def test_memory_of_closed_forms_is_the_tables_unless_gamma_is_given(run: Run) -> None:
-    """They count what a framework uses again."""
-    at = (
-        *("alexnet", "--profile", "v100", "--batch", "2048", "--gpus", "1,2", "--strategy", "data,pipeline"),
-        *("--optimizer", "adam", "--json"),
-    )
-    tables, closed, naive = (
-        {(a["strategy"], a["gpus"]): a for a in json.loads(run(*at, *more))["answers"]}
-        for more in ((), ("--formulas", "as-run"), ("--formulas", "as-run", "--gamma", "1"))
-    )
-    for key, a in closed.items():
-        assert a["memory_bytes"] == tables[key]["memory_bytes"]
-    assert (closed["data", 2]["fits"], naive["data", 2]["fits"]) == (True, False)
-
-
-def test_json_has_no_infinity() -> None:
-    assert json.loads(json_text({"x": 1.5})) == {"x": 1.5}
-    with pytest.raises(LayerwiseError, match="beyond the range of numbers"):
-        json_text({"x": [float("inf")]})
 
 
 def test_long_names_of_strategies(run: Run) -> None:

@@ -16,7 +16,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load as load_profile
 from layerwise.machine.curves import Curve, Links
-from layerwise.oracle.formulas.pipeline import (
+from layerwise.oracle.pipeline import (
     PipelineStage,
     balanced,
     crossing_bytes,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from layerwise.oracle.ask import Asked
-from layerwise.oracle.formulas.phases import Phases, Projection
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.question import Answer, Question
 from layerwise.oracle.report.plot import draw, draw_phases
 from layerwise.oracle.runs import Compared, Run

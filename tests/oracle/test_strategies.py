@@ -11,14 +11,17 @@ from torch import nn
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config
 from layerwise.cost.model import CostModel, CostOptions
-from layerwise.cost.price import price
+from layerwise.cost.price import complete, price
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import load_model
+from layerwise.machine import load
 from layerwise.machine import load as load_profile
+from layerwise.oracle.question import Oracle, Question, applicable
 from layerwise.oracle.strategies import Shape, UnreachableError, Wishes, gather_layer, limit, shapes, strategy
 from layerwise.plan import Plan
+from layerwise.search.grids import ProcessGrid, grid_strategy, grids
 from tests.comm.thread import run_threads
 from tests.run import plans
 
@@ -169,3 +172,21 @@ def test_runs_with_the_numbers_of_one_device(network: str, name: str, ranks: int
         plan = planned(case.graph, strategy(case.graph, name, shape), ranks)
         trained = run_threads(ranks, lambda comm, plan=plan: plans.train(case, plan, comm))
         plans.check_equal(trained, single, plan)
+
+
+def test_of_an_mlp_the_cheapest_process_grid_is_listed() -> None:
+    oracle = Oracle(Question(fuse(load_model("mlp:64x256x256x10", 1)), load("p100"), 64, "strong"))
+    assert "grid" in applicable(oracle.question.graph, oracle.node)
+    assert "grid" not in applicable(fuse(load_model("lenet5", 1)), oracle.node)
+    answer = oracle.answer("grid", 8)
+    model = oracle.model(8)
+    plans = {grid: complete(model, grid_strategy(model, grid)) for grid in grids(8, model.graph)}
+    every = {grid: price(model, plan).step_time_s for grid, plan in plans.items()}
+    best = ProcessGrid(*answer.projection.groups)
+    assert len(every) == 4
+    assert every[best] == min(every.values())
+    assert answer.projection.phases.total_s == pytest.approx(every[best])
+    assert answer.projection.phases.total_s <= oracle.answer("data", 8).projection.phases.total_s
+    assert oracle.findings(answer)
+    with pytest.raises(UnreachableError, match="at most 16,384, by the batch of 64 samples, times 256 outputs"):
+        oracle.answer("grid", 32768)

@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from layerwise.oracle.formulas.phases import Phases, Projection
+from layerwise.oracle.phases import Phases, Projection
 from layerwise.oracle.question import Answer
-from layerwise.oracle.report.text import suggestion_lines
+from layerwise.oracle.report.found import suggestion_lines
 from layerwise.oracle.strategies import Limit
 from layerwise.oracle.suggest import Budget, suggest
 from layerwise.oracle.tables import Priced
@@ -79,12 +79,6 @@ def test_one_device_has_no_runner_up() -> None:
 def test_a_strategy_is_no_runner_up_of_its_own() -> None:
     """Nor is its run on one device, which is the serial one."""
     assert suggest([answer("data", 1, 50.0), DATA], SAMPLES, Budget()).runner_up is None
-
-
-def test_closed_forms_are_not_compared_with_cost_tables() -> None:
-    closed = replace(DATA, formulas="published")
-    found = suggest([closed, answer("layerwise", 8, 1.0)], SAMPLES, Budget())
-    assert (found.best, found.runner_up) == (closed, None)
 
 
 def test_what_the_models_error_does_not_tell_apart_goes_to_data_parallelism() -> None:

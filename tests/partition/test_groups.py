@@ -26,7 +26,7 @@ def boxes(layer: Layer, config: Config, devices: int) -> list[dict[int, Box]]:
     found = []
     for _, p in layer.own_parameters():
         if p.trainable:
-            rows = brute.holders(config, layer.space, devices)
+            rows = brute.holdings(config, layer.space, devices)
             found.append({device: brute.need(p.maps, own if p.epilogue else cell) for device, cell, own in rows})
     return found
 
@@ -42,7 +42,7 @@ def test_replicas_are_the_devices_whose_parameter_boxes_are_equal(
         for (_, p), held_by in zip(
             [row for row in layer.own_parameters() if row[1].trainable], boxes(layer, config, graph.count), strict=True
         ):
-            row = replicas(cells.holding(p.epilogue), sorted({m.source for m in p.maps if m.source is not None}))[0]
+            row = replicas(cells.at(p.epilogue), sorted({m.source for m in p.maps if m.source is not None}))[0]
             assert {d for d in range(graph.count) if row[d] >= 0} == set(held_by)
             held_on = place(layer, config, graph.count, "sample").holds(p).each
             for d, box in held_by.items():
@@ -58,6 +58,6 @@ def test_weights_of_a_grouped_transposed_convolution_are_cut_between_groups() ->
     op = ConvTranspose(4, (2,), (2,), ((0, 0),), (0,), (1,), groups=2)
     network = b.finish([networks.add(b, "up", op, [x])])
     for config in brute.held(network["up"], 4):
-        row = replicas(layout((config,), network["up"].space, 4).holding(False), (1,))[0]
+        row = replicas(layout((config,), network["up"].space, 4).at(False), (1,))[0]
         (weight, _) = boxes(network["up"], config, 4)
         assert all((row[d] == row[e]) == (a == b) for d, a in weight.items() for e, b in weight.items())

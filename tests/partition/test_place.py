@@ -30,7 +30,7 @@ def test_every_device_has_the_boxes_that_counting_says(network: LayerGraph, data
         for device in range(DEVICES):
             cell, own = expected.get(device, (None, None))
             assert (at.computed.each[device], at.owned.each[device]) == (cell, own)
-        for device, cell, own in brute.holders(config, layer.space, DEVICES):
+        for device, cell, own in brute.holdings(config, layer.space, DEVICES):
             for p in layer.space.parameters:
                 assert at.holds(p).each[device] == brute.need(p.maps, own if p.epilogue else cell)
 

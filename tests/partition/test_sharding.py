@@ -39,7 +39,7 @@ def test_parts_fill_a_groups_box_and_are_a_dtensors(name: str) -> None:
                     if made is not None:
                         found += 1
                         check(made, p, computed.holds(p).each, devices)
-    assert found > 30
+    assert found > 20
 
 
 def check(made: Sharding, p: Parameter, computed: tuple, devices: int) -> None:
@@ -47,13 +47,17 @@ def check(made: Sharding, p: Parameter, computed: tuple, devices: int) -> None:
     assert placement(held, p.shape, tuple(range(devices))) is not None
     for device in range(devices):
         group = sharing(computed, device)
+        if not group:  # no part of the layer
+            assert held[device] is None
+            assert not made.rows[device]
+            continue
         parts = [held[member] for member in group]
         assert len(group) == made.members == len(set(parts))
         assert all(part & computed[device] == part for part in parts)
         assert sum(part.volume for part in parts) == computed[device].volume
         assert [part.lo for part in parts] == sorted(part.lo for part in parts)
         assert made.rows[device] == max(part.volume for part in parts)
-    assert made.total == made.members * made.rows.sum() >= sum(box.volume for box in computed)
+    assert made.total == made.members * made.rows.sum() >= sum(box.volume for box in computed if box)
     assert made.largest == made.members * made.rows.max()
 
 
@@ -74,9 +78,7 @@ def test_what_is_cut() -> None:
     assert cut(wide, 4, c=2, k=2) is None  # nobody holds the same
     assert cut(last, 8, 1, n=8) is None  # 6 elements
     assert of(graph, last, Config.of({"n": 4}), 4, 1).boxes.volume.tolist() == [2, 1, 2, 1]
-    assert [part.lo for part in of(graph, wide, Config.of({"c": 2}, "strided"), 4).boxes.each] == [
-        (0, 0), (2, 0), (4, 0), (6, 0),
-    ]  # fmt: skip
+    assert of(graph, wide, Config.of({"n": 2}, "strided"), 4).boxes.volume.tolist() == [48, 0, 48, 0]
 
 
 def test_where_states_mean_anything() -> None:

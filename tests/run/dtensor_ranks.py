@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from layerwise.comm.base import Comm
@@ -33,8 +34,8 @@ PLANS: dict[str, tuple[int, Cuts]] = {
     "mixed": (4, [{"c": 4}, {"n": 2, "c": 2}, {"c": 2, "k": 2}, {"n": 4}]),
     "spatial": (4, [{"h": 2, "c": 2}, {"c": 2, "k": 2}, {"k": 4}, {"c": 4}]),
     "states": (4, [{"n": 4} | SHARDED, {"n": 2, "c": 2} | GATHERED, {"c": 2} | SHARDED, {"n": 4} | GATHERED]),
+    "fewer": (4, [{"c": 4}, {"n": 2}, {"c": 2, "placement": "strided"}, {}]),  # layers on 2 of 4 ranks, and on one
 }
-FEWER = [{"c": 4}, {"n": 2}, {"c": 2, "placement": "strided"}, {}]  # layers on 2 of 4 ranks, and on one
 
 
 class Net(nn.Module):
@@ -116,7 +117,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adafactor": lambda ps: torch.optim.Adafactor(ps, 0.01),
     "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
     "lamb": Lamb,
-    "lbfgs": lambda ps: torch.optim.LBFGS(ps, 0.1),
 }
 
 
@@ -287,3 +287,13 @@ def moved(comm: Comm, cuts: Cuts) -> None:
     frozen.requires_grad_()
     steps(model, torch.optim.SGD(model.parameters(), 0.05), "nothing", 3, 4)
     assert not torch.equal(kept, frozen.full_tensor())
+
+
+def others(comm: Comm, cuts: Cuts) -> bool:
+    """Whether a DTensor of the user's own, beside a plan's, is left to PyTorch."""
+    made(comm, cuts)
+    mine = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (comm.size,)), [Shard(0)])
+    torch.manual_seed(comm.rank)
+    drawn = torch.rand_like(mine).to_local()
+    torch.manual_seed(comm.rank)
+    return torch.equal(drawn, torch.rand(8 // comm.size)) and mine.full_tensor().sum().item() == 28.0

@@ -14,6 +14,7 @@ from layerwise.config import SearchSpace, States
 from layerwise.cost.model import CostModel, CostOptions
 from layerwise.cost.price import price
 from layerwise.cost.terms import TRAFFIC
+from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network, network_of
@@ -24,7 +25,7 @@ from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.place import parameter_boxes, places
-from layerwise.run.state.placements import placements
+from layerwise.run.state.placements import placement, placements
 from layerwise.search.find import search
 from layerwise.search.make_plan import make_plan
 
@@ -122,7 +123,9 @@ def recomputed(plan: Plan, graph: LayerGraph, seed: int, share: float = 0.6) -> 
 def shared_out(graph: LayerGraph, plan: Plan) -> bool:
     """Whether DTensors can have the parameters' boxes, with the plan's order of devices."""
     shapes = {name: p.shape for layer in graph.layers for name, p in layer.own_parameters()}
-    return placements(parameter_boxes(graph, places(graph, plan)), shapes, plan.device_order) is not None
+    boxes, order = parameter_boxes(graph, places(graph, plan)), plan.device_order
+    everyone = placement((Box((), ()),) * len(order), (), order)
+    return everyone is not None and placements(boxes, shapes, order) is not None
 
 
 SLOW = 100.0  # times as slow as the profile: reduced networks then have about the compute : communication of whole ones
@@ -158,11 +161,10 @@ class Trained:
 
 
 def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
-    """Some steps of SGD with momentum, in float64."""
+    """Some steps of SGD with momentum, in float64 where nothing else is said."""
     free = plan.io == "free"
-    module = load(
-        plan, given.network, comm=comm, dtype=torch.float64, loss=F.cross_entropy if free else None, **options
-    )
+    options = {"dtype": torch.float64, **options}
+    module = load(plan, given.network, comm=comm, loss=F.cross_entropy if free else None, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=given.lr, momentum=0.9)
     losses, sent = [], {}
     for x, y in zip(given.inputs, given.targets, strict=True):
@@ -182,7 +184,7 @@ def train(given: Case, plan: Plan, comm: Comm, **options: object) -> Trained:
     gradients = {
         name: (boxes[name], local_part(p.grad).clone())
         for name, p in module.named_parameters()
-        if p.grad is not None and name != "idle"
+        if p.grad is not None and name in boxes
     }
     return Trained(losses, sent, module.full_state_dict(), gradients)
 

@@ -21,8 +21,10 @@ from layerwise.comm.solo import SoloComm
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.plan import Plan, parse_strategy
+from layerwise.program.instructions import Begin
 from layerwise.run.execute.autograd import Link
 from layerwise.run.load import load
+from layerwise.run.schedule.layers import Schedule
 from layerwise.run.schedule.work import Work
 from layerwise.run.trace import Trace
 from tests.comm.pool import run_ranks
@@ -87,12 +89,19 @@ def late(comm: Comm, seed: int) -> Comm:
     return comm
 
 
+def issued_early(schedule: Schedule) -> set[str]:
+    """The edges whose transfer is begun before the layer comes that needs it."""
+    layers = {layer.layer.name: layer for layer in schedule.layers}
+    begun = (one for one in schedule.program("training").instructions if isinstance(one, Begin))
+    return {layers[one.layer].edges[one.slot].what for one in begun if one.way == "forward"}
+
+
 def ahead(plan: Plan, network: Network) -> int:
     """How many edges run ahead."""
 
     def count(comm: Comm) -> int:
         module = load(plan, network, comm=comm, dtype=torch.float64)
-        return sum(edge.ahead for layer in module.schedule.layers for edge in layer.edges)
+        return len(issued_early(module.schedule))
 
     return run_threads(plan.gpus, count)[0]
 
@@ -169,7 +178,7 @@ def test_what_is_needed_later_travels_beside_computation() -> None:
                 weights_late.add(name)
                 made_at = [c.start_s for c in computed if c.name == f"{user.layer.name} (backward)"]
                 assert not user.work or begun[name] <= max(made_at)
-        return {edge.what for edge, _ in edges if edge.ahead}, beside, weights_late
+        return issued_early(made.schedule), beside, weights_late
 
     for sent_ahead, beside, weights_late in run_threads(2, rank):
         assert sent_ahead

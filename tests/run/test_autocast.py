@@ -76,7 +76,7 @@ def test_autocast_around_the_call(case: str, dtype: torch.dtype) -> None:
 def test_each_call_as_it_is_called() -> None:
     """With autocast and without, to one type and to another, in training and in evaluation."""
     model, plain, x = both(CASES["two layers"])
-    made = layerwise.parallelize(model, x, verbose=False, measure_s=0)
+    made = layerwise.parallelize(model, x, verbose=False, options=layerwise.ParallelOptions(measure_s=0))
     for training in (True, False):
         for module in (made, plain):
             module.train(training)
@@ -105,7 +105,11 @@ def test_grad_scaler() -> None:
 
     def run(comm: Comm) -> tuple[float, dict[str, Tensor]]:
         made = layerwise.parallelize(
-            copy.deepcopy(model), x[:2], strategy="data", verbose=False, measure_s=0, comm=comm
+            copy.deepcopy(model),
+            x[:2],
+            strategy="data",
+            verbose=False,
+            options=layerwise.ParallelOptions(measure_s=0, comm=comm),
         )
         return trained(made, x[made.share()])
 

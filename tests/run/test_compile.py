@@ -214,8 +214,9 @@ def test_a_segment_has_all_that_does_not_communicate(kind: str) -> None:
             alone = scheduled.work is not None and not scheduled.work.communicates
             alone = alone and not (scheduled.recompute or scheduled.gathered)
             assert (scheduled in inside) == (alone and scheduled.layer.role is Role.COMPUTE)
-        for end in schedule.blocks:
-            before = {scheduled.layer.name for scheduled in schedule.layers[: end + 1]}
+        names = [scheduled.layer.name for scheduled in schedule.layers]
+        for last in schedule.blocks:
+            before = set(names[: names.index(last) + 1])
             assert all(len({s.layer.name in before for s in segment.layers}) == 1 for segment in found)
         return [[scheduled.layer.name for scheduled in segment.layers] for segment in found]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.run.guards.boxes import plain
 from layerwise.run.module import LayeredModule
 from layerwise.run.parallel import ParallelModule
+from layerwise.run.parts import local_part
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 
@@ -24,10 +24,10 @@ def test_a_gradient_that_is_kept_stays_as_it_is(degrees: Mapping[str, int]) -> N
     def rank(made: ParallelModule) -> float:
         loss(made(SAMPLES[0][made.share()])).backward()
         kept = [p.grad for p in made.parameters()]
-        before = [plain(g).clone() for g in kept if g is not None]
+        before = [local_part(g).clone() for g in kept if g is not None]
         made.zero_grad()
         loss(made(SAMPLES[1][made.share()])).backward()
-        return max(difference(plain(g), old) for g, old in zip(kept, before, strict=True) if g is not None)
+        return max(difference(local_part(g), old) for g, old in zip(kept, before, strict=True) if g is not None)
 
     assert on_ranks(network, rank, 2, plan_of(network, 2, degrees)) == [0.0, 0.0]
 
@@ -73,4 +73,4 @@ def test_what_a_split_model_would_not_follow_is_refused() -> None:
     _, network = mlp()
     plan = plan_of(network, 2, {"c": 2})
     for text in refused(network, lambda made: setattr(made, "head", nn.Linear(6, 3)), 2, plan):
-        assert "cannot be set on the parallel module" in text
+        assert "setting 'head' of the parallel module is not supported" in text

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from layerwise.config import Config
 from layerwise.importers.load import Network
-from layerwise.run.guards.boxes import plain
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
+from layerwise.run.parts import local_part
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference
@@ -192,7 +192,7 @@ def test_an_unused_output_of_a_layer_cut_as_its_samples_are_fed(user: int | None
         one, two = made(samples[made.share()])
         (one.sum() + (two.sum() if made.comm.rank == user else 0)).backward()
         gradient = made.get_parameter("two.bias").grad
-        return None if gradient is None else plain(gradient).clone()
+        return None if gradient is None else local_part(gradient).clone()
 
     for gradient in on_ranks(network, act, 2, plan):
         assert gradient is None if user is None else gradient.tolist() == [1.0, 1.0]  # the mean over two ranks' sums
@@ -213,7 +213,7 @@ def test_statistics_of_an_average_of_weights() -> None:
         for name, value in averaged.module.state_dict().items():
             assert difference(state[name], value) <= 1e-9, name
     for text in refused(network, act, 2, plan_of(network, 2, {"h": 2})):
-        assert "'momentum' of module 'norm' was changed after the model was made parallel" in text
+        assert "'momentum' of module 'norm', which was set after the model was made parallel" in text
 
 
 @pytest.mark.parametrize("degrees", [{"n": 2}, {"c": 2}], ids=str)

@@ -236,8 +236,9 @@ def test_whole_outputs_and_any_loss_with_io_free() -> None:
     (single,) = run_threads(1, run_single(given, plan))
     for out, boxes, gradients in run_threads(3, run):
         assert difference(out, single[0]) <= 1e-9
-        for name, gradient in gradients.items():
-            assert difference(gradient, single[1][name][boxes[name].slices()]) <= 1e-9, name
+        for name, box in boxes.items():
+            if name in gradients:
+                assert difference(gradients[name], single[1][name][box.slices()]) <= 1e-9, name
 
 
 def run_single(given: Case, plan):
@@ -258,7 +259,7 @@ def test_bad_input_is_one_clear_error() -> None:
         module = load(plan, given.network, comm=comm, dtype=torch.float64)
         with pytest.raises(LayerwiseError, match="their shares of a batch of 4 are 2, 2"):
             module(given.inputs[0][:3], batch=4)
-        with pytest.raises(LayerwiseError, match="takes 1 inputs"):
+        with pytest.raises(LayerwiseError, match="missing a required argument"):
             module()
         with pytest.raises(LayerwiseError, match="and the plan is for"):
             module(given.inputs[0][module.share(), :, :5])

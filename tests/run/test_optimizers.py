@@ -1,11 +1,11 @@
-"""Optimizers on parts of parameters: those that compute element by element are right, all others are refused."""
+"""Optimizers on parts of parameters: those that compute element by element are right."""
 
 import copy
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerwise.run.parallel import ParallelModule
@@ -34,10 +34,6 @@ class Lion(Optimizer):
                 p.add_(p.grad.sign(), alpha=-group["lr"])
 
 
-class Told(Lion):
-    element_wise = True
-
-
 def matrices(params: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.1)
 
@@ -50,28 +46,6 @@ def train(model: nn.Module, make: Make, share: slice) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (torch.optim.Adafactor, "Adafactor takes a parameter as one matrix, but the plan splits"),
-        (matrices, "Muon takes a parameter as one matrix"),
-        (Lamb, "Lamb takes norms of whole parameters"),
-        (Lion, "Lion is not known to treat every element by itself"),
-        (lambda params: torch.optim.LBFGS(params), "LBFGS decides by the loss"),
-    ],
-)
-def test_an_optimizer_that_needs_whole_parameters_raises_at_its_first_step(make: Make, message: str) -> None:
-    _, network = mlp()
-
-    def act(made: ParallelModule) -> None:
-        optimizer = make(made.parameters())
-        loss(made(SAMPLES[0][made.share()])).backward()
-        optimizer.step(lambda: 0.0)
-
-    for text in refused(network, act, plan=plan_of(network, 2, {"c": 2})):
-        assert message in text
-
-
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, matrices, Lion, Lamb], ids=lambda make: make.__name__)
 def test_optimizers_of_whole_parameters_are_right_where_every_rank_holds_all(make: Make) -> None:
     module, network = mlp()
@@ -82,10 +56,24 @@ def test_optimizers_of_whole_parameters_are_right_where_every_rank_holds_all(mak
             assert difference(found[name], value) <= 1e-9, name
 
 
-def test_lbfgs_is_refused_on_several_ranks_because_their_losses_differ() -> None:
+def test_ranks_that_a_line_search_takes_apart_are_refused() -> None:
+    """It decides by the loss, and every rank has the loss of its own samples."""
     _, network = mlp()
-    for text in refused(network, lambda made: torch.optim.LBFGS(made.parameters()).step(lambda: 0.0)):
-        assert "LBFGS decides by the loss" in text
+
+    def act(made: ParallelModule) -> None:
+        optimizer = torch.optim.LBFGS(made.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            value = loss(made(SAMPLES[0][made.share()]))
+            value.backward()
+            return value
+
+        for _ in range(8):
+            optimizer.step(closure)
+
+    for text in refused(network, act):
+        assert "has other parameters than rank" in text
 
 
 @pytest.mark.parametrize("degrees", [{"c": 2}, {}], ids=str)
@@ -96,7 +84,7 @@ def test_lbfgs_is_refused_on_several_ranks_because_their_losses_differ() -> None
         lambda params: torch.optim.AdamW(params, 0.01, fused=True),
         lambda params: torch.optim.Rprop(params, 0.01),
         lambda params: Mine(params, 0.05),
-        Told,
+        Lion,
     ],
 )
 def test_element_wise_optimizers_are_right_on_a_split_plan(make: Make, degrees: dict[str, int]) -> None:

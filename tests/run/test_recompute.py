@@ -110,24 +110,6 @@ def test_all_passes_on_one_rank(loop: Loop) -> None:
     check((module, network), PICTURES, loop, 1, all_of(network, 1, 0))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_written_by_data_before_the_backward_pass_is_refused(ranks: int) -> None:
-    """Layers would be made again of other values than one device has differentiated."""
-    _, network, samples = skips()
-
-    def run(comm: Comm) -> None:
-        made = load(all_of(network, ranks, 3), network, comm=comm, dtype=torch.float64)
-        for factor in (1.0, 0.5):
-            value = loss(made(samples[made.share()]))
-            with torch.no_grad():
-                for p in made.parameters():
-                    p.data.mul_(factor)
-            value.backward()
-
-    with pytest.raises(LayerwiseError, match=r"p\.data of parameter '.*' was written to between its forward pass"):
-        run_threads(ranks, run)
-
-
 def test_late_ranks_and_accumulated_gradients() -> None:
     """Of two forward passes at once, one within no_sync; the plan's ranks come late to some layers."""
     module, network, samples = skips()
@@ -313,8 +295,8 @@ def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
         way: Redistribution = edge.redistribution
         need = way.transfer.need
         if not edge.travels:
-            return way.kept(x, block._like(dtype))
-        return None if need is None else block._like(dtype).new_zeros(need.shape)
+            return way.kept(x, block._executor.empty(dtype))
+        return None if need is None else block._executor.empty(dtype).new_zeros(need.shape)
 
     patch.setattr(room.Block, "_received", broken)
 

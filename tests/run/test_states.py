@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
-from layerwise.config import Config
 from layerwise.errors import LayerwiseError
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
@@ -175,10 +174,10 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
         penalty.backward()
         update.step()
         if isinstance(model, LayeredModule):  # when its graph has been used, what was gathered for it goes
-            leaves = [leaf for name, leaf in model._held().items() if name in model._parts]
+            leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-            assert there == tied or not any(parts.gathered for parts in model._parts.values())
+            assert there == tied or not any(parts.gathered for parts in model._working.parts.values())
 
 
 def frozen_for_a_step(model: nn.Module, share: slice) -> None:
@@ -312,26 +311,6 @@ def test_what_is_written_by_data_before_the_backward_pass() -> None:
     equal("replicated", written_by_data, (2,))
     but_tied = partial(written_by_data, but="second.")
     equal("gathered", but_tied)  # it gathers the new ones
-    for states, loop in (
-        ("sharded", but_tied),
-        ("gathered", written_by_data),
-    ):  # a weight used twice is there all along
-        with pytest.raises(LayerwiseError, match=r"p\.data of parameter '.*' was written to between its forward pass"):
-            run_threads(2, lambda comm, states=states, loop=loop: trained(comm, states, loop))
-
-
-def test_what_is_written_by_data_of_a_weight_that_is_sent() -> None:
-    """It is cut, and both layers that use it need all of it."""
-    whole = plan(2, "replicated")
-    cut = replace(whole, strategy={**whole.strategy, "second.weight": Config.of({"c": 2})})
-
-    def run(comm: Comm) -> None:
-        made = load(cut, network(), comm=comm, dtype=torch.float64)
-        steps(made, made.share(), sgd(made))
-        written_by_data(made, made.share())
-
-    with pytest.raises(LayerwiseError, match=r"p\.data of parameter 'second.weight' was written to"):
-        run_threads(2, run)
 
 
 def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
@@ -344,7 +323,7 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
         steps(model, model.share(), update, 0, 2)
         held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         held += [x for one in update.state.values() for x in one.values() if x.dim()]
-        leaves = [leaf for name, leaf in model._held().items() if name in model._parts]
+        leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
         return sum(local_part(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
 
     whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]

@@ -12,7 +12,7 @@ from layerwise.search.curve import memory_curve
 from layerwise.search.find import search
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.remedies import remedies
-from layerwise.search.report.memory import curve_dict, curve_table, draw_curve
+from layerwise.search.report.memory import curve_table, curve_values, draw_curve
 
 SPACE = SearchSpace(2)
 
@@ -38,10 +38,10 @@ def test_a_curve_falls_and_ends_where_nothing_fits() -> None:
     assert all(peak_bytes(model, best.strategy).max() <= limit for limit, best in fitting)
     times = [best.timeline.total_s for _, best in fitting]
     assert times == sorted(times)
-    told = curve_dict(curve)
+    told = curve_values(curve)
     assert [row["fits"] for row in told] == [*[True] * len(fitting), False]
     assert told[-1]["least_memory_bytes"] > limits[-1]
-    assert curve_table(curve).row_count == len(curve)
+    assert len(curve_table(curve).columns[0].cells) == len(curve)
     (axis,) = draw_curve(curve, "an MLP").axes
     assert axis.get_title() == "an MLP"
     assert len(axis.get_lines()) == 4  # three curves, and where nothing fits

@@ -17,7 +17,7 @@ from layerwise.machine import load
 from layerwise.search import find
 from layerwise.search.curve import memory_curve
 from layerwise.search.limit.variants import OFFERS
-from layerwise.search.report.as_json import as_dict
+from layerwise.search.report.values import as_dict
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 
@@ -88,15 +88,29 @@ def altered(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> list[st
     return said
 
 
+def another(strategy: dict[str, Any]) -> None:
+    """Gives the first layer another configuration, which costs something else."""
+    first = next(iter(strategy))
+    strategy[first] = {} if strategy[first] else {"n": 2}
+
+
 def worse(answer: dict[str, Any]) -> None:
-    strategy = answer["strategies"][0]
-    strategy[next(iter(strategy))] = {}
+    another(answer["strategies"][0])
+
+
+def worse_later(answer: dict[str, Any]) -> None:
+    """A strategy that nothing is proven of, found with a smaller weight of t_S."""
+    another(answer["strategies"][-1])
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (worse, "its strategy costs something else now"),
+        (worse_later, "its strategy costs something else now"),
+        (lambda answer: answer.update(kept="many"), "TypeError: a str stands where a <class 'int'> belongs"),
+        (lambda answer: answer["optima"][0].update(final_nodes=None), "TypeError: a NoneType stands where"),
+        (lambda answer: answer["optima"][0].update(order=3), "TypeError: a int stands where"),
         (lambda answer: answer.pop("optima"), "KeyError: 'optima'"),
         (lambda answer: answer["strategies"][0].popitem(), "the strategy has no configuration for layer"),
     ],

@@ -12,15 +12,11 @@ from layerwise.cost.model import CostModel, CostOptions
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import load_model
 from layerwise.machine import load
-from layerwise.mlp_grid import grid
-from layerwise.mlp_grid.grid import grids, study
-from layerwise.mlp_grid.report import show
 from layerwise.quantities import units
 from layerwise.search.find import search
-from layerwise.search.report.as_json import as_dict
-from layerwise.search.report.html import result_html
 from layerwise.search.report.limit import choices
-from layerwise.search.report.text import verdict, why_data
+from layerwise.search.report.sentences import verdict, why_data
+from layerwise.search.report.values import as_dict
 from layerwise.search.result import SearchResult
 from tests.importers.networks import chain
 
@@ -32,7 +28,7 @@ def with_memory(model: CostModel, memory_bytes: float) -> CostModel:
 
 def said(model: CostModel, result: SearchResult) -> tuple[str, str, dict[str, object]]:
     """For people, as HTML and for programs."""
-    return " ".join(verdict(model, result)), result_html(result), as_dict(model, result, "net", result.seconds)
+    return " ".join(verdict(model, result)), result._repr_html_(), as_dict(model, result, "net", result.seconds)
 
 
 def test_a_gain_within_the_models_error_is_told_and_data_parallelism_kept() -> None:
@@ -170,24 +166,6 @@ def test_one_device_may_recompute() -> None:
     assert result.least is not None
     assert result.least.bytes < result.baselines["data"].price.memory_bytes
     assert f"every plan needs at least {units(result.least.bytes, 'B')} (proven)" in said(model, result)[0]
-
-
-def test_grids_are_compared_with_the_fastest_plan_though_data_parallelism_was_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else "nothing layer-wise is predicted faster" is untrue."""
-    model = CostModel(fuse(load_model("mlp:512x512x512", 8)), load("p100").device_graph(4))
-    found = search(model, SearchSpace(4))
-    kept = replace(found, best=found.baselines["data"])
-    monkeypatch.setattr(grid, "search", lambda *_, **__: kept)
-    assert study(model, SearchSpace(4), grids(4, model.graph)).best is found.fastest
-
-
-def test_grids_that_do_not_fit() -> None:
-    model = with_memory(CostModel(fuse(load_model("mlp:64x64x64", 64)), load("p100").device_graph(4)), 1e3)
-    found = study(model, SearchSpace(4), grids(4, model.graph))
-    lines = [line for line in show(model, found).renderables if isinstance(line, str)]
-    assert "no plan fits into" in lines[-1]
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(1, True), (2, False)])

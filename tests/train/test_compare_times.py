@@ -41,7 +41,7 @@ def comparison(**parts: Part) -> Comparison:
         ({"compute_s": Part(0.5, 0.44)}, ["layer faster than its profile"]),
         ({"compute_s": Part(0.001, 0.01)}, []),  # ten times as long, and yet less than a hundredth of the step
         ({"transfers_s": Part(0.1, 0.2)}, ["link slower than its profile"]),
-        ({"transfers_s": Part(0.1, 0.1, 0.05, 3)}, ["waits 50 ms for rank 3"]),
+        ({"transfers_s": Part(0.1, 0.1, 0.05, 3)}, ["waits 50.0 ms for rank 3"]),
         ({"sync_s": Part(0.0, 0.2)}, ["link, in sums of gradients, slower than its profile"]),
         ({"statistics_s": Part(0.1, 0.2)}, ["statistics slower than its profile"]),
         ({"compute_s": Part(None, 0.2)}, []),

@@ -291,29 +291,44 @@ def test_every_epoch_is_a_new_permutation() -> None:
     assert (sampler.per_epoch, sampler.left_out) == (7, 0)
     epochs = []
     for epoch in range(3):
-        steps = [sampler.step(epoch * 7 + i) for i in range(7)]
+        steps = sampler.steps(epoch)
+        assert len(steps) == 7
         assert [len(batch) for batches in steps for batch in batches] == [8] * 6 + [2]
         epochs.append(torch.cat([batch for batches in steps for batch in batches]).tolist())
         assert sorted(epochs[-1]) == list(range(50))
         assert {sampler.epoch(epoch * 7 + i) for i in range(7)} == {epoch}
     assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0][:8] != StepSampler(50, 8, seed=5).step(0)[0].tolist()
+    assert epochs[0][:8] != StepSampler(50, 8, seed=5).steps(0)[0][0].tolist()
     assert torch.equal(order(50, 4, 1), order(50, 4, 1))
 
 
 def test_accumulated_steps_are_the_same_samples() -> None:
     small, large = StepSampler(50, 4, accumulate=3, seed=1), StepSampler(50, 12, seed=1)
     assert small.per_epoch == large.per_epoch == 5
-    for step in range(10):
-        assert torch.equal(torch.cat(small.step(step)), torch.cat(large.step(step)))
-    assert [len(batch) for batch in small.step(4)] == [2]
+    for epoch in range(2):
+        for mine, whole in zip(small.steps(epoch), large.steps(epoch), strict=True):
+            assert torch.equal(torch.cat(mine), torch.cat(whole))
+        assert [len(batch) for batch in small.steps(epoch)[4]] == [2]
 
 
 def test_a_batch_too_short_to_cut_is_left_out() -> None:
     sampler = StepSampler(count=50, batch=8, least=4)
     assert (sampler.per_epoch, sampler.left_out) == (6, 2)
-    assert sum(len(batch) for step in range(6) for batch in sampler.step(step)) == 48
+    assert [len(batch) for batches in sampler.steps(0) for batch in batches] == [8] * 6
     assert StepSampler(count=50, batch=8, least=2).left_out == 0
+
+
+def test_a_short_batch_joins_the_one_before() -> None:
+    sampler = StepSampler(count=50, batch=8, join=4, shuffle=False)
+    assert (sampler.per_epoch, sampler.left_out) == (6, 0)
+    (steps,) = {tuple(len(batch) for batches in sampler.steps(epoch) for batch in batches) for epoch in (0, 3)}
+    assert steps == (8, 8, 8, 8, 8, 10)
+    assert torch.cat([batch for batches in sampler.steps(1) for batch in batches]).tolist() == list(range(50))
+    for count, sizes in ((52, [8] * 6 + [4]), (48, [8] * 6), (3, [3])):  # half a batch; none short; no other
+        sampler = StepSampler(count=count, batch=8, join=4)
+        assert [len(batch) for batches in sampler.steps(0) for batch in batches] == sizes
+        assert sampler.per_epoch == len(sizes)
+    assert StepSampler(count=50, batch=8, least=8, join=4).left_out == 2
 
 
 def test_too_few_samples() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from layerwise.__main__ import dispatch
 from layerwise.cli import run_main
 from layerwise.run.__main__ import parser
+from tests.report.page import Page
 from tests.train.command import MLP, RESULT, environment, save_plans, strict
 
 Run = Callable[..., str]
@@ -68,6 +69,17 @@ def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["bytes_predicted"] == dict.fromkeys(result["bytes_sent"])  # a plan by hand says nothing
     assert result["compare"] is None
     assert "step 3/3" in err
+
+
+def test_a_page_has_what_was_said(run: Run) -> None:
+    said = run("one.json", "--steps", "3", "--html", "run.html")
+    assert said.rstrip().endswith("page written to run.html")
+    page = Path("run.html").read_text(encoding="utf-8")
+    found = [data for tag, data in Page(page).texts if tag in ("th", "td")]
+    assert f"{MLP} on 1 ranks, 8 samples a batch, io sample" in found
+    assert all(f"{name}  " in said for name in found[::2])
+    assert all(text in said for text in found[1::2])
+    assert page.count("<svg") == 1
 
 
 def test_training_learns_and_follows_the_seed(run: Run) -> None:
@@ -152,7 +164,7 @@ BAD = [
     ("one.json --resume", "need --checkpoint DIR"),
     ("one.json --checkpoint-every 3", "need --checkpoint DIR"),
     ("one.json --checkpoint ''", "--checkpoint is empty: name a folder"),
-    ("one.json --checkpoint a\0b", "--checkpoint a\0b: embedded null byte"),
+    ("one.json --checkpoint a\0b", r"--checkpoint a\x00b: embedded null byte"),
     ("one.json --checkpoint two.json", "--checkpoint two.json: File exists"),
     ("one.json --checkpoint two.json/ck", "--checkpoint two.json/ck: Not a directory"),
     ("one.json --checkpoint ck --data cifar", "unknown data 'cifar'"),

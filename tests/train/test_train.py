@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ from layerwise.comm.solo import SoloComm
 from layerwise.comm.together import alone
 from layerwise.config import Config
 from layerwise.errors import LayerwiseError
+from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
-from layerwise.plan import Plan
+from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
+from layerwise.run.parallel import ParallelModule
 from layerwise.train.compare import Outcome, difference, largest, outcome
-from layerwise.train.data import Data, load_data
-from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, cross_entropy, sampler
-from layerwise.train.score import evaluate
-from layerwise.train.sources import Tensors
+from layerwise.train.data import Data, StepSampler, load_data
+from layerwise.train.loop import OPTIMIZERS, Settings, Step, Trainer, sampler
+from layerwise.train.objective import Fed, TaskObjective, cross_entropy
+from layerwise.train.score import evaluate, held_out_loss
+from layerwise.train.sources import CheckedTensors
 from tests.comm.thread import run_threads
 from tests.run.small_plans import graph, network, plan
 
@@ -50,29 +54,40 @@ def data_for(found: Plan, count: int = 26) -> Data:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(count + 11, 20, generator=draw, dtype=torch.float64)
     y = torch.randint(5, (count + 11,), generator=draw)
-    return Data("random", wanted, Tensors((x[:count],), y[:count]), Tensors((x[count:],), y[count:]))
+    return Data("random", wanted, CheckedTensors((x[:count],), y[:count]), CheckedTensors((x[count:],), y[count:]))
 
 
-def trainer(found: Plan, comm: Comm, data: Data, settings: Settings, accumulate: int = 1) -> Trainer:
+def trainer(found: Plan, comm: Comm, data: Data, settings: Settings, accumulate: int = 1) -> Trainer[Fed]:
     loss = cross_entropy if found.io == "free" else None
     module = load(found, network(MLP, found.batch), comm=comm, dtype=torch.float64, loss=loss)
-    steps = sampler(found, data.train.count, accumulate, 7)
-    return Trainer(module, data, steps, settings.build(module.parameters()), settings)
+    return trainer_of(module, data, sampler(found, data.train.count, accumulate, 7), settings)
 
 
-def in_plain_torch(made: Trainer, state: dict[str, Tensor], steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def trainer_of(module: ParallelModule, data: Data, steps: StepSampler, settings: Settings) -> Trainer[Fed]:
+    objective = TaskObjective(module, data.task, data.train)
+    return Trainer(module, objective, steps, settings.build(module.parameters()), settings.clip)
+
+
+def step_of(sampler: StepSampler, step: int) -> list[Tensor]:
+    epoch, number = divmod(step, sampler.per_epoch)
+    return sampler.steps(epoch)[number]
+
+
+def in_plain_torch(
+    made: Trainer[Fed], data: Data, settings: Settings, state: dict[str, Tensor], steps: int
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of the same steps, each one batch, by PyTorch alone; and what the parameters are then."""
     model = nn.Sequential(nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 5)).double()
     model.load_state_dict(state)
-    optimizer = made.settings.build(model.parameters())
+    optimizer = settings.build(model.parameters())
     losses = []
     for step in range(steps):
-        (x,), y = made.data.train.batch(torch.cat(made.sampler.step(step)))
+        (x,), y = data.train.batch(torch.cat(step_of(made.sampler, step)))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        if made.settings.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), made.settings.clip)
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()
@@ -86,7 +101,7 @@ def trained(found: Plan, settings: Settings, steps: int, accumulate: int = 1) ->
         made = trainer(found, comm, data, settings, accumulate)
         before = made.module.full_state_dict()
         taken = list(made.run(steps))
-        losses, state = in_plain_torch(made, before, steps)
+        losses, state = in_plain_torch(made, data, settings, before, steps)
         after = made.module.full_state_dict()
         assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-4  # something was learnt
         return taken, losses, max(float((after[name] - state[name]).abs().max()) for name in state)
@@ -196,7 +211,7 @@ def test_a_sample_too_small_for_its_network_is_one_sentence() -> None:
         "normed", normed.graph.digest, 1, 1, 1, "sample", False, {layer.name: Config() for layer in normed.graph.inner}
     )
     data, module = data_for(found), load(found, normed, dtype=torch.float64)
-    made = Trainer(module, data, sampler(found, 26), Settings().build(module.parameters()), Settings())
+    made = trainer_of(module, data, sampler(found, 26), Settings())
     with pytest.raises(LayerwiseError, match=r"^the model refuses a batch of 1: Expected more than 1 value per"):
         list(made.run(1))
 
@@ -218,25 +233,26 @@ class Judged(nn.Module):
         return nn.functional.cross_entropy(self.linear(x), target, reduction=self.reduction)
 
 
+def judged(reduction: str, io: Literal["sample", "free"], batch: int) -> tuple[Plan, Network, nn.Module]:
+    """Split by samples over three ranks."""
+    model = Judged(reduction).double()
+    own = network_of(model, (torch.randn(2, 20).double(), torch.zeros(2, dtype=torch.int64)), batch, "judged")
+    fused = fuse(own.graph)
+    strategy = parse_strategy({layer.name: {"n": 3} for layer in own.graph.inner}, fused, 3)
+    return Plan("judged", fused.digest, batch, 3, 3, io, True, strategy), own, model
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("io", ["sample", "free"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_of_the_models_own(reduction: str, io: str, accumulate: int) -> None:
-    model = Judged(reduction).double()
-    own: Network = network_of(model, (torch.randn(2, 20).double(), torch.zeros(2, dtype=torch.int64)), 6, "judged")
-    inner = [layer.name for layer in own.graph.inner]
-    from layerwise.graph.fuse import fuse
-    from layerwise.plan import parse_strategy
-
-    fused = fuse(own.graph)
-    strategy = parse_strategy({name: {"n": 3} for name in inner}, fused, 3)
-    found = Plan("judged", fused.digest, 6, 3, 3, io, True, strategy)
-    data = replace(data_for(found), task=load_data("synthetic", fused).task)
+def test_a_loss_of_the_models_own(reduction: str, io: Literal["sample", "free"], accumulate: int) -> None:
+    found, own, model = judged(reduction, io, batch=6)
+    data = replace(data_for(found), task=load_data("synthetic", fuse(own.graph)).task)
 
     def rank(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
         module = load(found, own, comm=comm, dtype=torch.float64)
         settings, steps = Settings("sgd", lr=0.01), sampler(found, 26, accumulate, 7)
-        made = Trainer(module, data, steps, settings.build(module.parameters()), settings)
+        made = trainer_of(module, data, steps, settings)
         losses = [step.loss for step in made.run(5)]
         assert evaluate(module, data) is None
         return losses, module.full_state_dict()
@@ -246,7 +262,7 @@ def test_a_loss_of_the_models_own(reduction: str, io: str, accumulate: int) -> N
     plain = []
     steps = sampler(found, 26, accumulate, 7)
     for step in range(5):
-        (x,), y = data.train.batch(torch.cat(steps.step(step)))
+        (x,), y = data.train.batch(torch.cat(step_of(steps, step)))
         optimizer.zero_grad()
         loss = model(x, y)
         loss.backward()
@@ -256,6 +272,22 @@ def test_a_loss_of_the_models_own(reduction: str, io: str, accumulate: int) -> N
         assert losses == pytest.approx(plain, rel=1e-12)
         for name, value in model.state_dict().items():
             assert torch.allclose(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_held_out_loss_of_ranks_with_unequal_shares(reduction: str) -> None:
+    """It used to be the mean of the ranks' means."""
+    found, own, model = judged(reduction, "sample", batch=5)
+    data = replace(data_for(found), task=load_data("synthetic", fuse(own.graph)).task)  # 11 held out: two batches
+
+    def rank(comm: Comm) -> float | None:
+        return held_out_loss(load(found, own, comm=comm, dtype=torch.float64), data)
+
+    assert data.held_out is not None
+    (x,), y = data.held_out.batch(torch.arange(10))
+    with torch.no_grad():
+        plain = sum(model(x[i : i + 5], y[i : i + 5]).item() for i in (0, 5)) / 2
+    assert run_threads(3, rank) == [pytest.approx(plain, rel=1e-12)] * 3
 
 
 # --------------------------------------------------------------------------------------------------- comparison

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise import checkpoint, parallelize
+from layerwise import ParallelOptions, checkpoint, parallelize
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.config import Config, SearchSpace
@@ -31,8 +31,8 @@ from layerwise.search.find import candidate, search
 from layerwise.search.halos import search_halos
 from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
-from layerwise.search.report.memory import curve_dict, curve_table
-from layerwise.search.report.text import halo_lines
+from layerwise.search.report.memory import curve_table, curve_values
+from layerwise.search.report.sentences import halo_lines
 from layerwise.search.result import SearchResult
 from layerwise.train.report import KINDS, Result
 from layerwise.volumes.loader import BoxLoader
@@ -148,7 +148,9 @@ def test_parallelize_takes_it_from_a_profile(tmp_path: Path, capsys: pytest.Capt
     network = Drops().double()
 
     def loss(comm: Comm) -> float:
-        model = parallelize(deepcopy(network), (x,), io="boxes", profile=tmp_path / "slow.json", comm=comm)
+        model = parallelize(
+            deepcopy(network), (x,), io="boxes", options=ParallelOptions(profile=tmp_path / "slow.json", comm=comm)
+        )
         assert model.plan.halos_sent == (("x",) if comm.size > 1 else ())
         return float(model(x[model.read_boxes()["x"].slices()]).item())
 
@@ -197,5 +199,5 @@ def test_a_memory_curve_sends_halos_where_that_is_cheaper() -> None:
             assert point.best is None or ("x.cells" in point.best.strategy) == bool(point.halos_sent)
         with_reading_s = first.timeline.total_s + first.reading_s
         assert with_reading_s <= min(alone.halos.read_s, alone.halos.sent_s)
-        assert curve_dict(curve)[0]["halos_sent"] == list(curve[0].halos_sent)
-        assert curve_table(curve).columns[-1].header == "halos"
+        assert curve_values(curve)[0]["halos_sent"] == list(curve[0].halos_sent)
+        assert curve_table(curve).columns[-1].heading == "halos"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
+import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,10 @@ from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import load_data
 from layerwise.train.loop import Settings, Trainer, sampler
+from layerwise.train.objective import TaskObjective
 from layerwise.volumes.loader import BoxLoader
 from layerwise.volumes.predict import predict
+from layerwise.volumes.sources import source_of
 from tests.comm.thread import run_threads
 from tests.run.plans import priced, random_plan
 from tests.volumes.networks import EXTENT, samples, segments
@@ -184,9 +189,8 @@ def test_layerwise_run_feeds_boxes() -> None:
         plan = spatial(2, comm.size)
         module = load(plan, network, comm=comm, dtype=torch.float64)
         steps = sampler(plan, data.train.count, 1, 0)
-        return [
-            step.loss for step in Trainer(module, data, steps, settings.build(module.parameters()), settings).run(2)
-        ]
+        objective, optimizer = TaskObjective(module, data.task, data.train), settings.build(module.parameters())
+        return [step.loss for step in Trainer(module, objective, steps, optimizer).run(2)]
 
     losses = run(SoloComm())
     assert all(mine == pytest.approx(losses, rel=1e-9) for mine in run_threads(2, run))
@@ -354,6 +358,68 @@ def test_ranks_write_their_boxes(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_an_older_prediction_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    """Where predict is killed nothing else is done: what is at the path meanwhile is what would be there then."""
+    _, network, graph = segments(2, loss=False)
+    x, _ = samples(4)
+    out = tmp_path / "out.npy"
+    np.save(out, np.ones(3))
+    found: list[Any] = []
+
+    def run(comm: Comm) -> None:
+        module = load(random_plan(graph, comm.size, 5, "boxes"), network, comm=comm, dtype=torch.float64)
+        module.register_forward_hook(lambda *_: found.append(np.load(out).tolist()))
+        predict(module, BoxLoader(module, x), out)
+
+    run_threads(2, run)
+    assert found == [[1.0] * 3] * 4
+    assert np.load(out).shape == (4, 3, *(EXTENT,) * 3)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def flipped_headers(folder: Path) -> Iterator[Path]:
+    """A .npy with each of its header's bits the other way."""
+    np.save(folder / "good.npy", np.zeros((3, 4)))
+    good = (folder / "good.npy").read_bytes()
+    for bit in range(128 * 8):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << bit % 8
+        (folder / "bad.npy").write_bytes(content)
+        yield folder / "bad.npy"
+
+
+def forged_zarrs(folder: Path) -> Iterator[Path]:
+    """Zarr arrays of both formats whose descriptions are odd."""
+    for version, file in ((2, ".zarray"), (3, "zarr.json")):
+        array = folder / f"{version}.zarr"
+        zarr.create_array(array, shape=(3, 4), chunks=(1, 4), dtype="f4", zarr_format=version)[:] = 1
+        text = (array / file).read_text()
+        described = json.loads(text)
+        texts = ["[]", "null", "", "3", *(json.dumps(described | {k: v}) for k in described for v in (None, [], 0))]
+        grid = re.sub(r'("chunks"|"chunk_shape"): *\[\s*1,', r"\1: [0,", text)
+        for one in (*texts, grid, *(text.replace("3", n, 1) for n in ("-3", "1e300", str(2**70)))):
+            (array / file).write_text(one)
+            yield array
+
+
+@pytest.mark.parametrize("files", [flipped_headers, forged_zarrs])
+def test_a_file_whose_header_is_damaged_is_read_or_refused(
+    files: Callable[[Path], Iterator[Path]], tmp_path: Path
+) -> None:
+    refused: list[bool] = []
+    for path in files(tmp_path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                source = source_of(path, "x", None, (4,))
+                assert len(source) >= 0
+                source.read(0, (slice(0, 2),))
+            except LayerwiseError as error:
+                refused.append(str(path) in str(error))
+    assert len(refused) > 20
+    assert all(refused)
+
+
 def test_what_predict_refuses(tmp_path: Path) -> None:
     _, network, graph = segments(2, loss=False)
     x, _ = samples(3)
@@ -367,7 +433,7 @@ def test_what_predict_refuses(tmp_path: Path) -> None:
         (BoxLoader(module, whole, flip="d"), tmp_path / "a.npy", 0, "does not shuffle, crop, flip"),
         (BoxLoader(module, whole), tmp_path / "a.npy", 1, "there is no number 1"),
         (BoxLoader(module, whole), tmp_path / "a.txt", 0, "makes .npy files"),
-        (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "cannot write"),
+        (BoxLoader(module, whole), tmp_path / "none" / "a.npy", 0, "a.npy' cannot be written"),
         (BoxLoader(module, whole), np.zeros((1, *shape)), 0, "what it is to write into has shape"),
         (BoxLoader(module, whole), np.zeros((2, *shape), np.int32), 0, "predict writes float64, and .* has int32"),
         (BoxLoader(module, whole), [1], 0, "cannot write into a list"),

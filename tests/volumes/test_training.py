@@ -16,6 +16,7 @@ from layerwise import checkpoint
 from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from layerwise.examples import brain as brain_data
 from layerwise.geometry import Box
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
@@ -24,9 +25,10 @@ from layerwise.importers.with_loss import with_loss
 from layerwise.plan import Plan
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.train import crops, score
+from layerwise.train import score
 from layerwise.train.data import Data, load_data
-from layerwise.train.loop import Settings, Trainer, cross_entropy, sampler
+from layerwise.train.loop import Settings, Trainer, sampler
+from layerwise.train.objective import TaskObjective, cross_entropy
 from layerwise.train.report import KINDS, Result
 from layerwise.train.score import Score, evaluate, held_out_loss, predicting
 from tests.comm.thread import run_threads
@@ -40,8 +42,8 @@ def brain(monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Data]:
     rng = np.random.default_rng(0)
     volume = rng.normal(size=(1, 48, 20, 17)).astype(np.float32)
     classes = (volume[0] > 0).astype(np.int64) + (volume[0] > 1)
-    monkeypatch.setattr(crops, "mni152", lambda: (volume, classes))
-    monkeypatch.setattr(crops, "HELD_OUT", 3)
+    monkeypatch.setattr(brain_data, "read_brain", lambda: (volume, classes))
+    monkeypatch.setattr(brain_data, "HELD_OUT", 3)
     given = small_unet()
     return given, load_data("mni152", given.graph)
 
@@ -67,7 +69,7 @@ def test_a_box_is_that_of_the_crop(brain: tuple[Case, Data]) -> None:
     assert torch.equal(classes, (image[:, 0] > 0).long() + (image[:, 0] > 1))
     assert not torch.equal(image[0], image[1])
     of_image, of_classes = Box((1, 0, 2, 0, 5), (2, 1, 9, 16, 12)), Box((0, 3, 4, 0), (2, 5, 5, 16))
-    assert isinstance(data.train, crops.Crops)
+    assert isinstance(data.train, brain_data.Crops)
     (part,), classes_of_it = data.train.boxes(numbers, of_image, of_classes)
     assert torch.equal(part, image[of_image.slices()])
     assert torch.equal(classes_of_it, classes[of_classes.slices()])
@@ -80,11 +82,11 @@ def test_boxes_train_as_one_device_and_others_go_on(brain: tuple[Case, Data], tm
     def run(comm: Comm, first: int, steps: int, seed: int) -> tuple[list[float], Score]:
         plan = cut_somewhere(given, comm.size, seed)
         module = load(plan, given.network, comm=comm, dtype=torch.float64, loss=cross_entropy)
-        settings = Settings("adam")
-        optimizer = settings.build(module.parameters())
+        optimizer = Settings("adam").build(module.parameters())
         if first:
             checkpoint.load(tmp_path, module, optimizer)
-        trainer = Trainer(module, data, sampler(plan, data.train.count), optimizer, settings)
+        objective = TaskObjective(module, data.task, data.train)
+        trainer = Trainer(module, objective, sampler(plan, data.train.count), optimizer)
         losses = [step.loss for step in trainer.run(steps, first)]
         if comm.size == 2:
             checkpoint.save(tmp_path, module, optimizer, {})
@@ -170,7 +172,8 @@ def test_a_dice_loss_trains_as_one_device(
         module = load(plan, network, comm=comm, dtype=torch.float64)
         settings = Settings("sgd", accumulate=2)
         steps = sampler(plan, data.train.count, settings.accumulate)
-        trainer = Trainer(module, data, steps, settings.build(module.parameters()), settings)
+        objective = TaskObjective(module, data.task, data.train)
+        trainer = Trainer(module, objective, steps, settings.build(module.parameters()))
         losses = [step.loss for step in trainer.run(2)]
         assert evaluate(module, data) is None
         told = evaluate(*predicted(module, data))

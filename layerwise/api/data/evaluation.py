@@ -11,7 +11,7 @@ from torch import Tensor
 from layerwise.api.data.feed import Feed
 from layerwise.api.loop import losses
 from layerwise.run.parallel import ParallelModule
-from layerwise.train.loop import filled_batches
+from layerwise.train.objective import filled_batches
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of some samples -> the mean over these
 

@@ -97,7 +97,8 @@ class Feeding:
         self.module, self.live = module, dict[object, tuple[int, bool]]()
         self._gathering = 0
         layers, batch = module.graph.layers, module.graph.batch
-        self._by_sample = [layer.out.index("n") == 0 for layer in layers if type(layer.op) is Input]
+        rows = {layer.name for layer in layers if type(layer.op) is Input and layer.out.index("n") == 0}
+        self._by_sample = [path for path, leaf in module._arguments.leaves.items() if leaf.name in rows]
         sink = layers[-1]
         losses = any(name in module.graph.losses for name in sink.inputs)
         self._rows = not losses and all(x.index("n") == 0 and x.shape[0] == batch for x in sink.specs)
@@ -113,20 +114,23 @@ class Feeding:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gathering = 0
         module = self.module
-        if not self.live or named or module.io == "free" or len(inputs) != len(self._by_sample):
+        if not self.live or "batch" in named or module.io == "free" or module._arguments.takes("batch"):
             return None
-        given = {x.shape[0] for x, rows in zip(inputs, self._by_sample, strict=True) if rows and x.dim()}
+        flat = module._arguments.named(inputs, named)
+        by_sample = [x for path in self._by_sample if isinstance(x := flat.get(path), Tensor) and x.dim()]
+        given = {x.shape[0] for x in by_sample}
         of = reversed(self.live.values())
         size, whole = next((one for one in of if given == {one[0] if one[1] else self._shares(one[0])[0]}), (0, False))
         if size and not whole:
-            return inputs, {"batch": size}
+            return inputs, named | {"batch": size}
         others = {count for size, whole in self.live.values() if not whole for count in self._shares(size)}
         alone = torch.is_grad_enabled() or not self._rows or module.comm.size == 1 or size in others
         if alone or size < self.least():
             return None
         self._gathering, share = size, module.share(size)
-        mine = tuple(x[share] if rows else x for x, rows in zip(inputs, self._by_sample, strict=True))
-        return mine, {"batch": size}
+        cut = set(map(id, by_sample))
+        mine, by_name = pytree.tree_map_only(Tensor, lambda x: x[share] if id(x) in cut else x, (inputs, named))
+        return mine, by_name | {"batch": size}
 
     def _shares(self, size: int) -> list[int]:
         """Samples of a batch that this rank has, then those that the others have."""
@@ -159,7 +163,7 @@ class Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         module, drawn = self.feeding.module, self._drawn()
-        if not self.whole or module.io == "free":
+        if not self.whole or self.joining():
             _join(drawn, self.feeding.least())
         self.sizes = deque(map(len, drawn))
         for numbers in drawn:
@@ -171,7 +175,9 @@ class Shares(Sampler[list[int]]):
     def joining(self) -> int:
         """Samples of a last batch that is too small for the plan's cuts, and so joins the one before; else 0."""
         theirs = self.theirs
-        split = not self.whole or self.feeding.module.io == "free"
+        split = not self.whole or (
+            self.feeding.module.io == "free" and getattr(theirs, "batch_size", 0) >= self.feeding.least()
+        )
         if not split or not isinstance(theirs, BatchSampler) or theirs.drop_last:
             return 0
         left = len(_sized(theirs.sampler)) % theirs.batch_size

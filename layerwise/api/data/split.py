@@ -44,20 +44,32 @@ def split(
     remainder: Remainder = "short",
     verbose: bool = True,
 ) -> Share:
-    """This rank's share of a map-style `dataset`; all ranks call it alike, and together they have every sample once.
+    """Returns this rank's share of a map-style data set; all ranks call it alike, and together they have all of it.
 
         share = layerwise.split(dataset, model)                      # after layerwise.parallelize
         loader = DataLoader(share, share.batch_size)
 
-    batch: samples of all ranks together (default: the model's). Then batch i of all ranks' loaders (without shuffling)
-    together is batch i of one device's: the numbers are equal to one device's, step by step. Without model and batch a
-    share is one contiguous part of the data.
+    Batch i of all ranks' loaders (without shuffling) together is batch i of one device's: the numbers are equal to one
+    device's, step by step. Without model and batch a share is one contiguous part of the data.
 
-    remainder: what becomes of a last batch that is not whole. "short": it is split as evenly as it goes, so all numbers
-    stay those of one device; some ranks may have a sample less.
-    "repeat": the first samples fill it up, so these count twice, as with torch's DistributedSampler. "leave out": it is
-    not used. Rank 0 prints which of these happened, in one line.
-    LayerwiseError where there are fewer samples than ranks, or the last batch has.
+    Args:
+        dataset: Samples by number.
+        model: What `parallelize` returned.
+        batch: Samples of all ranks together. None: the model's.
+        remainder: What becomes of a last batch that is not full. "short": it is split as evenly as it goes; some ranks
+            may have a sample less. "repeat": the first samples fill it up, so these count twice, as with torch's
+            DistributedSampler. "leave out": it is not used.
+        verbose: Rank 0 prints which of these happened, in one line.
+
+    Returns:
+        The share, a Dataset; its `batch_size` is for a DataLoader.
+
+    Raises:
+        LayerwiseError: There are fewer samples than ranks, or the last batch has.
+
+    Examples:
+        >>> len(split(range(10), batch=4, verbose=False))  # on one rank
+        10
     """
     if batch is not None:
         at_least_1("batch", batch)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
+from layerwise.run.guards.refusing import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import now_s
 
@@ -30,7 +31,7 @@ class Accumulate:
         if dims - {"n"}:
             raise LayerwiseError(
                 f"sync_every={every} is for data parallelism, but the plan splits {', '.join(sorted(dims - {'n'}))}, "
-                "too: add strategy='data', or leave sync_every out"
+                f"too: {AS_WRITTEN}, or leave ParallelOptions' sync_every out"
             )
         self.module, self.every, self.done = module, every, 0
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -44,7 +45,7 @@ class Accumulate:
         return pytree.tree_map_only(Tensor, self._mark, outputs)
 
     def _mark(self, x: Tensor) -> Tensor:
-        marked: Tensor = _Marked.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
+        marked: Tensor = _MarkedOutput.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
         return marked
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class Accumulate:
                 parameter.grad /= self.every
 
 
-class _Marked(torch.autograd.Function):
+class _MarkedOutput(torch.autograd.Function):
     """An output as it is; its backward comes before the module's."""
 
     @staticmethod

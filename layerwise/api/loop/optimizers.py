@@ -11,12 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from layerwise.cost.compute.roofline import OPTIMIZERS as PLANNED
 from layerwise.errors import LayerwiseError
 from layerwise.plan import nearest
-from layerwise.run.guards.optimizers import suits
+from layerwise.run.guards.refusing import AS_WRITTEN
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.loop import OPTIMIZERS, Settings
 
 Wanted = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = LRScheduler | Callable[[Optimizer], LRScheduler]
+# By lower-case names, because such classes come from many packages: they take a parameter as one matrix.
+MATRICES = frozenset(("adafactor", "muon", "shampoo", "distributedshampoo", "soap", "galoreadamw"))
 UNFIT = {"LBFGS": "is stepped with a closure", "SparseAdam": "takes sparse gradients only"}  # for `fit`'s loop
 
 
@@ -60,8 +62,11 @@ def build(wanted: Wanted, model: object, module: ParallelModule) -> Optimizer:
         trained = [p for p in module.parameters() if p.requires_grad]
         made = Settings(wanted).build(trained) if isinstance(wanted, str) else wanted(trained)
         _check_kind(type(made))
-    if module.comm.size > 1:
-        suits(type(made), module.form)
+    if module.comm.size > 1 and module.cut and any(base.__name__.lower() in MATRICES for base in type(made).__mro__):
+        raise LayerwiseError(
+            f"{type(made).__name__} takes a parameter as one matrix, but the plan splits the parameters over the "
+            f"ranks: take an element-wise optimizer such as SGD or AdamW, or {AS_WRITTEN}"
+        )
     return made
 
 

@@ -28,7 +28,7 @@ from layerwise.search.limit.variants import OFFERS
 from layerwise.search.make_plan import make_plan
 from layerwise.search.remedies import remedies
 from layerwise.search.report.limit import nothing_fits
-from layerwise.search.report.text import halo_lines
+from layerwise.search.report.sentences import halo_lines
 from layerwise.search.result import Candidate, SearchResult
 from layerwise.tensorfile import dtype_name
 
@@ -59,6 +59,7 @@ class Request:
     local_batch_norm: bool = False
     autocast: torch.dtype | None = None  # mixed precision: the type of the torch.autocast around the model's calls
     io: Literal["boxes"] | None = None  # what each rank feeds; None: its samples, where there are enough
+    inference: bool = False  # for the forward pass alone
 
     @property
     def precision(self) -> str:
@@ -84,6 +85,7 @@ class Planner:
             optimizer=self.request.optimizer,
             dtype=dtype if dtype in self.profile.processor.peak_flops else "float32",
             local_batch_norm=self.request.local_batch_norm,
+            kind="inference" if self.request.inference else "training",
         )
 
     @property
@@ -175,7 +177,7 @@ def fixed_layers(model: CostModel, strategy: Strategy | None) -> dict[str, Confi
             )
         try:
             configs[name] = parse(degrees, layers[name].space.dims, model.devices.count, name)
-            holding.check(layers[name], configs[name], model.devices.count)
+            holding.check(layers[name], configs[name])
         except LayerwiseError as error:
             alone = model.devices.count == 1 and "devices" in str(error)
             raise LayerwiseError(f"{error}: start the script with torchrun" if alone else str(error)) from None

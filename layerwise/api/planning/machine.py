@@ -39,5 +39,5 @@ def built_in(world: World) -> Machine:
         return Machine(load_profile(name), f"built-in profile {name}; nothing was measured here")
     return Machine(
         load_profile(NEAREST),
-        f"built-in profile {NEAREST}, for want of one of {world.device}: give profile= for plans that fit it",
+        f"built-in profile {NEAREST}, for want of one of {world.device}: ParallelOptions(profile=...) names another",
     )

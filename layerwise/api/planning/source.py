@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from layerwise.errors import LayerwiseError
+from layerwise.importers.as_written import as_written
 from layerwise.importers.load import Network, load_network, network_of
+from layerwise.importers.torch.read.arguments import Call, call_of
 from layerwise.ops.base import Role
+from layerwise.run.guards.hooks import without_hooks
 from layerwise.tensorfile import dtype_name
 
-ExampleInputs = Tensor | tuple[Tensor, ...] | list[Tensor]
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
-def examples_of(example_inputs: object, model: object) -> tuple[Tensor, ...]:
-    """The tensors of one rank, as the model is called with. LayerwiseError for anything else."""
-    given = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
+def examples_of(example_inputs: object, model: object) -> tuple[Call, tuple[Tensor, ...]]:
+    """What one rank calls the model with, and the tensors in that. LayerwiseError for anything else."""
     if example_inputs is None and not isinstance(model, nn.Module):
-        return ()
-    for i, x in enumerate(given):
-        if not isinstance(x, Tensor):
-            what = "example_inputs" if not isinstance(example_inputs, tuple | list) else f"example_inputs[{i}]"
-            raise LayerwiseError(
-                f"{what} is of type {type(x).__name__}: give the tensor that one rank calls the model with, or a tuple "
-                "of such tensors"
-            )
+        return ((), {}), ()
+    call = call_of(model, example_inputs)
+    leaves = pytree.tree_leaves(call)
+    odd = [x for x in leaves if not isinstance(x, Tensor | int | float | str | NoneType)]
+    if odd or not any(isinstance(x, Tensor) for x in leaves):
+        what = f"example_inputs has a {type(odd[0]).__name__}" if odd else "example_inputs has no tensor"
+        raise LayerwiseError(f"{what}: give the tensor that one rank calls the model with, or a tuple of such tensors")
+    given = tuple(x for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
     if not given or given[0].dim() == 0 or given[0].shape[0] < 1:
         raise LayerwiseError("example_inputs has no samples: its first tensor needs a first dimension of at least 1")
-    return given
+    return call, given
 
 
 def device_of(model: object, examples: tuple[Tensor, ...]) -> torch.device:
@@ -63,15 +69,14 @@ def dtype_of(network: Network) -> torch.dtype:
     return dtype
 
 
-def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
-    """The network at `batch` samples of all ranks together.
+def network(model: Model, call: Call, batch: int) -> Network:
+    """The network at `batch` samples of all ranks together. call: what one rank calls the model with.
 
     A module keeps its tensors: `Network.stored` reads the model's own. A file (.onnx, .pt2) comes with its weights.
     """
     if isinstance(model, nn.Module):
-        where = next((t.device for t in (*model.parameters(), *model.buffers())), examples[0].device)
-        there = [torch.empty_like(x, device=where) if x.is_meta else x.to(where) for x in examples]
-        made = network_of(model, there, batch, type(model).__name__)
+        positional, named = _there(model, call)
+        made = network_of(model, positional, batch, type(model).__name__, named)
         _check_types(made)
         return made
     if isinstance(model, ExportedProgram):
@@ -82,6 +87,25 @@ def network(model: Model, examples: tuple[Tensor, ...], batch: int) -> Network:
             ".onnx or .pt2 file"
         )
     return load_network(os.fspath(model), batch)
+
+
+def network_as_written(model: nn.Module, call: Call, batch: int, why: LayerwiseError) -> Network:
+    """The model as one layer, which is not split: see `importers.as_written`."""
+    with without_hooks(model):
+        return replace(as_written(model, _there(model, call), batch, why), itself=True)
+
+
+def _there(model: nn.Module, call: Call) -> Call:
+    """The call where the model is: on the meta device, where a part of it is."""
+    given = (x.device for x in pytree.tree_leaves(call) if isinstance(x, Tensor))
+    devices = [t.device for t in (*model.parameters(), *model.buffers())] or [next(given)]
+    where = next((device for device in devices if device.type == "meta"), devices[0])
+
+    def there(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device=where) if x.is_meta else x.to(where)
+
+    made: Call = pytree.tree_map_only(Tensor, there, call)
+    return made
 
 
 def _check_types(made: Network) -> None:

@@ -18,6 +18,7 @@ from layerwise.machine.layer_times import CellTime, Extents, LayerTimes
 from layerwise.ops.base import Role
 from layerwise.partition.fullest import fullest
 from layerwise.partition.layout import Layout
+from layerwise.program import Kind
 
 LAYER = "runtime layer"  # what the runtime takes for any layer beside its kernels
 COPY = "runtime copy"  # of what a rank keeps of a tensor that travels; its extents are the bytes
@@ -48,6 +49,7 @@ class Measurements:
     dtype: str
     optimizer: str
     local_batch_norm: bool
+    kind: Kind = "training"
 
     @cached_property
     def fit(self) -> Fit:
@@ -60,20 +62,23 @@ class Measurements:
         roofline = update_roofline(layer, layout, self.processor, self.optimizer)
         (update,) = self._looked_up(update_name(self.optimizer), sizes(layer, cell), (roofline,))
         if layer.role is Role.TIED:
-            return _time(np.zeros((count, 3)), np.zeros((count, 3)), update)
+            return _time(np.zeros((count, 3)), np.zeros((count, 3)), update * (self.kind == "training"))
         name = signature(layer, wanted, uses)
         rows = extents(layer, layout, cell, local_batch_norm=self.local_batch_norm)
         forward, backward = self._looked_up(name, rows, rooflines(layer, layout, wanted, self.processor, self.dtype))
+        if self.kind == "inference":
+            backward = update = np.zeros_like(forward)
         return _time(forward, backward, update)
 
     def sink_time(self, layer: Layer, layout: Layout) -> ComputeTime:
         """What a step takes beside its layers: the loss, and the runtime itself. 0 where that was not measured."""
         rows = extents(layer, layout, fullest(layer, layout), local_batch_norm=False)
-        cells_known = self.times.cells.get(loss_name(layer), {})
+        training = self.kind == "training"
+        cells_known = self.times.cells.get(loss_name(layer), {}) if training else {}
         losses = [cells_known.get(row, NONE) for row in rows]
         step = self.times.cells.get(step_name(self.optimizer), {}).get((), NONE)
         forward = np.array([time.forward_s + step.forward_s for time in losses])
-        backward = np.array([time.backward_s + step.backward_s for time in losses])
+        backward = np.array([time.backward_s + step.backward_s for time in losses]) * training
         zeros = np.zeros(len(rows))
         return ComputeTime(forward, backward, zeros, forward + backward, zeros)
 

@@ -49,7 +49,8 @@ class ComputeTime:
 class Roofline:
     """One direction of a layer under C configurations. seconds: of its kernels, each bound by the longest of launch,
     arithmetic and memory; kernels, arithmetic_s, memory_s: the sums of these by themselves; weights_s: of `seconds`,
-    that of the gradient of the main operator's weights. All of shape (C,)."""
+    that of the gradient of the main operator's weights. All of shape (C,).
+    """
 
     def __init__(self, count: int, processor: Processor) -> None:
         self.processor = processor

@@ -69,9 +69,8 @@ class AllocationTracker:
         self._of = {kind: np.zeros(devices) for kind in kinds}
         self._fullest = {kind: np.zeros(devices) for kind in kinds}
         self._log: list[tuple[Floats, Kind, bool]] = []  # what comes, of which kind, and whether it stays
-        self._where: dict[
-            int, tuple[Devices, Floats]
-        ] = {}  # by the id of (N,) bytes, which are kept here: of equal layers
+        # By the id of (N,) bytes, which are kept here, as equal layers give the same ones.
+        self._where: dict[int, tuple[Devices, Floats]] = {}
 
     @property
     def now(self) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,10 +14,17 @@ from layerwise.graph.layer import Layer
 TARGET_BYTES = 8  # a class is an int64
 
 
-def leave(
+def returned(tracker: AllocationTracker, sizes: Sequence[Floats], received: Sequence[Ref]) -> None:
+    """In inference outputs of (N,) bytes leave as copies of what is received, and stay."""
+    for size in sizes:
+        tracker.new(size)
+    _drop(tracker, received)
+
+
+def differentiated(
     tracker: AllocationTracker, model: CostModel, sink: Layer, sizes: Sequence[Floats], received: Sequence[Ref]
-) -> Iterator[tuple[int, Ref]]:
-    """Outputs of (N,) bytes leave as copies of what is received; then the gradient of each one, one after the other.
+) -> list[Ref]:
+    """The gradients of outputs of (N,) bytes, which leave as copies of what is received.
 
     Of those that are no losses the cross entropy is taken, as `layerwise train` does. It has targets and keeps
     logarithms, whose gradient comes before that of the output.
@@ -39,6 +46,7 @@ def leave(
     widened = [tracker.new(score * twice) for score, twice in zip(scored, wide, strict=True)]
     logs = [tracker.new(size) for size in scored]
     _drop(tracker, [*copies, *widened])
+    gradients = list[Ref]()
     for slot, (size, score, log, twice) in enumerate(zip(sizes, scored, logs, wide, strict=True)):
         flows = model.has_gradient[sink.inputs[slot]]
         first, gradient = tracker.new(score), tracker.new(np.where(twice, score, size) * flows)
@@ -48,7 +56,8 @@ def leave(
                 made = tracker.new(size * flows)
                 tracker.drop(gradient)
                 gradient = made
-        yield slot, gradient
+        gradients.append(gradient)
+    return gradients
 
 
 def _drop(tracker: AllocationTracker, refs: Sequence[Ref]) -> None:

@@ -6,42 +6,37 @@ and gradients in rows (`buckets`).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
 from layerwise.config import Config
 from layerwise.cost.compute.roofline import OPTIMIZERS
-from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Ref
+from layerwise.cost.memory.allocations import AllocationTracker, Ref
 from layerwise.cost.memory.kernels import update
 from layerwise.cost.model import CostModel
+from layerwise.cost.step_facts import GradientSum, ParameterKind, kind_of
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
-from layerwise.ops.base import Role
 from layerwise.ops.facts import Parameter
 from layerwise.partition.boxes import Boxes
-from layerwise.partition.buckets import ALONE, fill
 from layerwise.partition.place import Place
 from layerwise.partition.sharding import sharded, states_of
+from layerwise.program import Bucket, Program
+from layerwise.program.instructions import Arrive, Fill, Gather, Release
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
     """One parameter; arrays are (N,), in bytes."""
 
-    key: tuple[bytes, str]  # who shares it with whom, and the layer for which it is gathered at a time, if any
+    kind: ParameterKind
+    gathered: bool  # whether it is full only while its layer computes
     whole: Floats  # of the box that a device computes with
     kept: Floats
     row: Floats  # of its part as it travels
     rows: Floats  # of those of all members
-
-    @property
-    def gathered(self) -> bool:
-        """Whether it is whole while its layer computes only."""
-        return bool(self.key[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,15 +63,12 @@ def held(model: CostModel, layer: Layer, config: Config, place: Place) -> list[H
 
 def _share(model: CostModel, layer: Layer, p: Parameter, config: Config, boxes: Boxes, item_bytes: int) -> Share | None:
     """What devices keep of a parameter of which they compute with `boxes`; None where that is all of these."""
-    found = sharded(layer, p, config, model.devices.count)
+    found = sharded(layer, p, config, model.devices.count, unfed=layer.name in model.graph.unfed)
     if found is None:
         return None
-    ends = np.concatenate([boxes.lo, boxes.hi], axis=1)
-    _, first, group = np.unique(ends, axis=0, return_index=True, return_inverse=True)
-    gathered = states_of(layer, config) == "gathered"
-    row = found.rows.astype(np.float64) * item_bytes
-    key = first[group.reshape(-1)].tobytes(), layer.name if gathered else ""
-    return Share(key, boxes.volume * item_bytes, found.boxes.volume * item_bytes, row, row * found.members)
+    row, gathered = found.rows.astype(np.float64) * item_bytes, states_of(layer, config) == "gathered"
+    sizes = boxes.volume * item_bytes, found.boxes.volume * item_bytes, row, row * found.members
+    return Share(kind_of(p), gathered, *sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,166 +80,131 @@ class _Trained:
     share: Share | None
 
 
-@dataclass(slots=True, eq=False)
-class _Bucket:
-    """Gradients that travel together, and parameters that are gathered together."""
-
-    shares: list[Share]
-    missing: int = 0  # gradients that are yet to be made
-    coming: Ref = NOBODY  # what is gathered
-    flat: Ref = NOBODY
-
-    @property
-    def gathered(self) -> bool:
-        """Whether its parameters are, as all of a bucket are or none."""
-        return self.shares[0].gathered
-
-
 @dataclass(eq=False)
 class Parameters:
-    """Of a strategy. All by the layer's name."""
+    """The storages of a strategy's parameters and of their gradients; what instructions do to them."""
 
     model: CostModel
     tracker: AllocationTracker
-    of: dict[str, list[Share]] = field(default_factory=dict)  # what is shared out
-    _trained: dict[str, list[_Trained]] = field(default_factory=dict)
+    training: bool
+    _shares: dict[str, list[Share]] = field(default_factory=dict)  # by layer
+    _trained: dict[str, list[_Trained]] = field(default_factory=dict)  # by layer
     _updated: list[Floats] = field(default_factory=list)  # of what a device updates of each
-    _next: dict[bool, dict[str, str]] = field(default_factory=dict)  # whose are gathered after whose, forward and back
-    # Buckets that have yet to leave, and those that left whose rows are there yet; by whether they are gathered.
-    _waiting: dict[bool, deque[_Bucket]] = field(default_factory=lambda: {False: deque(), True: deque()})
-    _left: dict[bool, list[_Bucket]] = field(default_factory=lambda: {False: [], True: []})
-    _in: dict[int, _Bucket] = field(default_factory=dict)  # by the share's id
-    _whole: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
-    _coming: dict[str, Ref] = field(default_factory=dict)  # to be made that of what travels
+    _members: list[list[Share]] = field(default_factory=list)  # of each bucket, what is shared out
+    _bucket: dict[int, int] = field(default_factory=dict)  # by the share's id
+    _flat: dict[int, Ref] = field(default_factory=dict)  # of each bucket, the rows of all members
+    _summing: int | None = None  # the bucket of gathered parameters that was flushed last
+    _full: dict[str, dict[int, Ref]] = field(default_factory=dict)  # what a layer computes with, by the share's id
+    _coming: dict[str | int, Ref] = field(default_factory=dict)  # what travels to be gathered
 
     def hold(self, layer: Layer, parameters: Sequence[Held]) -> None:
-        """A layer's, with their optimizer's state; and their place in buckets, which outlives the step."""
-        states, rows = OPTIMIZERS[self.model.options.optimizer], self._trained.setdefault(layer.name, [])
+        """A layer's parameters, their optimizer's state and their gradients' buckets live through the step."""
+        states, new = OPTIMIZERS[self.model.options.optimizer], self.tracker.new
+        rows = self._trained.setdefault(layer.name, [])
         for p in parameters:
-            if (share := p.share) is not None:
-                self.of.setdefault(layer.name, []).append(share)
-                self.tracker.new(share.kept, "parameters")
-                self.tracker.new(share.kept * states, "states")
+            share = p.share
+            local = p.size if share is None else share.kept
+            new(local, "parameters")
+            if share is not None:
+                self._shares.setdefault(layer.name, []).append(share)
                 if not share.gathered:
-                    self.tracker.new(share.whole, "gathered")
-                rows.append(_Trained(p.size, 0 * p.size, share))
-                self._updated.append(share.kept)
-                continue
-            self.tracker.new(p.size, "parameters")
-            if p.trained:
-                self.tracker.new(states * p.size, "states")
-                self.tracker.new(p.shared, "gradients")
-                rows.append(_Trained(p.size, p.size - p.shared, None))
-                self._updated.append(p.size)
+                    new(share.whole, "gathered")
+            if self.training and (p.trained or share is not None):
+                new(local * states, "states")
+                if share is None:
+                    new(p.shared, "gradients")
+                rows.append(_Trained(p.size, p.size - p.shared if share is None else 0 * p.size, share))
+                self._updated.append(local)
+
+    def bucket(self, step: Program, layers: Sequence[str], sums: Sequence[GradientSum]) -> None:
+        """Which of what is shared out is in which of the program's buckets. layers: of each of the sums."""
+        for number, bucket in enumerate(step.buckets):
+            self._members.append(
+                [share for i in bucket.gradients for share in self._summed(bucket, layers[i], sums[i])]
+            )
+            self._bucket |= {id(share): number for share in self._members[-1]}
+
+    def _summed(self, bucket: Bucket, layer: str, one: GradientSum) -> list[Share]:
+        if bucket.states == "replicated":
+            return []
+        return [share for share in self._shares[layer] if share.kind == one.kind]
+
+    # ---- instructions ----
+
+    def gather(self, instruction: Gather) -> None:
+        """Room for what arrives; and where it is for one layer, for what that computes with."""
+        what = instruction.what
+        shares = self._members[what] if isinstance(what, int) else self._shares[what]
+        if isinstance(what, str):
+            shares = [share for share in shares if share.gathered]
+            self._full[what] = {id(share): self.tracker.new(share.whole, "gathered") for share in shares}
+        travelling = np.sum([share.rows + share.row for share in shares], axis=0)  # as it arrives, and as it leaves
+        self._coming[what] = self.tracker.new(travelling, "gathered")
+
+    def arrive(self, instruction: Arrive) -> None:
+        """What travelled has been copied to its place."""
+        self.tracker.drop(self._coming.pop(instruction.what))
+
+    def release(self, instruction: Release) -> None:
+        """The layer has computed."""
+        for full in self._full.pop(instruction.layer, {}).values():
+            self.tracker.drop(full)
+
+    def fill(self, instruction: Fill) -> None:
+        """Rows are summed; those of gathered parameters after the ones before."""
+        for number in instruction.buckets:
+            shares = self._members[number]
+            if not shares:
+                continue  # replicated: the bucket is there all the time
+            if shares[0].gathered:
+                if self._summing is not None:
+                    self.tracker.drop(self._flat.pop(self._summing))
+                self._summing = number
+            # This device's part of the sum stays.
+            self.tracker.new(np.sum([share.row for share in shares], axis=0), "gradients")
+            if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
+                others = np.sum([share.rows - share.row for share in shares], axis=0)
+                self._flat[number] += self.tracker.new(others, "gradients")
+
+    def update(self) -> None:
+        """The backward pass has ended, and the optimizer steps."""
+        for rows in self._flat.values():
+            self.tracker.drop(rows)
+        update(self.tracker, self._updated, self.model)
+
+    # ---- the gradients of a layer, within its backward pass ----
 
     def gradients(self, layer: Layer) -> list[Ref]:
-        """Of a layer's, as they are made; those that are summed later go into their rows."""
+        """Storages of a layer's, as they are made; those that are summed later go into their rows."""
         made = [self.tracker.new(one.size, "gradients") for one in self._trained[layer.name]]
-        self._fill([share for share in self.of.get(layer.name, ()) if not share.gathered])
+        self._into_rows([share for share in self._shares.get(layer.name, ()) if not share.gathered])
         return made
 
     def put(self, layer: Layer, made: Sequence[Ref]) -> None:
         """Gradients go, one after the other, when what they were made of is gone.
 
-        The first makes room for the rows of all that are gathered, the last begins their sum; parameters that are
-        gathered for the layer go as soon as they have a gradient.
+        The first makes room for the rows of all that are gathered; parameters that are gathered for the layer go as
+        soon as they have a gradient.
         """
         for one, gradient in zip(self._trained[layer.name], made, strict=True):
             if one.share is not None and one.share.gathered:
-                self.tracker.drop(self._whole[layer.name].pop(id(one.share)))
-                self._fill([one.share])
+                self.tracker.drop(self._full[layer.name].pop(id(one.share)))
+                self._into_rows([one.share])
             self.tracker.drop(gradient)
 
     def hand_out(self, layer: Layer) -> None:
         """Gradients that nobody shares stay; what is shared has been copied into its bucket."""
         for one in self._trained[layer.name]:
             self.tracker.new(one.alone, "gradients")
-        self.leave(layer)
+        self.release(Release(layer.name))
 
-    def begin(self) -> None:
-        """The forward pass begins: what stays whole is gathered."""
-        gathered = {name for name, shares in self.of.items() if any(share.gathered for share in shares)}
-        names = [layer.name for layer in self.model.graph.layers if layer.name in gathered]
-        back = [name for name in reversed(names) if self.model.has_gradient[name]]
-        self._next = {True: dict(pairwise(names)), False: dict(pairwise(back))}
-        layers = self.model.graph.layers
-        last = [layer.name for layer in layers if layer.role is Role.TIED]
-        order = [*(layer.name for layer in layers[::-1] if layer.name not in last), *last[::-1]]
-        shares = [share for name in order for share in reversed(self.of.get(name, []))]
-        sizes = [ALONE if share.gathered else float(share.rows.max()) for share in shares]
-        for places in fill((share.key, size) for share, size in zip(shares, sizes, strict=True)):
-            bucket = _Bucket([shares[i] for i in places], missing=len(places))
-            self._waiting[bucket.gathered].append(bucket)
-            self._in |= {id(share): bucket for share in bucket.shares}
-            if not bucket.gathered:
-                bucket.coming = self._travelling(bucket.shares)
+    def put_tied(self, layer: Layer) -> None:
+        """The gradient of a parameter that several layers use goes into its rows."""
+        self._into_rows(self._shares.get(layer.name, ()))
 
-    def enter(self, layer: Layer, *, forward: bool) -> None:
-        """A layer is about to compute, or its backward pass to begin; of the next one parameters are gathered."""
-        following = self._next[forward].get(layer.name)
-        for share in self.of.get(layer.name, ()):
-            bucket = self._in[id(share)]
-            self.tracker.drop(bucket.coming)
-            bucket.coming = NOBODY
-        self.enter_again(layer)
-        if following is not None:
-            self._gather(following)
-
-    def enter_again(self, layer: Layer) -> None:
-        """A layer is about to compute, perhaps once more for the backward pass: its own are gathered."""
-        if any(share.gathered for share in self.of.get(layer.name, ())):
-            self._gather(layer.name)
-            self.tracker.drop(self._coming.pop(layer.name))
-
-    def _gather(self, name: str) -> None:
-        if name not in self._whole:
-            shares = [share for share in self.of[name] if share.gathered]
-            self._whole[name] = {id(share): self.tracker.new(share.whole, "gathered") for share in shares}
-            self._coming[name] = self._travelling(shares)
-
-    def _travelling(self, shares: Sequence[Share]) -> Ref:
-        """What is gathered as it arrives, and as it leaves."""
-        return self.tracker.new(np.sum([share.rows + share.row for share in shares], axis=0), "gathered")
-
-    def leave(self, layer: Layer) -> None:
-        """It has computed."""
-        for whole in self._whole.pop(layer.name, {}).values():
-            self.tracker.drop(whole)
-
-    def fill_rows(self, layer: Layer) -> None:
-        """The gradients of all that a layer has shared out go into the rows."""
-        self._fill(self.of.get(layer.name, ()))
-
-    def _fill(self, shares: Sequence[Share]) -> None:
-        """Rows leave when they are full."""
+    def _into_rows(self, shares: Sequence[Share]) -> None:
         for share in shares:
-            bucket = self._in[id(share)]
-            if not bucket.flat:
-                bucket.flat = self.tracker.new(np.sum([one.rows for one in bucket.shares], axis=0), "gradients")
-            bucket.missing -= 1
-        for waiting in self._waiting.values():
-            while waiting and not waiting[0].missing:
-                self._send(waiting.popleft())
-
-    def _send(self, bucket: _Bucket) -> None:
-        left = self._left[bucket.gathered]
-        if bucket.gathered:
-            self._forget(left)
-        left.append(bucket)
-        # This device's part of the sum stays.
-        self.tracker.new(np.sum([share.row for share in bucket.shares], axis=0), "gradients")
-        if self.model.devices.device_type == "cpu":  # messages arrive in rows of their own
-            others = np.sum([share.rows - share.row for share in bucket.shares], axis=0)
-            bucket.flat += self.tracker.new(others, "gradients")
-
-    def _forget(self, left: MutableSequence[_Bucket]) -> None:
-        """Rows that were summed."""
-        for bucket in left:
-            self.tracker.drop(bucket.flat)
-        left.clear()
-
-    def finish(self) -> None:
-        """The backward pass has ended, and the optimizer steps."""
-        for rows in (*self._left.values(), *self._waiting.values()):
-            self._forget(rows)
-        update(self.tracker, self._updated, self.model)
+            number = self._bucket[id(share)]
+            if number not in self._flat:
+                rows = np.sum([one.rows for one in self._members[number]], axis=0)
+                self._flat[number] = self.tracker.new(rows, "gradients")

@@ -1,32 +1,45 @@
-"""The memory of a step: what is alive on each device, through the forward pass, the backward pass and the update.
+"""The memory of a step: the instructions of its program, one after the other, on the storages of all devices.
 
-The executor (layerwise.run) and PyTorch's autograd are followed storage by storage. Forward, what the backward passes
-of a layer's kernels read again is kept (`Op.kept`). Backward, gradients of parameters come while activations go. So the
-peak is that of an instant, and no sum of maxima. What a library takes for itself (a convolution's workspace) is not
-counted, nor what an allocator loses.
+The order is the program's. What is here is PyTorch's: what a kernel makes, and saves for the backward pass (`Op.kept`),
+what autograd adds up and where, and who holds a storage. So the peak is that of an instant, and no sum of maxima. What
+a library takes for itself (a convolution's workspace) is not counted, nor what an allocator loses.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from layerwise.cost.memory.allocations import NOBODY, AllocationTracker, Devices, Flight, Ref, devices_of, part
 from layerwise.cost.memory.footprints import Footprints
 from layerwise.cost.memory.kernels import BEFORE, remembered
-from layerwise.cost.memory.outputs import leave
+from layerwise.cost.memory.outputs import differentiated, returned
 from layerwise.cost.memory.parameters import Parameters
 from layerwise.cost.memory.sizes import Sizes
 from layerwise.cost.model import CostModel, Strategy
+from layerwise.cost.step_facts import step_facts
 from layerwise.geometry.arrays import Floats
 from layerwise.graph.layer import Layer
 from layerwise.ops.base import Role
-from layerwise.partition.ahead import EdgeEnd, weights_late
-from layerwise.partition.blocks import made_again
+from layerwise.partition.ahead import EdgeEnd
 from layerwise.partition.moved import Moved
+from layerwise.program import Instruction, program
+from layerwise.program.instructions import (
+    Arrive,
+    Begin,
+    Compute,
+    End,
+    Fill,
+    Forget,
+    Free,
+    Gather,
+    Keep,
+    Move,
+    Output,
+    Release,
+    Update,
+)
 
 
 def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | None = None) -> Floats:
@@ -34,118 +47,171 @@ def peak_bytes(model: CostModel, strategy: Strategy, footprints: Footprints | No
 
     footprints: of the model, where the memory of more strategies is asked for, or of this one again.
     """
-    known, key = {} if footprints is None else footprints.peaks, tuple(strategy.items())
-    if key not in known:
-        known[key] = followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
-    return known[key]
+    cache, key = {} if footprints is None else footprints.peaks, tuple(strategy.items())
+    if key not in cache:
+        cache[key] = followed(model, strategy, AllocationTracker(model.devices.count), footprints).peak
+    return cache[key]
 
 
 def followed(
-    model: CostModel, strategy: Strategy, tracker: AllocationTracker, footprints: Footprints | None = None
+    model: CostModel,
+    strategy: Strategy,
+    tracker: AllocationTracker,
+    footprints: Footprints | None = None,
 ) -> AllocationTracker:
     """The tracker, after all of a step."""
-    step = _Step(model, strategy, tracker, Footprints(model) if footprints is None else footprints)
-    layers = model.graph.layers
-    step.parameters.begin()
-    last = {source: i for i, layer in enumerate(layers) for source in layer.inputs}
-    for i, layer in enumerate(layers):
-        step.forward(layer)
-        for source in dict.fromkeys(layer.inputs):
-            if last[source] == i:
-                step.tracker.drop(step.values.pop(source))
-    for layer in reversed(layers):
-        step.make_again(layer)
-        step.backward(layer)
-    step.parameters.finish()
-    return step.tracker
+    _Storages(model, strategy, tracker, Footprints(model) if footprints is None else footprints).run()
+    return tracker
 
 
-@dataclass
-class _Step:
-    """A step that is followed. All by the layer's name."""
+class _Storages:
+    """The storages of a step, by the layer's name: what each instruction does to them."""
 
-    model: CostModel
-    strategy: Strategy
-    tracker: AllocationTracker
-    footprints: Footprints
-    values: dict[str, Ref] = field(default_factory=dict)  # its output, until the last layer that needs it
-    saved: dict[str, list[Ref]] = field(default_factory=dict)  # for each stage, what its backward pass reads
-    gradients: dict[str, Ref] = field(default_factory=dict)  # of its output, as far as it is added up
-    flights: dict[EdgeEnd, Flight] = field(default_factory=dict)  # what runs ahead to each of its inputs, or back
-    kept: dict[str, dict[str, Ref]] = field(default_factory=dict)  # by block, what it is made again of
-    late: list[Ref] = field(default_factory=list)  # what the gradient of weights is made of, while it is yet to be made
+    def __init__(
+        self, model: CostModel, strategy: Strategy, tracker: AllocationTracker, footprints: Footprints
+    ) -> None:
+        kind = model.options.kind
+        self.model, self.strategy, self.tracker, self.training = model, strategy, tracker, kind == "training"
+        facts, sums = step_facts(model, strategy)
+        self.program = program(model.graph, model.options.io, facts, kind)
+        instructions = self.program.instructions
+        self.late = {one.layer for one in instructions if type(one) is Compute and one.part == "weights"}
+        self.block_of = {one.layer: one.block for one in instructions if type(one) is Keep}
+        self.parameters = Parameters(model, tracker, self.training)
+        for layer in model.graph.layers:
+            self.parameters.hold(layer, footprints.held(layer, strategy[layer.name]))
+        self.parameters.bucket(self.program, [gradient.layer for gradient in facts.gradients], sums)
+        self.sizes = Sizes(model, strategy, footprints)
+        self.flows, self.places, self.stages = model.has_gradient, self.sizes.places, self.sizes.stages
+        self.values: dict[str, Ref] = {}  # its output, until its last reader
+        self.received: dict[str, dict[int, Ref]] = {}  # its inputs, by slot
+        self.inward: dict[str, list[Ref]] = {}  # their gradients
+        self.saved: dict[str, list[Ref]] = {}  # for each stage, what its backward pass reads
+        self.gradients: dict[str, Ref] = {}  # of its output, as far as it is added up
+        self.in_flight: dict[EdgeEnd, Flight] = {}
+        self.sources: dict[str, dict[str, Ref]] = {}  # by block, what it is recomputed from
+        self.waiting: list[Ref] = []  # what the gradient of weights is made of, where it is yet to be made
+        self.does: dict[type[Instruction], Callable[..., None]] = {
+            Gather: self.parameters.gather,
+            Arrive: self.parameters.arrive,
+            Release: self.parameters.release,
+            Fill: self.parameters.fill,
+            Begin: self.begin,
+            End: self.end,
+            Move: self.move,
+            Keep: self.keep,
+            Forget: self.forget,
+            Compute: self.compute,
+            Output: self.output,
+            Free: self.free,
+            Update: lambda _: self.parameters.update(),
+        }
 
-    def __post_init__(self) -> None:
-        graph = self.model.graph
-        self.flows, self.begun = self.model.has_gradient, self.footprints.begun
-        self.ahead = {end for begun in self.begun.values() for end in begun}
-        recomputed = {name for name, config in self.strategy.items() if config.recompute}
-        self.blocks = made_again(graph, recomputed)
-        self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
-        self.parameters = Parameters(self.model, self.tracker)
-        for layer in graph.layers:
-            self.parameters.hold(layer, self.footprints.held(layer, self.strategy[layer.name]))
-        self.sizes = Sizes(self.model, self.strategy, self.footprints)
-        self.places, self.stages = self.sizes.places, self.sizes.stages
+    def run(self) -> None:
+        """The whole step."""
+        for instruction in self.program.instructions:
+            self.does[type(instruction)](instruction)
 
-    # ---- forward ----
+    # ---- transfers ----
 
-    def forward(self, layer: Layer) -> None:
-        """A layer's inputs arrive, its stages run, and what is read again is kept."""
-        tracker = self.tracker
-        if layer.role is Role.TIED:  # the parameter itself
-            self.parameters.enter(layer, forward=True)
+    def begin(self, instruction: Begin) -> None:
+        """What arrives has its memory from now on, and what is sent from a copy keeps that."""
+        layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
+        edge, item_bytes = self._edge(layer, slot)
+        if instruction.way == "forward":
+            arrived = tracker.new(edge.received * item_bytes, "gathered")
+            flight = Flight(arrived, tracker.new(edge.forth * item_bytes, "workspace"))
+        else:
+            arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
+            flight = Flight(arrived, tracker.new(edge.back * item_bytes, "workspace"), self._inward(layer, slot))
+        self.in_flight[layer.name, slot] = flight
+
+    def end(self, instruction: End) -> None:
+        """What was sent is given up."""
+        layer, slot = self.model.graph[instruction.layer], instruction.slot
+        flight = self.in_flight.pop((layer.name, slot))
+        self.tracker.drop(flight.copies)
+        if instruction.way == "forward":
+            self._receive(layer, slot, flight.arrived)
+        else:
+            self._add(layer.inputs[slot], self._edge(layer, slot)[0], flight.gradient, flight.arrived)
+
+    def move(self, instruction: Move) -> None:
+        """Where nothing travels the layer reads its source's own storage."""
+        layer, slot, tracker = self.model.graph[instruction.layer], instruction.slot, self.tracker
+        edge, item_bytes = self._edge(layer, slot)
+        if instruction.way == "backward":
+            arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
+            tracker.spike(edge.back * item_bytes)
+            self._add(layer.inputs[slot], edge, self._inward(layer, slot), arrived)
+        elif edge.local:
+            here = tracker.hold(self._value(layer, slot), devices_of(edge.need > 0))
+            self.received.setdefault(layer.name, {})[slot] = here
+        else:
+            arrived = tracker.new(edge.received * item_bytes, "gathered")
+            tracker.spike(edge.forth * item_bytes)
+            self._receive(layer, slot, arrived)
+
+    def _receive(self, layer: Layer, slot: int, arrived: Ref) -> None:
+        self.received.setdefault(layer.name, {})[slot] = self.tracker.new(self.sizes.given(layer, slot), "gathered")
+        self.tracker.drop(arrived)
+
+    def _inputs(self, layer: Layer) -> list[Ref]:
+        received = self.received.pop(layer.name, {})
+        return [received[slot] for slot in range(len(received))]
+
+    def _edge(self, layer: Layer, slot: int) -> tuple[Moved, int]:
+        return self.sizes.edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
+
+    def _value(self, layer: Layer, slot: int) -> Ref:
+        source = layer.inputs[slot]
+        return self.values[source] if source in self.values else self.sources[self.block_of[layer.name]][source]
+
+    # ---- computation ----
+
+    def compute(self, instruction: Compute) -> None:
+        """Kernels make their outputs, and hold what they save."""
+        layer, tracker = self.model.graph[instruction.layer], self.tracker
+        if instruction.part == "backward":
+            self._backward(layer)
+        elif instruction.part == "weights":
+            self._make_weights(layer)
+        elif layer.role is Role.TIED:  # the parameter itself
             self.values[layer.name] = NOBODY
         elif layer.role in (Role.INPUT, Role.CONSTANT):
             fed = tracker.new(self.places[layer.name].owned.volume * layer.out.item_bytes)
             self.values[layer.name] = tracker.hold(fed)  # whoever feeds it keeps it
         else:
-            self.parameters.enter(layer, forward=True)
-            slots = self._ahead_first(layer)
-            came = {slot: self._received(layer, slot) for slot in slots}
-            received = [came[slot] for slot in range(len(slots))]
-            for user, slot in self.begun.get(layer.name, ()):
-                self._send_ahead(self.model.graph[user], slot)
-            if layer.role is Role.SINK:
-                sizes = [self.sizes.edge(layer, slot).need * spec.item_bytes for slot, spec in enumerate(layer.specs)]
-                for slot, gradient in leave(tracker, self.model, layer, sizes, received):
-                    self._return(layer, slot, gradient)
-            elif layer.name in self.block_of:
-                self._keep(layer)
-                self._compute(layer, received, saves=False)
-            else:
-                self._compute(layer, received)
-            self.parameters.leave(layer)
+            rewritten = instruction.part == "recompute"  # running statistics, which are put back afterwards
+            copies = [tracker.new(n) for _, n in remembered(layer, self.places[layer.name])] if rewritten else []
+            self._compute(layer, self._inputs(layer), saves=instruction.saves)
+            self._drop(copies)
 
-    def _ahead_first(self, layer: Layer) -> list[int]:
-        """A layer's inputs in the order in which the executor goes through them."""
-        return sorted(range(len(layer.inputs)), key=lambda slot: not self._runs_ahead(layer, slot))
-
-    def _runs_ahead(self, layer: Layer, slot: int) -> bool:
-        return (layer.name, slot) in self.ahead and not self.sizes.edge(layer, slot).local
-
-    def _send_ahead(self, layer: Layer, slot: int) -> None:
-        """What arrives has its memory from now on, and what is sent from a copy keeps that."""
-        if self._runs_ahead(layer, slot):
-            edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[layer.inputs[slot]].out.item_bytes
-            arrived = self.tracker.new(edge.received * item_bytes, "gathered")
-            self.flights[layer.name, slot] = Flight(arrived, self.tracker.new(edge.forth * item_bytes, "workspace"))
-
-    def _received(self, layer: Layer, slot: int, *, again: bool = False) -> Ref:
-        source = layer.inputs[slot]
-        edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[source].out.item_bytes
-        if edge.local:
-            return self.tracker.hold(self.values[source], devices_of(edge.need > 0))
-        if self._runs_ahead(layer, slot) and not again:
-            flight = self.flights.pop((layer.name, slot))
-            arrived = flight.arrived
-            self.tracker.drop(flight.copies)
+    def output(self, instruction: Output) -> None:
+        """Outputs leave; in training the gradients of their losses are made."""
+        sink = self.model.graph[instruction.layer]
+        sizes = [self.sizes.edge(sink, slot).need * spec.item_bytes for slot, spec in enumerate(sink.specs)]
+        if self.training:
+            self.inward[sink.name] = differentiated(self.tracker, self.model, sink, sizes, self._inputs(sink))
         else:
-            arrived = self.tracker.new(edge.received * item_bytes, "gathered")
-            self.tracker.spike(edge.forth * item_bytes)
-        leaf = self.tracker.new(self.sizes.given(layer, slot), "gathered")
-        self.tracker.drop(arrived)
-        return leaf
+            returned(self.tracker, sizes, self._inputs(sink))
+
+    def free(self, instruction: Free) -> None:
+        """The layer's output is held by what saved it only."""
+        self.tracker.drop(self.values.pop(instruction.value))
+
+    def keep(self, instruction: Keep) -> None:
+        """What a block is recomputed from, as far as that is not recomputed with it; running statistics of before."""
+        layer, block = self.model.graph[instruction.layer], instruction.block
+        sources = self.sources.setdefault(block, {})
+        for source in layer.inputs:
+            if self.block_of.get(source) != block and source not in sources:
+                sources[source] = self.tracker.hold(self.values[source])
+        sources |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
+
+    def forget(self, instruction: Forget) -> None:
+        """The block has been recomputed."""
+        self._drop(list(self.sources.pop(instruction.block).values()))
 
     def _compute(self, layer: Layer, given: list[Ref], *, saves: bool = True) -> None:
         """saves: whether what its backward pass reads is kept."""
@@ -196,57 +262,19 @@ class _Step:
         slots = self.stages[layer.name][number].slots
         return slots if number else slots + tuple(range(len(layer.specs), len(layer.inputs)))
 
-    def _keep(self, layer: Layer) -> None:
-        """What a recomputed layer is made of, as far as it is not made again with it; running statistics of before."""
-        block = self.block_of[layer.name]
-        kept = self.kept.setdefault(block, {})
-        for source in layer.inputs:
-            if self.block_of.get(source) != block and source not in kept:
-                kept[source] = self.tracker.hold(self.values[source])
-        kept |= {name: self.tracker.new(size) for name, size in remembered(layer, self.places[layer.name])}
-
     # ---- backward ----
 
-    def make_again(self, last: Layer) -> None:
-        """The recomputed layers of a block, before its last layer is differentiated."""
-        layers, kept = self.blocks.get(last.name, ()), self.kept.pop(last.name, {})
-        uses = Counter(source for layer in layers for source in layer.inputs if source not in kept)
-        self.values |= kept
-        for layer in layers:
-            received = [self._received(layer, slot, again=True) for slot in range(len(layer.inputs))]
-            self.parameters.enter_again(layer)
-            moved_again = [self.tracker.new(size) for _, size in remembered(layer, self.places[layer.name])]
-            self._compute(layer, received)
-            self._drop(moved_again)
-            self.parameters.leave(layer)
-            uses.subtract(source for source in layer.inputs if source not in kept)
-            for name in {layer.name, *layer.inputs} - kept.keys():
-                if not uses[name]:
-                    self.tracker.drop(self.values.pop(name))
-        for name in kept:
-            self.tracker.drop(self.values.pop(name))
-
-    def backward(self, layer: Layer) -> None:
-        """Gradients of a layer's parameters and inputs, and the way of these to where the inputs came from."""
-        name = layer.name
+    def _backward(self, layer: Layer) -> None:
+        """Gradients of a layer's parameters and inputs."""
         if layer.role is Role.TIED:
-            self.parameters.fill_rows(layer)
-            self._drop([self.gradients.pop(name, NOBODY)])
+            self.parameters.put_tied(layer)
+            self._drop([self.gradients.pop(layer.name, NOBODY)])
             self.parameters.hand_out(layer)
-        elif layer.role is not Role.SINK:
-            inward = list[Ref]()
-            if self.flows[name]:
-                self.parameters.enter(layer, forward=False)
-                inward = self._differentiate(layer)
-            for user, slot in reversed(self.begun.get(name, ())):
-                self._land(self.model.graph[user], slot)
-            slots = sorted(self._ahead_first(layer), key=lambda slot: slot > 0 or not self.late)
-            for slot in reversed(slots) if inward else ():
-                self._return(layer, slot, inward[slot])
-            if self.late:
-                self._make_weights(layer)
-                if not self._runs_ahead(layer, 0):
-                    self._land(layer, 0)
+        else:
+            self.inward[layer.name] = self._differentiate(layer)
+
+    def _inward(self, layer: Layer, slot: int) -> Ref:
+        return self.inward[layer.name][slot]
 
     def _differentiate(self, layer: Layer) -> list[Ref]:
         tracker, stages, saved = self.tracker, self.stages[layer.name], self.saved.pop(layer.name)
@@ -255,7 +283,7 @@ class _Step:
         for number in reversed(tracked):
             stage, before, slots, weights = stages[number], NOBODY, stages[number].slots, NOBODY
             parameters = list[Ref]()
-            late = number == 0 and self._weights_late(layer)
+            late = number == 0 and layer.name in self.late
             if number == tracked[0]:
                 slots = self._slots(layer, 0) if number == 0 else slots
             if number == tracked[0] and not late:
@@ -265,7 +293,7 @@ class _Step:
             between = tracker.new(sum(cast, stage.between), "workspace")  # what it was made of is gone when it is used
             read, two = running + saved[number], devices_of(stage.between > 0)
             if late:
-                self.late, read = [read], NOBODY
+                self.waiting, read = [read], NOBODY
             tracker.drop(part(read, two))
             for slot in slots:
                 if self.flows[layer.inputs[slot]]:
@@ -282,21 +310,16 @@ class _Step:
                 self.parameters.put(layer, parameters)
             running = before
         tracker.drop(running)
-        if not self.late:
+        if not self.waiting:
             self.parameters.hand_out(layer)
         return inward
-
-    def _weights_late(self, layer: Layer) -> bool:
-        """Whether the gradient of its input travels while that of its weights is made."""
-        flows = any(self.model.graph.flows_back(layer)[:1])
-        return weights_late(layer, flows, self.model.devices.device_type) and not self.sizes.edge(layer, 0).local
 
     def _make_weights(self, layer: Layer) -> None:
         copies = self.tracker.new(self.stages[layer.name][0].weights)
         made = self.parameters.gradients(layer)
-        self._drop([copies, *self.late])
+        self._drop([copies, *self.waiting])
         self.parameters.put(layer, made)
-        self.late = []
+        self.waiting = []
         self.parameters.hand_out(layer)
 
     def _gradient(self, layer: Layer, slot: int, through: Ref | None) -> Ref:
@@ -304,26 +327,6 @@ class _Step:
         if through is not None:
             return self.tracker.hold(through)
         return self.tracker.new(self.sizes.given(layer, slot), "gradients")
-
-    def _return(self, layer: Layer, slot: int, gradient: Ref) -> None:
-        """The gradient of a layer's input goes back to who owns it: at once, or ahead (see `_land`)."""
-        tracker, source = self.tracker, layer.inputs[slot]
-        if not self.flows[source]:
-            return
-        edge, item_bytes = self.sizes.edge(layer, slot), self.model.graph[source].out.item_bytes
-        arrived = tracker.new(edge.sent * item_bytes, "gradients")  # what it sent forward
-        if self._runs_ahead(layer, slot) or (slot == 0 and self.late):
-            self.flights[layer.name, slot] = Flight(arrived, tracker.new(edge.back * item_bytes, "workspace"), gradient)
-        else:
-            tracker.spike(edge.back * item_bytes)
-            self._add(source, edge, gradient, arrived)
-
-    def _land(self, layer: Layer, slot: int) -> None:
-        """The end of a gradient's way back, where there is one."""
-        flight = self.flights.pop((layer.name, slot), None)
-        if flight is not None:
-            self.tracker.drop(flight.copies)
-            self._add(layer.inputs[slot], self.sizes.edge(layer, slot), flight.gradient, flight.arrived)
 
     def _add(self, source: str, edge: Moved, gradient: Ref, arrived: Ref) -> None:
         """A gradient that came back is added to those that came before."""

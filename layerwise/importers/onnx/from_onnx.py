@@ -12,6 +12,7 @@ from onnx import AttributeProto, ModelProto, NodeProto
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.samples import check_samples
 from layerwise.importers.onnx.bind import schema_of
 from layerwise.importers.onnx.build import Imported, build_graph
 from layerwise.importers.onnx.constants import FOLDABLE
@@ -32,27 +33,49 @@ def from_onnx(
     dims: Dims | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> LayerGraph:
-    """The layers of an .onnx file at `batch` samples, unfused. Default: the batch that it is written for, or 1.
+    """Returns the layers of an .onnx file at `batch` samples, unfused.
 
     A fixed batch is rewritten (also a leading 1 in the constant of a reshape), an open one is filled in. Layers are
     named as the nodes, or `Conv_3` (the fourth Conv) where these have no names; parameters as the initializers. One
-    that several layers use is a node of the graph. Weights are not read, unless the shapes depend on them.
+    that several layers use is a node of the graph. Weights are not read, unless the shapes depend on them. Batch norm
+    and dropout are those of training, whatever the model says.
 
-    `dims` labels the dimensions of every input, as in `from_torch`; `sizes` gives the extents of named dimensions that
-    the model leaves open, other than the batch. Batch norm and dropout are those of training, whatever the model says.
+    Args:
+        path: The file.
+        batch: Samples of all devices together. None: those that it is written for, or 1.
+        name: The graph's.
+        dims: Labels of the dimensions of every input, as in `from_torch`.
+        sizes: Extents of named dimensions that the model leaves open, other than the batch.
+
+    Returns:
+        The layers.
+
+    Raises:
+        LayerwiseError: The file is not a sound model, or has an operator that is not supported.
+
+    Examples:
+        >>> import tempfile
+        >>> import onnx
+        >>> x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 4]) for name in "xy")
+        >>> graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "net", [x], [y])
+        >>> with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
+        ...     onnx.save(onnx.helper.make_model(graph), file.name)
+        ...     from_onnx(file.name, batch=8).batch
+        8
     """
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise LayerwiseError(f"the global batch must be at least 1, not {batch}")
     imported = _imported(path, batch, name, dims, sizes)
     graph = imported.graph
-    if batch is None or batch == graph.batch:
-        return graph
-    if imported.unsampled:
+    if imported.unsampled and batch not in (None, graph.batch):
         raise LayerwiseError(
             f"layer {imported.unsampled!r} drops the dimension of the samples, so the batch stays {graph.batch}; "
             "export the model with an open batch"
         )
-    return graph.rebatch(batch)
+    made = graph if batch is None else graph.rebatch(batch)
+    if made.batch > 1:  # where the samples of a file for one are is not to be seen
+        check_samples(made)
+    return made
 
 
 def load_onnx_weights(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> Mapping[str, NDArray[np.generic]]:

@@ -14,6 +14,7 @@ import torch
 from layerwise.errors import LayerwiseError
 from layerwise.graph.builder import GraphBuilder
 from layerwise.graph.layer import LayerGraph
+from layerwise.graph.samples import check_samples
 from layerwise.graph.types import effective
 from layerwise.importers.registry import Argument, Build, Built, Call, Operand, Result
 from layerwise.importers.rows import Rows, before_merging
@@ -106,7 +107,9 @@ class _Importer:
         computed = dict.fromkeys(o.name for o in outputs if o.activation)
         if computed.keys() <= fed:
             raise LayerwiseError(f"model {self.placer.builder.name!r} computes nothing from its inputs")
-        return self.placer.builder.finish(list(computed))
+        graph = self.placer.builder.finish(list(computed))
+        check_samples(graph)
+        return graph
 
     def call(self, place: int, node: Node) -> None:
         """One call: a constant, a layer or several, or nothing."""
@@ -209,7 +212,8 @@ class _Importer:
 
     def merges_samples(self, node: Node) -> bool:
         """Whether a constant becomes a layer here, which follows the number of samples: one with a row a sample in
-        view(n * windows, ...), or one that is repeated for every sample, but not as the first dimension."""
+        view(n * windows, ...), or one that is repeated for every sample, but not as the first dimension.
+        """
         out, name = node.outputs[0], base_name(node.target)
         if out is None or self.by_sample(out) or not node.operands:
             return False
@@ -231,10 +235,12 @@ class _Importer:
             return False
         x = self.values[self.memory.current(next(iter(node.operands)).name)]
         out = node.outputs[0]
-        if isinstance(x, Rows) and out.shape == x.whole.shape:
-            self.values[out.name] = x.whole
-            return True
         whole = x.whole if isinstance(x, Rows) else x
+        if isinstance(x, Rows) and len(out.shape) > 2:  # merged rows would have one label for two dimensions
+            same = out.shape == whole.shape
+            made = whole if same else self.placer.place(Built(Reshape(out.shape), (whole,)), self.names[node.name])
+            self.values[out.name] = made
+            return True
         if len(out.shape) != 2 or len(whole.shape) < 3 or not whole.activation:
             return False
         shape = before_merging(whole.shape, *out.shape)

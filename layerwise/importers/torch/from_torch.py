@@ -27,13 +27,16 @@ from torch.overrides import TorchFunctionMode
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.torch.build import Stored, build_graph
+from layerwise.importers.torch.on_meta import all_on_meta
 from layerwise.importers.torch.patterns import rewrite
 from layerwise.importers.torch.program import TRACING, Program, read_program
+from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.importers.torch.read.configurations import configured
-from layerwise.importers.torch.read.structure import Structure, structure_of
-from layerwise.importers.torch.read.unseen import Watch
+from layerwise.importers.torch.read.structure import OutputStructure, structure_of
+from layerwise.importers.torch.read.unseen import TraceWatch
 
 Dims = Sequence[Sequence[str | None]]
+Imported = tuple[LayerGraph, Stored, OutputStructure | None, Arguments]
 
 
 def from_torch(
@@ -44,21 +47,36 @@ def from_torch(
     name: str | None = None,
     dims: Dims | None = None,
 ) -> LayerGraph:
-    """The model's layers at the example's batch, unfused; `LayerGraph.rebatch` changes the batch.
+    """Returns the model's layers at the example's batch, unfused; `LayerGraph.rebatch` changes the batch.
 
-    `example_inputs` and `kwargs` are what the model is called with. They may live on the meta device, and so may the
-    model: nothing is computed but shapes (and small constants). The model stays as it is. Layers are named by their
-    modules: `features.0`, and `layer1.0.add` for an addition in the forward of `layer1.0`.
+    Nothing is computed but shapes (and small constants), and the model stays as it is. Layers are named by their
+    modules: `features.0`, and `layer1.0.add` for an addition in the forward of `layer1.0`. Batch norm and dropout are
+    those of training, whatever mode the module is in. Language models of Hugging Face are traced with use_cache=False:
+    keys and values for the generation of text are no outputs.
 
-    `dims` labels the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for what
-    goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s), (n, h, w), (n, d, h, w)
-    for integers.
     Sizes that are constants of the network are told from the batch by their value: give an example batch of another
     size than the sequence where a model builds masks or positions from it.
 
-    An exported program (or `load_pt2(file)`) needs no example inputs; an open batch takes the size of these, or of
-    those it was exported with. Batch norm and dropout are those of training, whatever mode the module is in. Language
-    models of Hugging Face are traced with use_cache=False: keys and values for the generation of text are no outputs.
+    Args:
+        model: A module, an fx graph, an exported program, or `load_pt2(file)`.
+        example_inputs: What the model is called with; they may live on the meta device, and so may the model. An
+            exported program needs none; an open batch takes the size of these, or of those it was exported with.
+        kwargs: What it is called with by name.
+        name: The graph's.
+        dims: Labels of the dimensions of every tensor input. Default: (n, c, h, w), (n, c, d, h, w), (n); (n, c, l) for
+            what goes into a 1-D convolution, pool or batch norm, else (n, s, c); (n, c) for numbers; (n, s),
+            (n, h, w), (n, d, h, w) for integers.
+
+    Returns:
+        The layers.
+
+    Raises:
+        LayerwiseError: The model cannot be traced, or does what no layer stands for.
+
+    Examples:
+        >>> graph = from_torch(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(2, 8))
+        >>> [layer.kinds for layer in graph.inner]
+        ['linear', 'relu']
     """
     return import_torch(model, example_inputs, kwargs=kwargs, name=name, dims=dims)[0]
 
@@ -110,8 +128,8 @@ def import_module(
     kwargs: Mapping[str, object] | None = None,
     name: str,
     dims: Dims | None = None,
-) -> tuple[LayerGraph, Stored, Structure | None]:
-    """`import_torch` of a module, and how it returns its outputs (see `structure_of`)."""
+) -> Imported:
+    """`import_torch` of a module, how it returns its outputs (see `structure_of`), and how it was called."""
     if not examples and not kwargs:
         examples = _placeholders(model, name)
     exported, watch = _export(model, examples, dict(kwargs or {}), name)
@@ -122,12 +140,16 @@ def import_module(
             later, again = _export(model, examples, dict(kwargs or {}), name)
         other, _ = build_graph(rewrite(read_program(later, name)), name, dims)
         unseen = unseen if again.changed or other.digest != graph.digest else tuple(watch.found)
-    return replace(graph, unseen=unseen), stored, structure_of(exported, len(graph.layers[-1].inputs))
+    structure, arguments = (
+        structure_of(exported, len(graph.layers[-1].inputs)),
+        Arguments.of(model, exported, graph.batch),
+    )
+    return replace(graph, unseen=unseen), stored, structure, arguments
 
 
 def _export(
     model: nn.Module, examples: tuple[object, ...], kwargs: dict[str, object], title: str
-) -> tuple[ExportedProgram, Watch]:
+) -> tuple[ExportedProgram, TraceWatch]:
     """Also what it does not show (see `LayerGraph.unseen`)."""
     for path, module in model.named_modules():
         if module.training != model.training and isinstance(module, TRAINS_OTHERWISE):
@@ -151,12 +173,13 @@ def _export(
         with (
             TRACING,
             _quiet(),
-            Watch().on(model) as watch,
+            TraceWatch().on(model) as watch,
             _synchronised_anywhere(),
             _ranges_as_lists(),
             _cuda_autocast_anywhere(),
             _without_stack_traces(),
             configured(model),
+            all_on_meta(model),
         ):
             exported = torch.export.export(model, examples, kwargs, strict=False)
         return exported, watch

@@ -20,6 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from layerwise.errors import LayerwiseError
 from layerwise.graph.types import Region, Regions
 from layerwise.importers.registry import canonical
+from layerwise.importers.torch.on_meta import value_of
 
 T = TypeVar("T")
 TRACING = Lock()  # torch.export and its like keep modes, log and stderr for the process, not for a thread
@@ -287,7 +288,7 @@ def _named(name: str, val: object) -> list[tuple[str, object]]:
 
 def _stored(exported: ExportedProgram, target: str) -> torch.Tensor | None:
     tensor = exported.state_dict.get(target, exported.constants.get(target))
-    return tensor if isinstance(tensor, torch.Tensor) else None
+    return value_of(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -53,7 +53,8 @@ def wanted_cells(model: CostModel, configs: Mapping[str, Sequence[Config]]) -> d
 
 def layer_cells(model: CostModel, layer: Layer, configs: Sequence[Config]) -> list[Wanted]:
     """Those of one layer: its operator's, and its parameters' updates; at the end of a network the loss, however it is
-    split."""
+    split.
+    """
     if layer.role is Role.SINK:
         return _losses(model, layer)
     return [] if layer.end else [*_cells(model, layer, configs), *_updates(model, layer, configs)]

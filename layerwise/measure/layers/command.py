@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
@@ -27,6 +26,7 @@ from layerwise.machine import DEFAULT
 from layerwise.measure.conditions import conditions, device_of, mode_of, modes
 from layerwise.measure.layers.job import Job, Strategies, Summary, base_profile, terminable
 from layerwise.measure.layers.overhead import MakeModule
+from layerwise.report import as_json
 
 
 def add(subparsers: Any) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, strategies: Strategies, make_module: MakeModul
         with terminable():
             summary = job.run(strategies, make_module, quiet=args.json)
     if args.json:
-        print(json.dumps(summary.as_dict(), indent=1))
+        print(as_json.text(summary.as_dict()))
     else:
         console().print(_told(summary), soft_wrap=True)
     return 0

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
-
-from rich.table import Table
 
 from layerwise.cli import console, positive, progress_bar, run_main, seconds
 from layerwise.comm.base import Comm
@@ -19,6 +16,8 @@ from layerwise.machine import DEFAULT, Profile, save
 from layerwise.measure.links.measure import measure_links
 from layerwise.measure.links.profile import base_profile, check_nodes, conditions, with_links
 from layerwise.measure.links.shapes import find_topology
+from layerwise.report import as_json, text
+from layerwise.report.content import Column, Table, filled
 
 EPILOG = """examples:
   torchrun --nproc-per-node 4 -m layerwise.measure links --out mine.json
@@ -36,7 +35,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         description=(
             "Measures messages and collectives between the ranks at hand, by size, by\n"
             "level (in a node, between nodes) and by how many share a port, and what\n"
-            "gradients on the wire cost the computation beside them."
+            "these cost the computation beside them, and that them."
         ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,25 +89,34 @@ def _measure(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, comm: Comm, profile: Profile, spreads: dict[object, float]) -> None:
     assert profile.links is not None
     if args.json:
-        print(json.dumps({"out": args.out, "links": profile.links.as_json()}, indent=1, allow_nan=False))
+        print(as_json.text({"out": args.out, "links": profile.links.as_json()}))
         return
-    table = Table("operation", "members", "load", "latency", "bandwidth", "switches at", "spread", box=None)
-    for curve in profile.links.curves:
-        last = curve.pieces[-1]
-        table.add_row(
+    columns = (
+        Column("operation"),
+        Column("members"),
+        Column("load", "#"),
+        Column("latency", "s"),
+        Column("bandwidth", "#"),
+        Column("switches at", wraps=True),
+        Column("spread", "%"),
+    )
+    rows = [
+        (
             curve.operation.replace("_", "-"),
             " × ".join(map(str, reversed(curve.fan))),
-            str(curve.load),
-            f"{curve.knots[0][1] * 1e6:,.0f} µs",
-            f"{1e-6 / last[2]:,.0f} MB/s" if last[2] > 0 else "",
+            curve.load,
+            curve.knots[0][1],
+            f"{1e-6 / rate:,.0f} MB/s" if (rate := curve.pieces[-1][2]) > 0 else "",
             ", ".join(f"{size / 1024:,.0f} KiB" for size, _, _ in curve.pieces[1:]),
             f"{spreads[curve]:.0%}",
         )
+        for curve in profile.links.curves
+    ]
     out = console()
-    out.print(table)
+    out.print(text.parts([Table(filled(columns, rows))]))
     for overlap in profile.links.overlaps:
         out.print(
-            f"all-reduce among {' × '.join(map(str, reversed(overlap.fan)))} beside computation: it goes on at "
-            f"{overlap.sync:.0%}, computation at {overlap.compute:.0%} of their speed alone"
+            f"{overlap.operation.replace('_', '-')} among {' × '.join(map(str, reversed(overlap.fan)))} beside "
+            f"computation: it goes on at {overlap.sync:.0%}, computation at {overlap.compute:.0%} of their speed alone"
         )
     out.print(f"written to {args.out}: layerwise search MODEL --gpus {comm.size} --profile {args.out}", soft_wrap=True)

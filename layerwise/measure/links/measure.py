@@ -6,24 +6,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.comm.base import Comm, Group
+from layerwise.comm.base import Comm, Group, Handle, Kind
 from layerwise.machine.curves import Curve, Links, Operation, Overlap
+from layerwise.measure.links.beside import BESIDE, BESIDE_S, Start, overlap
 from layerwise.measure.links.fit import Point, knots
 from layerwise.measure.links.shapes import Shape, Topology, pairs, shapes
-from layerwise.measure.links.timing import ROUNDS, Time, timed
+from layerwise.measure.links.timing import ROUNDS, Do, Time, timed
 from layerwise.partition.buckets import BUCKET_BYTES
 
 SIZES: tuple[int, ...] = tuple(1024 * 4**i for i in range(9))  # bytes: 1 KiB to 64 MiB
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 CURVE_ROUNDS = 10  # about how many of its longest operations a curve takes the time of
-# Samples, channels, height and width of the convolution whose gradients are computed beside an all-reduce.
-KERNEL = {"cpu": (8, 64, 16, 16), "cuda": (64, 256, 32, 32)}
 CHUNK = 256  # elements that lie together in what the runtime cuts out of tensors: about a row of an image's channels
 Progress = Callable[[int, int], None]  # done, of
-Do = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +55,26 @@ def measure_links(comm: Comm, where: Topology, budget_s: float, progress: Progre
     """
     kinds = pairs(where)
     groups = shapes(where)
-    comm.prepare({group for shape in groups for group in shape.groups}, "statistics")
-    comm.prepare({group for shape in groups for group in shape.groups}, "sync")
+    for kind in ("statistics", "sync", "gathers"):
+        comm.prepare({group for shape in groups for group in shape.groups}, kind)
     plan: list[tuple[Operation, Shape]] = [(name, shape) for shape in kinds for name in ("message", "exchange")]
     plan += [(name, shape) for shape in groups for name in COLLECTIVES]
     longest_s = budget_s / (len(plan) + 2 * len(groups)) / CURVE_ROUNDS
     series, overlaps = [], []
     for number, (operation, shape) in enumerate(plan):
         if progress:
-            progress(number, len(plan) + len(groups))
+            progress(number, len(plan))
         series.append(_curve(comm, operation, shape, longest_s))
-    for number, shape in enumerate(groups):
-        if progress:
-            progress(len(plan) + number, len(plan) + len(groups))
-        alone = next(s for s in series if _of(s.curve, "all_reduce", shape))
-        overlaps.append(overlap(comm, shape, bucket_bytes(alone.curve)))
+        if operation in BESIDE[comm.device.type]:
+            overlaps.append(measure_overlap(comm, series[-1].curve, shape))
     return Measured(tuple(_with_further_messages(series)), tuple(overlaps))
 
 
-def _of(curve: Curve, operation: Operation, shape: Shape) -> bool:
-    return (curve.operation, curve.fan, curve.load) == (operation, shape.fan, shape.load)
+def measure_overlap(comm: Comm, curve: Curve, shape: Shape, rounds: int = ROUNDS) -> Overlap:
+    """The overlap of the operation that a curve is of. Every rank calls this."""
+    group = shape.of(comm.rank)
+    start = group and begun(comm, curve.operation, group, beside_bytes(comm, curve))
+    return overlap(comm, shape, curve.operation, start or None, rounds)
 
 
 def _curve(comm: Comm, operation: Operation, shape: Shape, longest_s: float) -> Series:
@@ -108,26 +107,37 @@ def prepared(comm: Comm, operation: Operation, group: Group, size: int) -> Do:
 
     What the runtime copies around its messages is part of it: pieces cut out of a tensor, and put into another.
     """
-    count, parts = size // 4, len(group)
-    whole = torch.ones(count, device=comm.device)
-    mine = group.index(comm.rank)
-    what = f"measuring {operation}"
     if operation in ("message", "exchange"):
-        return _messages(comm, group[1 - mine], mine, count, both=operation == "exchange")
+        mine = group.index(comm.rank)
+        return _messages(comm, group[1 - mine], mine, size // 4, both=operation == "exchange")
+    start = begun(comm, operation, group, size, "statistics")
+    return lambda: start().wait()
+
+
+# The streams that operations have beside computation.
+STREAMS: dict[Operation, Kind] = {"all_reduce": "sync", "reduce_scatter": "sync", "all_gather": "gathers"}
+
+
+def begun(comm: Comm, operation: Operation, group: Group, size: int, kind: Kind | None = None) -> Start:
+    """What starts an operation on buffers of `size` bytes, in the stream of a kind."""
+    kind = kind or STREAMS.get(operation, "transfers")
+    count, parts, what = size // 4, len(group), f"measuring {operation}"
+    whole = torch.ones(count, device=comm.device)
     rows = torch.ones((parts, count // parts or 1), device=comm.device)
     into = torch.empty_like(rows)
 
-    def do() -> None:
+    def start() -> Handle:
+        if operation == "exchange":
+            peer = group[1 - group.index(comm.rank)]
+            return comm.exchange([(peer, whole)], [(peer, into.view(-1))], kind, what)
         if operation == "all_reduce":
-            comm.all_reduce(whole, group, "statistics", what).wait()
-        elif operation == "reduce_scatter":
-            comm.reduce_scatter(torch.empty_like(rows[0]), rows, group, "statistics", what).wait()
-        elif operation == "all_gather":
-            comm.all_gather(into, rows[0], group, "statistics", what).wait()
-        else:
-            comm.all_to_all(into, rows, group, "statistics", what).wait()
+            return comm.all_reduce(whole, group, kind, what)
+        if operation == "reduce_scatter":
+            return comm.reduce_scatter(torch.empty_like(rows[0]), rows, group, kind, what)
+        gather = comm.all_gather if operation == "all_gather" else comm.all_to_all
+        return gather(into, rows[0] if operation == "all_gather" else rows, group, kind, what)
 
-    return do
+    return start
 
 
 def _messages(comm: Comm, peer: int, mine: int, count: int, *, both: bool) -> Do:
@@ -160,7 +170,9 @@ def _messages(comm: Comm, peer: int, mine: int, count: int, *, both: bool) -> Do
 
 
 def _with_further_messages(series: list[Series]) -> Iterator[Series]:
-    """Adds to the curves of messages what each further one costs: small exchanges of one with all, against a pair's."""
+    """Adds to the curves of messages what each further one costs: exchanges of one with all, against a pair's with as
+    many bytes. Where there is no more than a pair, half of the smallest one's time.
+    """
     for s in series:
         curve = s.curve
         if curve.operation in ("message", "exchange"):
@@ -172,61 +184,21 @@ def _with_further_messages(series: list[Series]) -> Iterator[Series]:
             ]
             if wide:
                 many = max(wide, key=lambda w: (prod(w.curve.fan), w.curve.load))
-                inner = prod(many.curve.fan[:-1])
-                further = (prod(many.curve.fan) - inner) * inner * many.curve.load - curve.load
-                extra = max(0.0, many.points[0][1] - s.points[0][1]) / max(further, 1)
+                members, inner = prod(many.curve.fan), prod(many.curve.fan[:-1])
+                messages = (members - inner) * inner * many.curve.load
+                sizes = np.array([size / members * messages for size, _ in many.points])  # through the port
+                more = np.array([seconds for _, seconds in many.points]) - curve.seconds(sizes)
+                each = np.maximum.accumulate(np.maximum(more, 0.0)) / max(messages - curve.load, 1)
+                further = tuple(zip(sizes.tolist(), each.tolist(), strict=True))
             else:
-                extra = s.points[0][1] / 2
-            s = replace(s, curve=replace(curve, message_s=extra))
+                further = ((s.points[0][0], s.points[0][1] / 2),)
+            s = replace(s, curve=replace(curve, further=further))
         yield s
 
 
-def bucket_bytes(curve: Curve) -> int:
-    """Bytes of the largest all-reduce that was measured, of those that the runtime issues."""
-    most = min(float(BUCKET_BYTES), curve.knots[-1][0])
-    return max(size for size in SIZES if size <= most)
-
-
-def overlap(comm: Comm, shape: Shape, size: int, rounds: int = 3) -> Overlap:
-    """An all-reduce of `size` bytes under twice as long a computation, and computation under twice as long a sum.
-
-    With u, the seconds that the first pair takes longer than its computation alone, a second of sum, and v, those that
-    the second takes longer than its sums alone, a second of computation: rates a of computation and b of sums that go
-    on together make u = (1 - a) / b and v = (1 - b) / a.
-    """
-    group = shape.of(comm.rank)
-    samples, channels, height, width = KERNEL[comm.device.type]
-    x = torch.ones((samples, channels, height, width), device=comm.device, requires_grad=True)
-    weight = torch.ones((channels, channels, 3, 3), device=comm.device, requires_grad=True)
-    buffers = [torch.ones(size // 4, device=comm.device) for _ in range(2)]
-
-    def both(convolutions: int, sums: int) -> Do:
-        def do() -> None:
-            assert group is not None
-            handles = [comm.all_reduce(b, group, "sync", "measuring overlap") for b in buffers[:sums]]
-            for _ in range(convolutions):
-                y = torch.conv2d(x, weight, padding=1)
-                torch.autograd.grad(y, (x, weight), y.detach())
-            for handle in handles:
-                handle.wait()
-
-        return do
-
-    def seconds(convolutions: int, sums: int) -> float:
-        time: Time = timed(comm, None if group is None else both(convolutions, sums), rounds)
-        return time.seconds
-
-    sums, sum_s = seconds(0, 2), seconds(0, 1)
-    equal = max(1, round(sum_s / (seconds(8, 0) / 8)))  # convolutions that take as long as a sum
-    compute = seconds(2 * equal, 0)
-    u = min(1.0, max(0.0, (seconds(2 * equal, 1) - compute) / sum_s))
-    v = min(1.0, max(0.0, (seconds(equal, 2) - sums) / (compute / 2)))
-    return Overlap(shape.fan, shape.load, *rates(u, v))
-
-
-def rates(u: float, v: float) -> tuple[float, float]:
-    """The share of its own speed at which computation, and at which a sum goes on while both do. From 0 to 1 each."""
-    if u * v > 0.95:  # they take turns
-        return 0.5, 0.5
-    a, b = (1 - u) / (1 - u * v), (1 - v) / (1 - u * v)
-    return min(1.0, max(0.01, a)), min(1.0, max(0.01, b))
+def beside_bytes(comm: Comm, curve: Curve) -> int:
+    """Bytes of what is measured beside computation: of each of its groups, of those that the runtime issues."""
+    sizes = [size for size in SIZES if size <= min(BUCKET_BYTES, curve.knots[-1][0])]
+    seconds = {size: float(curve.seconds(np.array(size))) for size in sizes}
+    within = [size for size, each_s in seconds.items() if each_s <= BESIDE_S or comm.device.type == "cuda"]
+    return max(within, default=sizes[0]) // (curve.load if curve.operation == "exchange" else 1)

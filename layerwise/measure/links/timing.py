@@ -20,6 +20,7 @@ ROUND_S = 0.03  # short operations are repeated until a round takes about that
 MOST = 50  # repetitions a round
 STOLEN = 0.02  # of all cores' time: a round with more is repeated
 TRIES = 3  # times as many rounds at most
+Do = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Time:
     spread: float
 
 
-def timed(comm: Comm, operation: Callable[[], None] | None, rounds: int = ROUNDS) -> Time:
+def timed(comm: Comm, operation: Do | None, rounds: int = ROUNDS) -> Time:
     """How long an operation takes the slowest rank. Every rank calls this; None: it takes no part."""
     for _ in range(2):  # the first one connects and allocates
         _, first = _slowest(comm, operation, 1)
@@ -45,7 +46,7 @@ def timed(comm: Comm, operation: Callable[[], None] | None, rounds: int = ROUNDS
     return Time(middle, (max(seconds) - min(seconds)) / middle if middle else 0.0)
 
 
-def _slowest(comm: Comm, operation: Callable[[], None] | None, times: int) -> tuple[float, float]:
+def _slowest(comm: Comm, operation: Do | None, times: int) -> tuple[float, float]:
     """Seconds that were stolen meanwhile from the rank that lost most, and seconds that the slowest rank took."""
     before = stolen_s()
     comm.barrier()

@@ -146,7 +146,7 @@ class Pool(Op):
             ],
         )
         for ceil in (False, True):
-            if all(f.alike[ceil] for f in fits):
+            if all(f.alike[int(ceil)] for f in fits):  # PyTorch 2.11 compiles no index that is a bool
                 return self._native(x, [f.before for f in fits], ceil, divide != "inside").reshape(local.out.shape)
         pads = {i: (0, 0) if f.floor else (f.before, f.after) for i, f in enumerate(fits, start=first)}
         x = padded(x, pads, -inf if self.mode == "max" else 0.0)

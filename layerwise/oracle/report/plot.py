@@ -7,17 +7,18 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from layerwise.oracle.ask import Asked
+from layerwise.oracle.phases import PHASES, title
 from layerwise.oracle.question import NAMES, Answer, Question
-from layerwise.oracle.report.words import PHASES, duration, title
 from layerwise.oracle.runs import Compared
+from layerwise.quantities import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which the colour-blind tell apart; and markers, as some curves lie on each other.
-COLORS = ("#000000", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#999999", "#cc79a7", "#009e73", "#7b3294")
-MARKERS = "osv^D<>Pp"
+COLORS = ("#000000", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#999999", "#cc79a7", "#009e73", "#882255", "#7b3294")
+MARKERS = "osv^D<>Php"
 LOOKS = {name: (color, marker) for name, color, marker in zip(NAMES, COLORS, MARKERS, strict=True)}
 PHASE_COLORS = ("#1f5fa8", "#9cc3e6", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#999999")
 IDEAL, OVER = "#888888", "#b00020"
@@ -43,8 +44,7 @@ def draw(question: Question, asked: Asked, samples: int, heading: str, compared:
     for name, row in _rows(asked).items():
         shown = [nan if a is None else a.epoch_s(samples) for a in row]
         _curve(epoch, name, asked.gpus, shown, row, _label(name, asked, row))
-        ups = [None if a is None else asked.speed_up(a) for a in row]
-        _curve(speed, name, asked.gpus, [nan if up is None else up for up in ups], row)
+        _curve(speed, name, asked.gpus, [nan if a is None else asked.speed_up(a) for a in row], row)
     for c in compared:
         _pair(epoch, c, [each * samples / c.run.batch for each in (c.run.iteration_s, c.projected_s)])
         _pair(speed, c, [one_s * c.run.batch / each / samples for each in (c.run.iteration_s, c.projected_s)])

@@ -76,12 +76,12 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
     return result
 
 
-def held_only(token: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """The token as it is. Back: parameters that this rank has copies of get a gradient of zeros, in their turn.
+def held_only(token: Tensor, held: Sequence[Tensor]) -> Tensor:
+    """The token as it is. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
 
-    So does what a rank has computed and no rank reads: it takes its part in what that layer sums over the ranks.
+    What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
     """
-    result: Tensor = _HeldOnly.apply(token, *copies) if copies else token  # type: ignore[no-untyped-call]
+    result: Tensor = _HeldOnly.apply(token, *held) if held else token  # type: ignore[no-untyped-call]
     return result
 
 
@@ -183,8 +183,8 @@ class _Awaited(torch.autograd.Function):
 
 class _HeldOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, *copies: Tensor) -> Tensor:
-        ctx.copies = [(copy.shape, copy.dtype, copy.device) for copy in copies]
+    def forward(ctx: Any, token: Tensor, *held: Tensor) -> Tensor:
+        ctx.held = [(one.shape, one.dtype, one.device) for one in held]
         ctx.set_materialize_grads(False)
         return token.view_as(token)
 
@@ -192,7 +192,7 @@ class _HeldOnly(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             token = torch.zeros(())
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.copies)
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.held)
         wanted = ctx.needs_input_grad[1:]
         return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))
 

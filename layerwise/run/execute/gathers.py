@@ -16,9 +16,8 @@ from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.execute.reducer import GradientReducer, tensors_in
 from layerwise.run.execute.rows import Parts, Rows
-from layerwise.run.guards.boxes import unguarded
-from layerwise.run.guards.changes import Version, check_unwritten, version
-from layerwise.run.parts import local_part
+from layerwise.run.guards.changes import check_unwritten
+from layerwise.run.parts import Version, local_part, version
 
 
 class Gather:
@@ -36,7 +35,7 @@ class Gather:
 
     def begin(self) -> None:
         """Starts it."""
-        with torch.no_grad(), unguarded():
+        with torch.no_grad():
             parts = {name: local_part(p).detach() for name, p in self._parameters.items()}
             first = parts[self.names[0]]
             mine, out = self._rows.new(first, rows=1), self._rows.new(first)
@@ -50,7 +49,7 @@ class Gather:
             return
         (handle, out), self._flight = self._flight, None
         handle.wait()
-        with torch.no_grad(), unguarded():
+        with torch.no_grad():
             now = {name: version(p) for name, p in self._parameters.items()}
             for name, leaf in self.leaves.items():
                 same = self._known.get(name) == now[name]

@@ -22,7 +22,6 @@ from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import Work
-from layerwise.tensor import ITEM_BYTES
 
 PREDICTED: Mapping[Kind, str] = {
     "transfers": "transfer_bytes",
@@ -71,7 +70,6 @@ def _messages(scheduled: ScheduledLayer, planned: LayerGraph, schedule: Schedule
             back = sum(box.volume for _, box in edge.redistribution.transfer.receives) if edge.backward else 0
             by_plan, real = planned[edge.source].out.item_bytes, _sent(schedule, graph[edge.source])
             yield "transfers", (forward * times[0] + back) * by_plan, (forward * times[1] + back) * real
-    yield from _remembered(scheduled, planned[layer.name], schedule)
     if work is None:
         return
     if work.reduction is not None:
@@ -101,18 +99,6 @@ def _statistics(
             )
             sent = [ways[0] * n + ways[1] * back for ways, n in zip((by_plan, real), times, strict=True)]
             yield "statistics", sent[0], sent[1]
-
-
-def _remembered(scheduled: ScheduledLayer, planned: Layer, schedule: Schedule) -> Iterator[Message]:
-    """Running statistics for ranks that have copies of them."""
-    if scheduled.mirrors:
-        rank, layer, by_plan, real = schedule.comm.rank, scheduled.layer, 0, 0
-        for (_, p, dtype), (*_, same) in zip(layer.remembered, planned.remembered, strict=True):
-            elements = int(schedule.places[layer.name].holds(p).volume[rank])
-            by_plan += elements * ITEM_BYTES[same]
-            real += elements * schedule.options.element_type(dtype, schedule.graph).itemsize
-        member = len(scheduled.mirrors), scheduled.mirrors.index(rank)
-        yield "statistics", all_reduce_share(by_plan, *member), all_reduce_share(real, *member)
 
 
 def _of_parameters(

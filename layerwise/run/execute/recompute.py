@@ -7,25 +7,26 @@ recomputed layers are made again, in the plan's order, and what their kernels sa
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.partition.blocks import AGAIN
+from layerwise.program.instructions import Arrive, Compute, Free, Move, Release
 from layerwise.run.execute.autograd import ordered
+from layerwise.run.execute.kernels import Compute as LayerKernel
 from layerwise.run.execute.passes import Pass
-from layerwise.run.execute.spans import Move, Spans
-from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
+from layerwise.run.execute.spans import Move as Way
+from layerwise.run.schedule.layers import ScheduledEdge, ScheduledLayer
 
-Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
+if TYPE_CHECKING:
+    from layerwise.run.execute.executor import Executor
 
 
 class Place:
@@ -51,25 +52,21 @@ class Place:
 class Block:
     """The recomputed layers of a block, in one forward pass and the backward passes of it."""
 
-    def __init__(
-        self, block: Sequence[ScheduledLayer], comm: Comm, spans: Spans, like: Callable[[torch.dtype], Tensor]
-    ) -> None:
-        self._comm, self._spans, self._like = comm, spans, like
-        self._made = [scheduled.layer.name for scheduled in block]
-        layers = self._layers = [scheduled for scheduled in block if scheduled.recompute]
-        self._names = {scheduled.layer.name for scheduled in layers}
-        self._kernels: dict[str, _Kernel] = {}
+    def __init__(self, executor: Executor, last: str) -> None:
+        """last: the block's last layer."""
+        self._executor, self._made, self._instructions = executor, executor.schedule.blocks[last], executor.blocks[last]
+        self._kernels: dict[str, _Kernel] = {}  # of its recomputed layers that this rank has a part of
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
     def keep(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
         """What one of the layers is made of."""
         for edge in scheduled.edges:
-            if edge.source not in self._names:
+            if not (edge.source in self._made and self._executor.layers[edge.source].recompute):
                 x = values[edge.source]
                 self._boxes[edge.source] = None if x is None else x.detach()
 
     def compute(
-        self, run: Pass, scheduled: ScheduledLayer, compute: Compute, inputs: list[Tensor | None], given: list[Any]
+        self, run: Pass, scheduled: ScheduledLayer, compute: LayerKernel, inputs: list[Tensor | None], given: list[Any]
     ) -> Tensor:
         """A layer's output on this rank, of its inputs and parameters."""
         kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, given)
@@ -78,7 +75,7 @@ class Block:
     def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
         """The forward pass is through with the block. Back, it is made again before any of it is differentiated."""
         leaving = {name: x for name in self._made if (x := values.get(name)) is not None and x.requires_grad}
-        kernels = [kernel for s in self._layers if (kernel := self._kernels.get(s.layer.name)) is not None]
+        kernels = list(self._kernels.values())
         counts = [len(kernel.given) for kernel in kernels]
         sources, kept = list(self._boxes), [*self._boxes.values(), *(p for kernel in kernels for p in kernel.given)]
         self._boxes = {}
@@ -104,44 +101,33 @@ class Block:
         given: Mapping[str, Sequence[Tensor | None]],
         types: Mapping[str, torch.dtype],
     ) -> None:
-        """All layers once more, what they are given as ever."""
-        uses = Counter(edge.source for scheduled in self._layers for edge in scheduled.edges)
-        for scheduled in self._layers:
-            name = scheduled.layer.name
-            self._comm.at(run.number, name + AGAIN)
-            inputs = [self._received(edge, values[edge.source], types[edge.source]) for edge in scheduled.edges]
-            kernel, gathered, out = self._kernels.get(name), run.gathers.get(name), None
-            if gathered is not None:
-                gathered.finish_again()
-            if kernel is not None:
-                with self._spans.span(name + AGAIN, "compute"):
-                    out = kernel.again(run, inputs, given[name])
-            if gathered is not None:
-                gathered.drop(out)
-            values[name] = out
-            del inputs, out
-            for done in (name, *(edge.source for edge in scheduled.edges)):
-                uses[done] -= done != name
-                if not uses[done]:
-                    values.pop(done, None)
+        """All layers once more, what they are given as ever: the program's instructions."""
+        executor, received = self._executor, list[Tensor | None]()
+        for one in self._instructions:
+            if isinstance(one, Move):
+                executor.comm.at(run.number, one.layer + AGAIN)
+                edge = executor.layers[one.layer].edges[one.slot]
+                received.append(self._received(edge, values[edge.source], types[edge.source]))
+            elif isinstance(one, Compute):
+                kernel = self._kernels.get(one.layer)
+                with executor.spans.span(one.layer + AGAIN, "compute"):
+                    values[one.layer] = None if kernel is None else kernel.again(run, received, given[one.layer])
+                received = []
+            elif isinstance(one, Free):
+                values.pop(one.value)
+            elif isinstance(one, Arrive | Release) and one.layer in run.gathers:
+                if isinstance(one, Arrive):
+                    run.gathers[one.layer].finish_again()
+                else:
+                    run.gathers[one.layer].drop(values[one.layer])
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        way, like = edge.redistribution, self._like(dtype)
+        way, like = edge.redistribution, self._executor.empty(dtype)
         if edge.stays:
             return x
         if not edge.travels:
             return way.kept(x, like)
-        return Move(edge.what + AGAIN, partial(way.begin, like=like), self._spans)(x)
-
-
-def blocks_of(run: Pass, schedule: Schedule, spans: Spans, like: Callable[[torch.dtype], Tensor]) -> dict[int, Block]:
-    """A pass's blocks with recomputed layers, by the number of their last layer; `run` has them by their layers."""
-    blocks = dict[int, Block]()
-    if run.differentiate:
-        for end, layers in schedule.blocks.items():
-            blocks[end] = Block(layers, schedule.comm, spans, like)
-            run.blocks |= {one.layer.name: blocks[end] for one in layers if one.recompute}
-    return blocks
+        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._executor.spans)(x)
 
 
 class _Kernel:
@@ -155,7 +141,7 @@ class _Kernel:
         self,
         run: Pass,
         scheduled: ScheduledLayer,
-        compute: Compute,
+        compute: LayerKernel,
         inputs: Sequence[Tensor | None],
         given: Sequence[Any],
     ) -> None:

@@ -20,7 +20,6 @@ from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
 from layerwise.run.execute.buckets import Bucket, full, scaled
 from layerwise.run.execute.rows import Parts, Rows
-from layerwise.run.guards.boxes import BoxGradient, plain
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
@@ -32,8 +31,7 @@ WAITING = "waiting for gradients"  # in a trace: the part of the sums that no wo
 class GradientReducer:
     """The gradients of one rank's parameters. `order`: as the backward pass makes them; `groups`: who shares each.
 
-    scale: what every gradient is multiplied by. cut: some rank holds not all of some parameter. The gradients of those
-    that are no DTensors are then handed out as such of boxes. parts: of those that their group shares out.
+    scale: what every gradient is multiplied by. parts: of those that their group shares out.
     """
 
     def __init__(
@@ -43,10 +41,9 @@ class GradientReducer:
         groups: Mapping[str, Group],
         *,
         scale: float = 1.0,
-        cut: bool = False,
         parts: Mapping[str, Parts] = NONE,
     ) -> None:
-        self.parameters, self.scale, self.cut = parameters, scale, cut
+        self.parameters, self.scale = parameters, scale
         self.buckets: list[Bucket] = []
         self.of: dict[str, Bucket] = {}
         self.views: dict[str, Tensor] = {}
@@ -84,15 +81,13 @@ class GradientReducer:
         if bucket.rows is not None:  # it lives for a pass only, and this one was ended by an error
             bucket.flat = None
             return
-        aliases, kept = 0, False
+        kept = False
         for name in bucket.names:
             gradient = self.parameters[name].grad
-            part = None if gradient is None else plain(local_part(gradient))
+            part = None if gradient is None else local_part(gradient)
             if part is None or not _same(part, self.views[name]):
                 kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
-            else:
-                aliases += isinstance(gradient, BoxGradient)
-        if kept or tensors_in(bucket.flat) > bucket.tensors + aliases:
+        if kept or tensors_in(bucket.flat) > bucket.tensors:
             bucket.flat = None
             for name in bucket.names:
                 del self.views[name]
@@ -107,7 +102,7 @@ class GradientReducer:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
         for name, version in self.versions.items():
             gradient = self.parameters[name].grad
-            if gradient is not None and local_part(plain(gradient))._version != version:
+            if gradient is not None and local_part(gradient)._version != version:
                 raise LayerwiseError(
                     f"the gradient of parameter {name!r} was written to between passes of which some are within "
                     "no_sync(): what is of all ranks and what of this one cannot be told apart any more. Write to it "
@@ -120,10 +115,7 @@ class GradientReducer:
         part = local_part(p)
         if gradient.stride() != part.stride():
             gradient = torch.empty_like(part).copy_(gradient)
-        if is_dtensor(p):
-            p.grad = like(p, gradient)
-        else:
-            p.grad = gradient.as_subclass(BoxGradient) if self.cut else gradient
+        p.grad = like(p, gradient) if is_dtensor(p) else gradient
 
 
 class Gradients:
@@ -140,7 +132,7 @@ class Gradients:
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
         self.leave_alone: frozenset[str] = frozenset()
         self.unused: set[str] = set()  # of which this rank has none, but others may
-        self.copies: set[str] = set()  # of these, what this rank does not compute with
+        self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
         reducer.check_kept()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
@@ -149,9 +141,9 @@ class Gradients:
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
-                if not p.requires_grad and p.grad is not None and view is not None and _same(plain(p.grad), view):
+                if not p.requires_grad and p.grad is not None and view is not None and _same(local_part(p.grad), view):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
-                    reducer.hand_out(p, plain(p.grad).clone())
+                    reducer.hand_out(p, local_part(p.grad).clone())
 
     def _to_sum(self, name: str) -> bool:
         """Whether a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
@@ -201,7 +193,7 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
-        local, held = self.reducer.local, None if p.grad is None else plain(p.grad)
+        local, held = self.reducer.local, None if p.grad is None else local_part(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
         if held is None:
             local.pop(name, None)
@@ -243,8 +235,6 @@ class Gradients:
                     reducer.owed.add(name)
                 view = reducer.views[name]
                 if name in self.unused and (not self.synchronise or _none(view)):
-                    if name in self.copies and not self.synchronise and name not in self.leave_alone:
-                        reducer.local.setdefault(name, None)  # others have one
                     self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
@@ -252,22 +242,26 @@ class Gradients:
                     continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
-                        view += plain(more)
+                        view += local_part(more)
                 reducer.hand_out(p, view)
                 if self.synchronise:
                     reducer.local.pop(name, None)
                 else:
                     reducer.local.setdefault(name, None)
+        for name in self.elsewhere - self.leave_alone:
+            p = reducer.parameters[name]
+            if p.grad is None:
+                reducer.hand_out(p, torch.empty_like(local_part(p)))
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
             if p.grad is not None or name not in self.leave_alone:
-                reducer.hand_out(p, gradient if p.grad is None else plain(p.grad) + gradient)
+                reducer.hand_out(p, gradient if p.grad is None else local_part(p.grad) + gradient)
         if self.synchronise:
             reducer.owed.clear()
         else:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
-            reducer.versions = {name: local_part(plain(g))._version for name, g in gradients if g is not None}
+            reducer.versions = {name: local_part(g)._version for name, g in gradients if g is not None}
 
     def _hand_out_parts(self, bucket: Bucket) -> None:
         """Each parameter gets this rank's part of the sum, added to what it has."""
@@ -279,7 +273,7 @@ class Gradients:
             if name in self.unused and _none(part):
                 self.made.discard(name)
             elif p.grad is not None:
-                plain(p.grad).add_(part)
+                local_part(p.grad).add_(part)
             elif name not in self.leave_alone:
                 self.reducer.hand_out(p, part)
         bucket.flat = bucket.mine = None
@@ -304,8 +298,11 @@ class Gradients:
         """Other ranks make the gradient of this parameter, if any does."""
         if self.reducer.parameters[name].requires_grad:
             self.made.add(name)
-            self.copies.add(name)
-            self._fill(self.reducer.of[name], name)
+            bucket = self.reducer.of.get(name)
+            if bucket is None:  # this rank has none of it
+                self.elsewhere.add(name)
+                return
+            self._fill(bucket, name)
             self._leave()
 
     def _without_gradient(self) -> None:
@@ -331,8 +328,8 @@ class Gradients:
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        if p.grad is not None and _same(plain(p.grad), reducer.views[name]):
-            reducer.hand_out(p, plain(p.grad).clone())
+        if p.grad is not None and _same(local_part(p.grad), reducer.views[name]):
+            reducer.hand_out(p, local_part(p.grad).clone())
         reducer.views[name].fill_(-0.0)
         bucket.missing.discard(name)
         self.unused.add(name)

@@ -158,8 +158,8 @@ def segments(schedule: Schedule, *, training: bool) -> list[Segment]:
     """All of a rank's: one begins where something arrives, and ends where something leaves, or a block ends."""
     runs: list[list[ScheduledLayer]] = [[]]
     travelling = {edge.source for scheduled in schedule.layers for edge in scheduled.edges if edge.travels}
-    for number, scheduled in enumerate(schedule.layers):
-        if number - 1 in schedule.blocks:
+    for before, scheduled in zip((None, *schedule.layers), schedule.layers, strict=False):
+        if before is not None and before.layer.name in schedule.blocks:
             runs.append([])
         if scheduled.layer.role is not Role.COMPUTE or not (training or scheduled.returned):
             continue

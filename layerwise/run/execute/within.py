@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from layerwise.run.execute.kernels import Compute
 from layerwise.run.schedule.layers import ScheduledEdge
-
-Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
 class _Place:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.boxes import plain
-from layerwise.run.parts import is_dtensor, local_part
+from layerwise.run.parts import Version, is_dtensor, local_part, version
 
 
 class Structure:
@@ -57,17 +56,9 @@ class Places:
             )
 
 
-Version = tuple[int, int]
-
-
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
     """Of each parameter's values on this rank."""
     return {name: version(p) for name, p in parameters.items()}
-
-
-def version(p: nn.Parameter) -> Version:
-    """Functions of a DTensor count in it alone, those of this rank's part in that."""
-    return p._version, local_part(p)._version
 
 
 def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str, Version]) -> None:
@@ -85,53 +76,6 @@ def check_unwritten(parameters: Mapping[str, nn.Parameter], before: Mapping[str,
         )
 
 
-SUMMED_FIRST, SUMMED_EVERY = 8, 17  # steps: a prime, that it meets each of a step's batches in turn
-
-
-def summed(step: int) -> bool:
-    """Whether `Sums` are made in this step: they take time, and what a loop writes to p.data it writes every step."""
-    return step <= SUMMED_FIRST or step % SUMMED_EVERY == 0
-
-
-class Sums:
-    """Of the bits of parameters' values, for what `p.data` writes: PyTorch counts no writes of that.
-
-    Each of the ranks that hold the same values looks at its part of them.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, tuple[int, int]]) -> None:
-        """groups: by name, which of how many ranks with the same values this one is."""
-        self._groups = groups
-        self._before = self._of(parameters)
-        self._versions = {name: version(parameters[name]) for name in groups}
-
-    def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """LayerwiseError where values are others than when this was made, and no write was counted."""
-        differ = (self._of(parameters) != self._before).tolist()
-        for name, differs in zip(self._groups, differ, strict=True):
-            if differs and version(parameters[name]) == self._versions[name]:
-                raise LayerwiseError(
-                    f"p.data of parameter {name!r} was written to between its forward pass and its backward pass, and "
-                    "the plan keeps its states on several ranks, sends it, or computes its layer once more: write to "
-                    "it after the backward pass"
-                )
-
-    def _of(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        with torch.no_grad():
-            return torch.stack([_sum(plain(parameters[name]), *group) for name, group in self._groups.items()])
-
-
-def _sum(part: Tensor, member: int, members: int) -> Tensor:
-    """Of the member's share of a tensor's memory, as integers of 8 bytes, and of its last bytes."""
-    storage = part.untyped_storage()
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=part.device).set_(storage)
-    words = bytes_[: storage.nbytes() // 8 * 8].view(torch.int64)
-    ends = [len(words) * i // members for i in (member, member + 1)]
-    total = words[ends[0] : ends[1]].sum()
-    rest = bytes_[len(words) * 8 :]
-    return total + rest.sum() if len(rest) else total
-
-
 def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Version]) -> None:
     """LayerwiseError where a parameter has other values than when it had the version `initial` says."""
     others = (name for name, before in initial.items() if version(parameters[name]) != before)
@@ -145,9 +89,9 @@ def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, V
 
 
 def _filled(p: nn.Parameter) -> bool:
-    """Whether all elements here are equal, of several, as zeros_ and constant_ make them: so are the other parts."""
-    flat = plain(p).detach().reshape(-1)
-    return flat.numel() > 1 and bool((flat == flat[0]).all())
+    """Whether all elements here are equal, of none or several, as zeros_ and constant_ make them: so are the others."""
+    flat = local_part(p).detach().reshape(-1)
+    return flat.numel() != 1 and bool((flat == flat[:1]).all())
 
 
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
-from torch.utils import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.guards.boxes import unguarded
+from layerwise.run.guards.given import Given, given_of
+from layerwise.run.guards.refusing import AS_WRITTEN, unsupported
 from layerwise.run.parts import is_dtensor, lie_as
 
 OUTSIDE = (
@@ -25,10 +24,12 @@ OUTSIDE = (
 )
 
 
+class NotByLayersError(LayerwiseError):
+    """The model cannot be run layer by layer, for what its layers do not show."""
+
+
 class Guarded(Protocol):
     """What a hook asks of a parallel module."""
-
-    cut: bool  # the plan splits the parameters
 
     @property
     def summed(self) -> bool: ...
@@ -41,7 +42,7 @@ class FromOutside:
         self._module, self._name = weakref.ref(module), name
 
     def __call__(self, p: nn.Parameter) -> None:
-        """LayerwiseError, unless the gradient is the same on all ranks, of all of the parameter."""
+        """Brings it to where the parameter lies. LayerwiseError where a hook, or a sum, would have it twice."""
         module = self._module()
         if module is not None and hooks_of(p):
             raise LayerwiseError(
@@ -50,12 +51,6 @@ class FromOutside:
             )
         if is_dtensor(p):
             lie_as(p)
-        elif module is not None and module.cut:
-            raise LayerwiseError(
-                f"parameter {self._name!r} {OUTSIDE}. The plan splits the parameters over the ranks, so this one sees "
-                "a part of them only: call the whole model, give the optimizer a weight_decay in place of a penalty on "
-                "weights, or parallelize with strategy='data'"
-            )
         if module is not None and not module.summed:
             raise outside_while_waiting(self._name)
 
@@ -81,7 +76,6 @@ def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
 
     # As `.data` it is no view of what gradients of several parameters lie in: that could not be zeroed in place.
     alone = gradient if is_dtensor(gradient) else gradient.data
-    alone = alone if type(alone) is type(gradient) else alone.as_subclass(type(gradient))
     alone.requires_grad_().register_hook(refuse)  # type: ignore[no-untyped-call]
     return alone
 
@@ -94,10 +88,9 @@ def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
 
 def call_hooks(p: nn.Parameter) -> None:
     """The parameter has its gradient."""
-    with unguarded():
-        hooks = hooks_of(p) if p.requires_grad and p.grad is not None else []
-    for hook in hooks:
-        hook(p)
+    if p.requires_grad and p.grad is not None:
+        for hook in hooks_of(p):
+            hook(p)
 
 
 def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_sums: bool) -> None:
@@ -119,10 +112,7 @@ def check_hooks_of_all() -> None:
         every._global_backward_pre_hooks,
     ):
         if hooks and any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks.values()):
-            raise LayerwiseError(
-                "a hook of all modules is registered (register_module_forward_hook and the like), which would not be "
-                "called for the layers of the parallel module: remove it, or parallelize with strategy='data'"
-            )
+            raise unsupported("a hook of all modules, by register_module_forward_hook and the like,", "remove it")
 
 
 def check_modules(model: nn.Module) -> None:
@@ -131,16 +121,16 @@ def check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             where = f"module {name!r}" if name else "the model"
-            raise LayerwiseError(
+            raise NotByLayersError(
                 f"{where} is compiled already, but the plan runs its layers one by one: give the model as it is, with "
                 "compile=True"
             )
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        lost = next((hook for hook in forward if not _of(hook, model)), None)
+        lost = next((hook for hook in forward if not isinstance(hook, Given) and not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
             where = f"module {name!r}" if name else "the model"
-            raise LayerwiseError(
+            raise NotByLayersError(
                 f"{where} has a {kind} hook, which would not be called in training: remove it before the model is made "
                 "parallel, and let the model return what it is for"
             )
@@ -149,15 +139,19 @@ def check_modules(model: nn.Module) -> None:
 def check_seen(graph: LayerGraph) -> None:
     """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
     if graph.unseen:
-        raise LayerwiseError(
-            f"the model {graph.unseen[0]}, which would be lost, as the plan runs its layers one by one: "
-            "parallelize(..., strategy='data') runs the model as it is written, where each rank has samples"
+        raise NotByLayersError(
+            f"the model {graph.unseen[0]}, which would be lost, as the plan runs its layers one by one: {AS_WRITTEN}"
         )
 
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Within it forward hooks are not called, but for those that are a part of how the model computes."""
+    """Within it forward hooks are not called, but for those that are a part of how the model computes.
+
+    LayerwiseError where the model has not the values that it was trained to (`Given`).
+    """
+    for given in given_of(model):
+        given()
     kept = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]
@@ -183,13 +177,15 @@ def _of(hook: Any, model: nn.Module) -> bool:
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def check_call() -> None:
-    """LayerwiseError where torch.utils.checkpoint calls the module: it would call it again, within a backward pass."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == checkpoint.__file__:
-            raise LayerwiseError(
-                "torch.utils.checkpoint around the parallel module is not supported: call the module itself; "
-                "layerwise.run.load(..., checkpoint_activations=True) saves memory in the same way"
-            )
-        frame = frame.f_back
+    """LayerwiseError where torch.utils.checkpoint calls the module again, within a backward pass."""
+    if in_backward() and torch.is_grad_enabled():
+        raise LayerwiseError(
+            "torch.utils.checkpoint around the parallel module is not supported: call the module itself; "
+            "layerwise.run.load(..., checkpoint_activations=True) saves memory in the same way"
+        )

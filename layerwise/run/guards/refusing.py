@@ -1,4 +1,4 @@
-"""What an nn.Module can and a parallel one, or a part of it, cannot: each is refused with a sentence."""
+"""What a plan that splits layers does not support: one sentence says so of each thing."""
 
 from __future__ import annotations
 
@@ -8,52 +8,63 @@ from typing import Any, NoReturn
 from torch import nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.compiling import refuse
+
+AS_WRITTEN = "parallelize with strategy='data', which runs the model as it is written"
 
 
-def _called(*_: Any, **__: Any) -> NoReturn:
-    raise LayerwiseError(
-        "the parallel module computes its layers by itself, none is called as a module: a hook of one, or a call, "
-        "is not supported; let the model return what it is for, or parallelize with strategy='data'"
+def unsupported(what: str, instead: str) -> LayerwiseError:
+    """The error for something that a loop does; `instead`: what it can do, beside splitting samples only."""
+    return LayerwiseError(
+        f"{what} is not supported where a plan splits layers, which run as they were traced: {instead}, or {AS_WRITTEN}"
     )
 
 
-def _moved(*_: Any, **__: Any) -> NoReturn:
-    raise LayerwiseError(
-        "to(), float(), half() and the like of a part of the parallel module are not supported: call them on the whole "
-        "model, or before it is made parallel"
-    )
+def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise unsupported(what, instead)
+
+    return refuse
 
 
-def _loaded(*_: Any, **__: Any) -> NoReturn:
-    raise LayerwiseError(
-        "load_state_dict of a part of the parallel module is not supported: give the whole model's, with strict=False, "
-        "these values under their whole names, or load them before it is made parallel"
-    )
-
-
-# Methods of a part of the parallel module, which stand on the instance in place of its class's.
+_CALLED = _refusing("a call or a hook of one of the model's layers", "let the model return what it is for")
+# Methods of a module of the parallel one, which stand on the instance in place of its class's.
 REFUSED: Mapping[str, Callable[..., NoReturn]] = {
-    "forward": _called,
-    "register_forward_hook": _called,
-    "register_forward_pre_hook": _called,
-    "register_full_backward_hook": _called,
-    "register_full_backward_pre_hook": _called,
-    "register_backward_hook": _called,
-    "compile": _called,
-    "_apply": _moved,
-    "load_state_dict": _loaded,
+    "forward": _CALLED,
+    "register_forward_hook": _CALLED,
+    "register_forward_pre_hook": _CALLED,
+    "register_full_backward_hook": _CALLED,
+    "register_full_backward_pre_hook": _CALLED,
+    "register_backward_hook": _CALLED,
+    "_apply": _refusing("to(), float() and the like of one of the model's layers", "call it on the whole model"),
+    "load_state_dict": _refusing(
+        "load_state_dict() of one of the model's layers",
+        "give the whole model's, with strict=False, these values under their full names",
+    ),
+    "__reduce_ex__": _refusing("a copy of one of the model's layers", "copy the whole model, or take state_dict()"),
 }
 
 
-class Refusing(nn.Module):
-    """What else an nn.Module can, and a parallel one cannot."""
+class Unchanged:
+    """The attributes of all modules below `root`, as they are now: layers go on with these."""
 
-    @property
-    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        refuse()
+    def __init__(self, root: nn.Module) -> None:
+        self._rows = [(name, vars(module), dict(vars(module))) for name, module in root.named_modules()]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise LayerwiseError(
-            "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state dict"
-        )
+    def check(self, *, training: bool) -> None:
+        """LayerwiseError where one is another now, or a module has another mode than the whole model."""
+        for name, now, before in self._rows:
+            before["training"] = training
+            if not _equal(now, before):  # quick where nothing was set: all values are the same objects
+                keys = dict.fromkeys((*now, *before))
+                changed = next(key for key in keys if not _equal(now.get(key, self), before.get(key, self)))
+                raise unsupported(
+                    f"{changed!r} of module {name!r}, which was set after the model was made parallel,",
+                    "set it before, and train() and eval() of the whole model",
+                )
+
+
+def _equal(now: object, before: object) -> bool:
+    try:
+        return now is before or bool(now == before)
+    except Exception:  # of arrays, or of a user's class
+        return False

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
+from layerwise.run.guards.hooks import in_backward
 from layerwise.run.own.replacements import Draws
 
 
@@ -45,18 +45,16 @@ class Call:
 class Samples:
     """How many samples a call is given: rows of the input that has one a sample."""
 
-    def __init__(self, graph: LayerGraph, module: nn.Module) -> None:
-        inputs = [layer for layer in graph.layers if layer.role is Role.INPUT]
-        self._number = next((i for i, layer in enumerate(inputs) if layer.out.index("n") == 0), 0)
-        self._name = dict(enumerate(inspect.signature(module.forward).parameters)).get(self._number, "")
+    def __init__(self, graph: LayerGraph, arguments: Arguments) -> None:
+        rows = {layer.name for layer in graph.layers if layer.role is Role.INPUT and layer.out.index("n") == 0}
+        self._arguments = arguments
+        self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """Of this rank. LayerwiseError where no tensor is given."""
-        flat = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-        x = flat[self._number] if self._number < len(flat) else named.get(self._name)
-        if not isinstance(x, Tensor) or not x.dim():
-            leaves = pytree.tree_leaves((inputs, named))
-            x = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+        flat = self._arguments.named(inputs, named)
+        known = (*(flat.get(path) for path in self._paths), *flat.values())
+        x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)
         if x is None:
             raise LayerwiseError("the model is called without a tensor, so its number of samples is not known")
         return x.shape[0]
@@ -101,8 +99,3 @@ class Calls:
                 "call a backward pass of its own, and checkpoint with use_reentrant=False"
             )
         return call
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1

@@ -6,19 +6,21 @@ hooks and names, and no state dict has a word of it. A copy, or a pickle, of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.nn.statistics import normalised, update
 from layerwise.ops.random import Seed, drop
 from layerwise.run.own.calls import Call, Calls
-from layerwise.run.own.replacements import Draws
+from layerwise.run.own.replacements import Draws, Replacements
+from layerwise.run.schedule.work import summing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -121,7 +123,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         """As `layerwise.ops.nn.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        count = _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
+        count = self._count(x, call)
         y, *_ = normalised(
             x,
             module.weight,
@@ -133,6 +135,10 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
             known=partial(self._remember, count),
         )
         return y
+
+    def _count(self, x: Tensor, call: Call) -> int:
+        """Numbers of each channel, of all ranks."""
+        return _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:
         """Moves the running statistics."""
@@ -146,6 +152,28 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
             assert module.num_batches_tracked is not None
             momentum = 1 / float(module.num_batches_tracked)
         update((mean, var), *moments, count=count, momentum=momentum)
+
+
+class CountedBatchNorm(GlobalBatchNorm):
+    """The same where it is not known how many rows a sample has: the ranks count them together."""
+
+    def _count(self, x: Tensor, call: Call) -> int:
+        own = torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64, device=x.device)
+        return int(self.all_reduce(own))
+
+
+def standing_in(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
+    """What stands in for some modules of the user's."""
+    for path, draws in replaced.dropouts.items():
+        dropout = module.get_submodule(path)
+        assert isinstance(dropout, nn.modules.dropout._DropoutNd)
+        yield DropoutByPosition(dropout, calls, draws)
+    for path, layer in replaced.batch_norms.items():
+        norm = module.get_submodule(path)
+        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        all_reduce = summing(comm, tuple(range(comm.size)), layer)
+        assert all_reduce is not None
+        yield (CountedBatchNorm if replaced.as_written else GlobalBatchNorm)(norm, calls, all_reduce)
 
 
 def _rows_a_sample(x: Tensor, dim: int, call: Call) -> int:

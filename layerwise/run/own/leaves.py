@@ -8,7 +8,6 @@ every parameter is given what one device's would have.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.guards.hooks import call_hooks, outside_while_waiting
+from layerwise.run.state.broadcast import digest
 
 Hook = Callable[[nn.Parameter], None]
 
@@ -149,7 +149,9 @@ class Leaves:
         """LayerwiseError unless they are the same on all ranks."""
         names, self._astray = self._astray, []
         held = {**self.parameters, **self.unknown}
-        ranks = self.comm.all_gather_object({name: _digest(held[name].grad) for name in names})
+        ranks = self.comm.all_gather_object(
+            {name: g if (g := held[name].grad) is None else digest(g.to_dense()) for name in names}
+        )
         for name in names:
             if any(one.get(name) != ranks[0].get(name) for one in ranks):
                 raise LayerwiseError(
@@ -173,10 +175,3 @@ def _only_returned(node: Any) -> bool:
     except RuntimeError:  # it says that it cannot answer for a leaf of autograd.grad
         return True
     return False
-
-
-def _digest(gradient: Tensor | None) -> int:
-    if gradient is None:
-        return 0
-    flat = gradient.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)

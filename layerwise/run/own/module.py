@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +17,26 @@ from torch.utils import _pytree as pytree
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.ops.base import Role
+from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
-from layerwise.run.compiling import compiled, limits, refuse
+from layerwise.run.compiling import compiled, limits
 from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.changes import Structure, check_frozen
-from layerwise.run.guards.hooks import check_parameters
-from layerwise.run.guards.optimizers import watch
+from layerwise.run.guards.hooks import in_backward
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.own.calls import Call, Calls, Samples, in_backward
+from layerwise.run.own.buffers import Buffers
+from layerwise.run.own.calls import Call, Calls, Samples
+from layerwise.run.own.followed import Followed
 from layerwise.run.own.kept import treat_kept
-from layerwise.run.own.layers import DropoutByPosition, GlobalBatchNorm, Replacement
-from layerwise.run.own.leaves import Leaves
+from layerwise.run.own.layers import GlobalBatchNorm, standing_in
 from layerwise.run.own.replacements import Replacements
 from layerwise.run.own.spans import Spans
 from layerwise.run.own.state import OwnState
-from layerwise.run.own.with_module import WithModule
 from layerwise.run.schedule.layers import Schedule
-from layerwise.run.schedule.work import summing
 from layerwise.run.trace import Trace
+from layerwise.run.with_module import WithModule
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace
@@ -57,6 +54,7 @@ class Facts:
     options: RuntimeOptions
     replacements: Replacements
     keys: Mapping[str, str]  # names of the state dict -> names of the tensors in the graph
+    arguments: Arguments
     dtype: str  # of the network, before the options
 
 
@@ -71,8 +69,9 @@ class OwnModule(WithModule):
     _state: OwnState
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
-        super().__init__(module, facts.graph, facts.plan, facts.comm, facts.options)
-        self._facts, self._calls = facts, Calls()
+        super().__init__(facts.graph, facts.plan, facts.comm, facts.options)
+        self._share(module)
+        self._facts, self._calls, self._arguments = facts, Calls(), facts.arguments
         self._state = OwnState(facts.keys, facts.graph, module, facts.comm)
         self._schedule: Schedule | None = None
         self._scales: dict[tuple[int, int], float] = {}
@@ -83,11 +82,13 @@ class OwnModule(WithModule):
         if before is not None and (other := before()) is not None:
             other.release()
         _owners[module] = weakref.ref(self)
-        self._replaced = list(self._replacements(facts))
+        self._replaced = list(standing_in(module, facts.replacements, self._calls, facts.comm))
         for replaced in self._replaced:
             replaced.place()
-        self._norms = [replaced for replaced in self._replaced if isinstance(replaced, GlobalBatchNorm)]
-        self._samples = Samples(facts.graph, module)
+        self._norms = [replaced for replaced in self._replaced if type(replaced) is GlobalBatchNorm]
+        to_send = facts.replacements.as_written and facts.comm.size > 1
+        self._sent = Buffers(module, facts.replacements.batch_norms, facts.comm) if to_send else None
+        self._samples = Samples(facts.graph, facts.arguments)
         moves = facts.options.device.type != "cpu" or facts.options.dtype != getattr(torch, facts.dtype)
         self._moved = self._move if moves else None
         self._plain = not (self._replaced or moves or facts.options.autocast or facts.comm.size > 1)
@@ -96,50 +97,36 @@ class OwnModule(WithModule):
         self._follow()
         self._made = True
 
-    def _replacements(self, facts: Facts) -> Iterator[Replacement[Any]]:
-        comm, everyone = facts.comm, tuple(range(facts.comm.size))
-        for path, draws in facts.replacements.dropouts.items():
-            dropout = self.module.get_submodule(path)
-            assert isinstance(dropout, nn.modules.dropout._DropoutNd)
-            yield DropoutByPosition(dropout, self._calls, draws)
-        for path, layer in facts.replacements.batch_norms.items():
-            norm = self.module.get_submodule(path)
-            assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-            all_reduce = summing(comm, everyone, layer)
-            assert all_reduce is not None
-            yield GlobalBatchNorm(norm, self._calls, all_reduce)
+    @property
+    def module(self) -> nn.Module:
+        """The user's."""
+        return self._model
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """To the user's module and all in it."""
+        self.module.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.module.state_dict(*args, **kwargs)
 
     def _follow(self) -> None:
         """Gradients are averaged from now on."""
-        size = self.comm.size
-        if size == 1:
-            self._reducer = GradientReducer({}, [], {})
-            return
-        everyone = tuple(range(size))
-        held = self.module.state_dict(keep_vars=True)
-        order = [name for layer in reversed(self.graph.layers) for name in reversed(layer.parameters)]
-        order += [layer.name for layer in reversed(self.graph.layers) if layer.role is Role.TIED]
-        last = dict.fromkeys(reversed([name for name in order if isinstance(held.get(name), nn.Parameter)]))
-        names = [name for name in reversed(last) if held[name].requires_grad]
-        untrained = {name for layer in self.graph.layers for name in layer.frozen}
-        names = [name for name in names if name not in untrained]
-        parameters = {name: held[name] for name in names}
-        self._reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / size)
-        followed = {id(p) for p in parameters.values()}
-        unknown = {n: p for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in followed}
-        self._leaves = Leaves(parameters, unknown, self.comm, lambda: self.summed)
-        self._structure = Structure(self.module, buffers=False)
-        self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
-        watch(self.module.parameters(), self.form)
-        for kind in ("sync", "io", "statistics"):
-            self._prepare(kind, {everyone})
+        self._followed: Followed | None = None
+        if self.comm.size > 1:
+            compare = self.options.compare_ranks
+            self._followed = Followed(self.module, self.graph, self.comm, compare=compare, summed=lambda: self.summed)
+            for kind in ("sync", "io", "statistics"):
+                self._prepare(kind, {tuple(range(self.comm.size))})
+        self._reducer = GradientReducer({}, [], {}) if self._followed is None else self._followed.reducer
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of this rank's samples; `batch`: those of all ranks, where they are uneven."""
         if self._plain and "batch" not in named:
             self.__dict__["steps"] += self.training  # checkpoints are named so
             return self._called(*inputs, **named)
-        batch = named.pop("batch") if "batch" in named and not self._takes_batch else None
+        batch = None if self._arguments.takes("batch") else named.pop("batch", None)
         call = self._call(inputs, named, batch)
         if self._moved is not None:
             inputs, named = pytree.tree_map_only(Tensor, self._moved, (inputs, named))
@@ -147,6 +134,9 @@ class OwnModule(WithModule):
             inputs, named = pytree.tree_map_only(Tensor, partial(self._entering, call=call), (inputs, named))
         before, self._calls.forward = self._calls.forward, call
         try:
+            if self._sent is not None and self.training and self._synchronise:
+                self._sent.send()
+                self._sent.written()
             with self._autocast():
                 outputs = (
                     self._compiled(call, inputs, named)
@@ -170,11 +160,6 @@ class OwnModule(WithModule):
         with span, limits(len(self._replaced)):
             return self._called(*inputs, **named)
 
-    @property
-    def _takes_batch(self) -> bool:
-        """Whether the model has an input of this name itself."""
-        return "batch" in inspect.signature(self.module.forward).parameters
-
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> Call:
         """This call of the model."""
         if self.training and in_backward():
@@ -183,19 +168,14 @@ class OwnModule(WithModule):
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
         self.__dict__["steps"] += drawn
-        if self.comm.size == 1:
+        if self._followed is None:
             if batch is not None:
                 _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).whole
             return Call(seed)
-        check_parameters(self._reducer.parameters.items(), partial_sums=True)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
-        if self._structure.changed():
-            raise LayerwiseError(
-                "the model has other parameters or layers than when it was made parallel, whose gradients nobody "
-                "averages: change the model before, or make it parallel again"
-            )
-        check_frozen(self._frozen)
+        self._check_around()
+        self._followed.check()
         self.comm.at(self.steps, "the model")
         if not (drawn or torch.is_grad_enabled()):
             return Call(seed)
@@ -203,7 +183,8 @@ class OwnModule(WithModule):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        return Call(seed, Batch(self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training))
+        whole = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        return Call(seed, whole(alike=self._followed.alike, step=self.steps * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """To the run's device, and to its element type from the network's."""
@@ -258,21 +239,23 @@ class OwnModule(WithModule):
         return x
 
     def _begun(self) -> None:
-        if self.comm.size > 1:
+        if self._followed is not None:
             assert self._pass is not None
-            check_parameters(self._reducer.parameters.items(), partial_sums=True)
+            self._followed.check_hooks()
             self.comm.at(self.steps, "the model (backward)")
-            self._leaves.begin(self._pass[1])
+            self._followed.leaves.begin(self._pass[1])
 
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
-        if self.comm.size > 1:
-            self._leaves.finish()
+        if self._followed is not None:
+            self._followed.leaves.finish()
         super()._finish(gradients, differentiable=differentiable)
+        if self._sent is not None and self._synchronise:
+            self._sent.send()
 
     def _failed(self, gradients: Gradients) -> None:
         super()._failed(gradients)
-        if self.comm.size > 1:
-            self._leaves.fail()
+        if self._followed is not None:
+            self._followed.leaves.fail()
 
     @property
     def schedule(self) -> Schedule:
@@ -311,16 +294,12 @@ class OwnModule(WithModule):
         made.__dict__["steps"] = self.steps
         return made
 
-    def __reduce__(self) -> Any:
-        if self.comm.size > 1:
-            raise LayerwiseError(
-                "the parallel module cannot be pickled: layerwise.save(model, file) writes the whole model's state "
-                "dict, and model.module is the model itself"
-            )
-        return _unpickled, (self.module, self._facts, self.steps)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+        return (
+            super().__reduce_ex__(protocol)
+            if self.comm.size > 1
+            else (_unpickled, (self.module, self._facts, self.steps))
+        )
 
     def compile(self, **settings: Any) -> None:
         """The model from now on, with torch.compile's arguments; what communicates is between the compiled parts."""
@@ -329,19 +308,13 @@ class OwnModule(WithModule):
         self._facts = replace(self._facts, options=self.options)
         self.trace = self.trace  # of the whole model from now on
 
-    @property
-    def _initialize_hook(self) -> NoReturn:  # what torch.compile asks a module for
-        if not self._plain:
-            refuse()
-        raise AttributeError("_initialize_hook")
-
     def release(self) -> None:
         """The user's module is as it was, but for its values: this one is not to be called any more."""
         self.__dict__["_released"] = True
         for replaced in self._replaced:
             replaced.remove()
-        if self.comm.size > 1:
-            self._leaves.release()
+        if self._followed is not None:
+            self._followed.leaves.release()
 
 
 def _unpickled(module: nn.Module, facts: Facts, steps: int) -> OwnModule:

@@ -11,6 +11,7 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import LayerGraph
+from layerwise.run.state.broadcast import broadcast_values
 from layerwise.run.state.shard import Shard
 
 
@@ -51,15 +52,9 @@ class OwnState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies on the CPU; rank 0's, where ranks have running statistics of their own."""
-        whole = {}
-        for key, tensor in self.module.state_dict().items():
-            value = tensor.detach().to(self.comm.device, copy=True).contiguous()
-            if self.comm.size > 1:
-                others = range(1, self.comm.size)
-                sends = [(rank, value) for rank in others] if self.comm.rank == 0 else []
-                self.comm.exchange(sends, [] if self.comm.rank == 0 else [(0, value)], "io", f"state of {key}").wait()
-            whole[key] = value.cpu()
-        return whole
+        full = {key: tensor.detach().clone().contiguous() for key, tensor in self.module.state_dict().items()}
+        broadcast_values(full, self.comm)
+        return {key: value.cpu() for key, value in full.items()}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
         """`load_state_dict` of the module, also of lazy tensors. LayerwiseError where it does not fit."""

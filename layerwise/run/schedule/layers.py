@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,14 +12,16 @@ from layerwise.geometry import Box, Lattices, numbering, slices
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.ops.tensor.cells import Cells
-from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.ahead import weights_late
 from layerwise.partition.blocks import blocks, recomputable
 from layerwise.partition.boxes import Each
-from layerwise.partition.groups import mirrors, statistics
+from layerwise.partition.groups import statistics
 from layerwise.partition.place import input_maps, lattices_of, of_all_classes
 from layerwise.partition.transfer import Transfer, groups_of, transfer
 from layerwise.partition.within import kept_within
 from layerwise.plan import Plan
+from layerwise.program import Kind as ProgramKind
+from layerwise.program import Program, StrategyFacts, program
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import places
 from layerwise.run.schedule.redistribute import Positions, Redistribution
@@ -34,7 +35,6 @@ class ScheduledEdge:
     source: str  # the layer that makes it
     redistribution: Redistribution  # how it travels
     backward: bool  # whether a gradient comes back
-    ahead: bool  # whether it is begun sooner than its user comes (`Schedule.begun_before`)
     stays: bool  # whether nothing travels, and all that this rank has is used
     weights_late: bool  # whether its gradient leaves before its user makes that of its weights
     within: bool  # whether what its source keeps of its own output is kept in what arrives
@@ -64,9 +64,7 @@ class ScheduledLayer:
     edges: tuple[ScheduledEdge, ...]
     work: Work | None  # None: this rank has no part of it
     parameters: tuple[str | None, ...]  # the model's names; None for a tied one, which is an edge
-    copies: tuple[str, ...]  # parameters of which this rank has a copy only: it has no part of the layer
-    remembered: tuple[str, ...]  # running statistics, of which others have copies, or this rank has
-    mirrors: Group  # the ranks that have these
+    elsewhere: tuple[str, ...]  # parameters of which this rank has none, as it has no part of the layer
     dtype: torch.dtype | None  # of the floating-point output; None: as it comes
     backward: bool  # whether a gradient flows through it
     autocast: torch.dtype | None  # what autocast casts to around it; None: it is off
@@ -83,81 +81,60 @@ class ScheduledLayer:
 class Schedule:
     """One rank's layers for one global batch, in the order in which all ranks go through them.
 
-    begun_before: the edges that run ahead, with their users, by the number of the layer before which they begin.
-    blocks: the layers of the blocks in which some are recomputed, by the number of the last one.
-    groups: of ranks whose transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that
-    the ranks get of each output. within: layers of whose output this rank keeps what a reader is given.
-    read_elsewhere: parameters whose own memory the backward pass does not read: it reads what was sent of them, or what
-    was made of them, and makes that again.
+    blocks: the layers of the blocks in which some are recomputed, by the name of the last one. groups: of ranks whose
+    transfers are collectives. statistics: of ranks that share a layer's. sinks: the boxes that the ranks get of each
+    output. within: layers of whose output this rank keeps what a reader is given.
     """
 
     def __init__(
         self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
-        self.places = places(graph, plan)
+        self.places, self._io = places(graph, plan), plan.io
         self.free, self.boxes, self.whole_classes = plan.io != "sample", plan.io == "boxes", whole_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
         self._recomputed = self._to_recompute(plan)
         self._gathered = {name for name, config in plan.strategy.items() if config.states == "gathered"}
-        self._begun = begun_before(self.graph, plan.io)
-        self._ahead = {end for begun in self._begun.values() for end in begun}
         self._within = kept_within(self.graph)
         # Random numbers go by a layer's number, so reading halos or sending them does not change those of the others.
         numbers = accumulate((not isinstance(layer.op, Cells) for layer in self.graph.layers), initial=0)
         self.layers = tuple(map(self._scheduled, numbers, self.graph.layers))
         self.unread = self._unread()
         self.within = frozenset(edge.source for layer in self.layers for edge in layer.edges if edge.within)
-        users = {layer.layer.name: layer for layer in self.layers}
-        self.begun_before = {
-            number: tuple((users[user], users[user].edges[slot]) for user, slot in begun)
-            for number, layer in enumerate(self.graph.layers)
-            if (begun := [end for end in self._begun.get(layer.name, ()) if users[end[0]].edges[end[1]].ahead])
-        }
         self.blocks = self._blocks() if self._recomputed else {}
-        self.read_elsewhere = frozenset(self._read_elsewhere())
-        self.last_use = {edge.source: i for i, scheduled in enumerate(self.layers) for edge in scheduled.edges}
 
-    def dropped_after(self, number: int) -> Iterator[str]:
-        """What no layer after that one uses, but that one or those before."""
-        scheduled = self.layers[number]
-        for name in dict.fromkeys((scheduled.layer.name, *(edge.source for edge in scheduled.edges))):
-            if self.last_use.get(name, number) == number:
-                yield name
+    def program(self, kind: ProgramKind) -> Program:
+        """The order in which all ranks do what they do, without the sums of gradients."""
+        edges = [(layer.layer.name, slot, edge) for layer in self.layers for slot, edge in enumerate(layer.edges)]
+        facts = StrategyFacts(
+            travels={(name, slot) for name, slot, edge in edges if edge.travels},
+            late={name for name, _, edge in edges if edge.weights_late},
+            recomputed=self._recomputed,
+            gathered=[layer.layer.name for layer in self.layers if layer.gathered],
+            gradients=(),
+        )
+        return program(self.graph, self._io, facts, kind)
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
         """As the plan says, or all that gain by it, where activations are checkpointed."""
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
         return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
 
-    def _blocks(self) -> dict[int, tuple[ScheduledLayer, ...]]:
-        of, members = blocks(self.graph), dict[int, list[int]]()
-        for number, scheduled in enumerate(self.layers):
-            if scheduled.layer.name in of:
-                members.setdefault(of[scheduled.layer.name], []).append(number)
-        made = {numbers[-1]: tuple(self.layers[number] for number in numbers) for numbers in members.values()}
-        return {end: layers for end, layers in made.items() if any(one.recompute for one in layers)}
-
-    def _read_elsewhere(self) -> Iterator[str]:
-        for scheduled in self.layers:
-            if scheduled.recompute:
-                yield from (name for name, _ in scheduled.layer.own_parameters())
-            for edge in scheduled.edges:
-                if self.graph[edge.source].role is Role.TIED and (edge.travels or scheduled.recompute):
-                    yield edge.source
+    def _blocks(self) -> dict[str, tuple[str, ...]]:
+        members = dict[int, list[str]]()
+        for name, number in blocks(self.graph).items():
+            members.setdefault(number, []).append(name)
+        return {names[-1]: tuple(names) for names in members.values() if not self._recomputed.isdisjoint(names)}
 
     def _scheduled(self, number: int, layer: Layer) -> ScheduledLayer:
         place, local = self.places[layer.name], self.options.local_batch_norm
-        group = mirrors(place, self.comm.rank) if layer.remembered else ()
         mine = None
         if layer.role is Role.COMPUTE:
             for rank in range(self.comm.size):
                 groups = statistics(layer, place, rank, local_batch_norm=local)
                 self.statistics.update(group for group in groups if group)
-                if layer.remembered:
-                    self.statistics.update({mirrors(place, rank)} - {()})
         edges = [self._edge(layer, slot) for slot in range(len(layer.inputs))]
         if layer.role is Role.COMPUTE:
             packed = [slot for slot in layer.skipping if edges[slot].travels]
@@ -171,9 +148,7 @@ class Schedule:
             tuple(edges),
             mine,
             tuple(None if i in layer.tied else name for i, name in enumerate(layer.parameters)),
-            tuple(name for name, p in layer.own_parameters() if p.trainable and not place.owned.active[self.comm.rank]),
-            tuple(name for name, *_ in layer.remembered) if group else (),
-            group,
+            tuple(name for name, _ in layer.own_parameters() if not place.owned.active[self.comm.rank]),
             self.type_of(layer),
             self.graph.has_gradient[layer.name],
             self.options.autocast_within(layer.autocast),
@@ -203,13 +178,12 @@ class Schedule:
         own = sink and self.boxes and self._keeps_its_box(layer, slot)
         kind: Kind = "io" if sink and self.free and not own else "transfers"
         redistribution = Redistribution(part, self.comm, f"{source} -> {layer.name}", kind, positions=positions)
-        ahead = part.pattern != "local" and (layer.name, slot) in self._ahead
         stays = part.pattern == "local" and kind == "transfers" and part.need == part.kept == part.own
         backward = self.graph.flows_back(layer)[slot]
         late = slot == 0 and part.pattern != "local" and weights_late(layer, backward, self.options.device.type)
         within = self._within.get(source) == (layer.name, slot) and part.pattern != "local" and _holds_all(part)
         within = within and self._recomputed.isdisjoint((source, layer.name))
-        return ScheduledEdge(source, redistribution, backward, ahead, stays, late, within)
+        return ScheduledEdge(source, redistribution, backward, stays, late, within)
 
     def _sink_need(self, sink: Layer, slot: int) -> Each:
         """What each rank gets of an output: its samples; all of it, or a box of all classes (io free); its own box."""

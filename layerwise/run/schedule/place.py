@@ -43,13 +43,13 @@ def shardings(graph: LayerGraph, plan: Plan) -> dict[str, tuple[Sharding, States
     for layer in graph.inner:
         config = plan.strategy[layer.name]
         for name, p in layer.own_parameters():
-            if (one := sharded(layer, p, config, plan.gpus)) is not None:
+            if (one := sharded(layer, p, config, plan.gpus, unfed=layer.name in graph.unfed)) is not None:
                 found[name] = one.on(ranks), states_of(layer, config)
     return found
 
 
 def parameter_boxes(graph: LayerGraph, by_layer: Mapping[str, Place]) -> dict[str, Each]:
-    """By the model's name, the box of each parameter and buffer that every rank computes with, or has a copy of."""
+    """By the model's name, the box of each parameter and buffer that every rank computes with."""
     boxes: dict[str, Each] = {}
     for layer in graph.layers:
         for name, p in layer.own_parameters():

@@ -19,7 +19,7 @@ def broadcast_values(held: Mapping[str, Tensor], comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else _crc(t)] for name, t in held.items()}
+    facts = {name: [list(t.shape), str(t.dtype), None if t.is_meta else digest(t)] for name, t in held.items()}
     ranks = comm.all_gather_object(facts)
     for rank, theirs in enumerate(ranks):
         for name in dict.fromkeys((*ranks[0], *theirs)):
@@ -46,6 +46,7 @@ def _send(tensor: Tensor, to: list[int], comm: Comm, what: str) -> None:
         tensor.detach().copy_(value)
 
 
-def _crc(tensor: Tensor) -> int:
+def digest(tensor: Tensor) -> int:
+    """Of its elements' bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)

@@ -42,11 +42,12 @@ def placements(
 def placement(each: Each, shape: tuple[int, ...], order: Sequence[int]) -> Placements | None:
     """Of one parameter.
 
-    The axes are the prime factors of the number of ranks, in the order of the devices: ascending, so that all
-    parameters share a mesh, unless only another order of the factors says the boxes.
+    The axes are the prime factors of the number of ranks that have some of it, in the order of the devices: ascending,
+    so that all parameters of the same ranks share a mesh, unless only another order of the factors says the boxes.
     """
-    for axes in dict.fromkeys(permutations(prime_factors(len(order)) or (1,))):
-        ranks = np.array(order, np.int64).reshape(axes)
+    holders = [rank for rank in order if each[rank] is not None]
+    for axes in dict.fromkeys(permutations(prime_factors(len(holders)) or (1,))):
+        ranks = np.array(holders, np.int64).reshape(axes)
         # torch sorts the ranks of a process group: a part's number must be its rank's place in the group.
         if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
             cuts = _cuts(ranks, each)

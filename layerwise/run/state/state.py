@@ -17,12 +17,11 @@ from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
-from layerwise.run.guards.boxes import BoxParameter, plain
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.parts import is_dtensor, like, local_part
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
-from layerwise.run.state.placements import placements
+from layerwise.run.state.placements import placement, placements
 from layerwise.run.state.shard import Shard
 from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
@@ -54,7 +53,7 @@ class State:
         """order: the rank that each device of the plan is."""
         self.graph, self.boxes, self.comm, self.options = network.graph, boxes, comm, options
         self.shardings = self._shardings(order)
-        self.tree = Tree(network.module, self.graph)
+        self.tree = Tree(network)
         self.extra: dict[str, Tensor] = {}
         self._keys = dict(network.keys)
         self.types = _types(network)
@@ -66,29 +65,30 @@ class State:
         whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         if self.comm.size == 1 or all(box == whole[name] for name, each in self.boxes.items() for box in each):
             return {}
-        placed = placements(self.boxes, shapes, order)
-        if placed is None:
+        placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
+        if placed is None or everyone is None:
             raise LayerwiseError(
                 f"the plan's devices are ranks {tuple(order)}, and PyTorch cannot share out the parameters in that "
                 "order: number the ranks of a node one after the other, as torchrun does"
             )
         from layerwise.run.state.dtensors import shardings  # imports torch.distributed.tensor
 
-        return shardings(placed, self.comm)
+        return shardings(placed, everyone, self.comm)
 
     def _fill(self, network: Network) -> None:
         """Creates the boxes. The network's own values are not held."""
-        users, boxes = drawn_as(self.graph), not self.shardings and self.cut()
+        users = drawn_as(self.graph)
         for layer in self.graph.layers:
             for name, own in layer.own_parameters():
                 box, p = self.boxes[name][self.comm.rank], users.get(name, own)
-                assert box is not None  # every rank holds some of every parameter
-                value = initial(network, layer, name, p, box, self.options.seed, self._type(name))
+                if box is None:  # this rank has no part of the layer
+                    value = torch.empty(0, dtype=self._type(name))
+                else:
+                    value = initial(network, layer, name, p, box, self.options.seed, self._type(name))
                 value = value.to(self.options.device)
                 if name in self.shardings:
                     value = self.shardings[name].wrap(value)
-                kind = BoxParameter if boxes else nn.Parameter
-                self.tree.place(name, value, kind if p.trainable else None, frozen=name in layer.frozen)
+                self.tree.place(name, value, nn.Parameter if p.trainable else None, frozen=name in layer.frozen)
         for key, name in self._keys.items():
             if name not in self.boxes:  # counters, and what the network does not use
                 kept = network.value(name)
@@ -107,7 +107,8 @@ class State:
     def cut(self) -> bool:
         """Whether some rank holds not all of some parameter that is trained."""
         held = (row for layer in self.graph.layers for row in layer.own_parameters())
-        return any(box and box.shape != p.shape for name, p in held if p.trainable for box in self.boxes[name])
+        rows = ((p.shape, box) for name, p in held if p.trainable for box in self.boxes[name])
+        return any(box is None or box.shape != shape for shape, box in rows)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
@@ -131,13 +132,14 @@ class State:
         return sharing(self.boxes[name], self.comm.rank)
 
     def shards(self) -> list[Shard]:
-        """Every parameter and buffer that this rank holds."""
+        """Every parameter and buffer of which this rank holds some."""
         result, aliases, shapes = [], self._aliases(), self._shapes()
         for name, tensor in self.tree.tensors().items():
             box, also = self.boxes[name][self.comm.rank], tuple(aliases.get(name, ()))
-            assert box is not None
+            if box is None:
+                continue
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
-            result.append(Shard(name, also, shapes[name], box, plain(tensor).detach(), trainable, first))
+            result.append(Shard(name, also, shapes[name], box, local_part(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
@@ -166,7 +168,7 @@ class State:
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
-            mine = plain(held[name]).detach() if lowest[self.comm.rank] is not None else None
+            mine = local_part(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
             full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
@@ -188,10 +190,12 @@ class State:
 
         Where no DTensor says all boxes: this rank's, by names with the box where it is not all (`Shard.key`).
         """
-        if not self.shardings and any(not shard.whole for shard in self.shards()):
+        shapes = self._shapes()
+        partly = (box is None or box.shape != shapes[name] for name, each in self.boxes.items() for box in each)
+        if not self.shardings and any(partly):
             return {shard.key: shard.tensor for shard in self.shards()}
         held = self.tree.tensors()
-        every = {name: like(t, local_part(t)) if is_dtensor(t) else plain(t).detach() for name, t in held.items()}
+        every = {name: like(t, local_part(t)) if is_dtensor(t) else local_part(t).detach() for name, t in held.items()}
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -203,21 +207,27 @@ class State:
         """
         if not all(isinstance(key, str) for key in state_dict):
             raise LayerwiseError("the state dict has keys that are no names: give one of parameters by name")
-        shards = {shard.name: shard for shard in self.shards()}
+        shards, aliases = {shard.name: shard for shard in self.shards()}, self._aliases()
         named = {name: key for key in state_dict if (name := _without_box(key)) != key}
         missing, values = [], list[tuple[Shard, Tensor]]()
         extra = [name for name in shards if name not in self.boxes]
+        constants = self.boxes.keys() - set(self._keys.values())  # made by the forward pass: no state dict has them
         for name in (*self.boxes, *extra):  # in one order on all ranks: what other ranks have is collected
-            shard = shards[name]
-            key = next((key for key in (shard.key, name, *shard.aliases) if key in state_dict), None)
+            shard = shards.get(name)
+            if shard is None and name not in self.shardings:
+                continue  # this rank has none of it, and gives none in its state dict
+            keys = (name, *aliases.get(name, ())) if shard is None else (shard.key, name, *shard.aliases)
+            key = next((key for key in keys if key in state_dict), None)
             if key is not None:
-                values.append((shard, self._part(key, state_dict[key], shard)))
-            elif name in named:
+                part = self._part(key, state_dict[key], name, shard)
+                if shard is not None:
+                    values.append((shard, part))
+            elif shard is not None and name in named:
                 raise LayerwiseError(
                     f"the state dict has {named[name]!r}, but this rank holds {shard.key!r}: it is another "
                     "rank's, or of another plan. Give each rank its own, or all of them full_state_dict()"
                 )
-            else:
+            elif name not in constants:
                 missing.append(name)
         known = set(self._keys) | set(self.boxes)
         odd = [key for key in state_dict if key not in known and _without_box(key) not in known]
@@ -229,24 +239,23 @@ class State:
                 shard.tensor.copy_(part[...])
         return missing, odd
 
-    def _part(self, key: str, value: Tensor, shard: Shard) -> Tensor:
+    def _part(self, key: str, value: Tensor, name: str, shard: Shard | None) -> Tensor:
         """What this rank takes of a state dict's value. LayerwiseError where it has another shape."""
+        shape = self._shapes()[name] if shard is None else shard.shape
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
-        boxed = key == shard.key and not shard.whole
-        if tuple(value.shape) != (shard.box.shape if boxed else shard.shape):
-            raise LayerwiseError(
-                f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shard.shape}"
-            )
+        boxed = shard is not None and key == shard.key and not shard.whole
+        if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else shape):
+            raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
         if is_dtensor(value):
-            if shard.name in self.shardings and self.shardings[shard.name].says(value):
+            if name in self.shardings and self.shardings[name].says(value):
                 return local_part(value)
             value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
-            if tuple(value.shape) != shard.shape:
+            if tuple(value.shape) != shape:
                 raise LayerwiseError(
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
-        return value if boxed or shard.whole else value[shard.box.slices()]
+        return value if boxed or shard is None or shard.whole else value[shard.box.slices()]
 
 
 def _without_box(key: str) -> str:

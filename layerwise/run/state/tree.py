@@ -1,12 +1,12 @@
 """Tree: a rank's parameters and buffers in modules of the model's names, classes and plain attributes.
 
 A loop looks through it as through the model: which modules are layer norms, how wide they are, which parameters they
-have. The layers are computed elsewhere: no module of the tree is called, and it has no tensor but this rank's.
+have. The layers are computed elsewhere: no module of the tree computes, and it has no tensor but this rank's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerwise.graph.layer import LayerGraph
+from layerwise.importers.load import Network
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.run.guards.code import written
 from layerwise.run.guards.refusing import REFUSED
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
@@ -29,34 +29,35 @@ class Names(nn.Module):
 
 
 class Tree:
-    """root: its modules."""
+    """root: its modules. attributes: the plain ones of the model itself."""
 
-    def __init__(self, original: nn.Module | None, graph: LayerGraph) -> None:
-        """original: the user's module; None where there is a graph alone."""
-        self._open = list[Slot]()  # what the original has, and is not placed here yet
+    def __init__(self, network: Network) -> None:
+        self._open = list[Slot]()  # what the model has, and is not placed here yet
         self._slots = dict[str, Slot]()  # of the tensors that layers compute with, by their names in the graph
         self._aliases = list[tuple[Slot, str]]()
-        self.root = _without_calls(Names()) if original is None else self._mirrored(original, {})
-        if original is None:
-            self._add_norms(graph)
+        model = Names() if network.module is None else network.module
+        made = {id(m): self._stand_in(m, path, network.written) for path, m in model.named_modules()}
+        for module in model.modules():
+            for name, child in module._modules.items():
+                made[id(module)]._modules[name] = None if child is None else made[id(child)]
+        self.root, self.attributes = made[id(model)], _plain(model, "", network.written)
+        if network.module is None:
+            self._add_norms(network.graph)
 
-    def _mirrored(self, original: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-        """The same without its tensors. known: by the original's id; a module may have several names."""
-        if id(original) in known:
-            return known[id(original)]
-        made: nn.Module = object.__new__(type(original))
-        known[id(original)] = made
-        lost = FRESH | written(type(original))  # what a call would keep is not there, as none is called
-        attributes = {key: value for key, value in vars(original).items() if key not in lost and is_plain(value)}
-        made.__dict__.update(vars(nn.Module()), **attributes)
-        made.__dict__["training"] = original.training
-        for mine, theirs in ((made._parameters, original._parameters), (made._buffers, original._buffers)):
-            mine.update(dict.fromkeys(theirs))  # in their order
-            self._open += [(mine, key) for key, tensor in theirs.items() if tensor is not None]
-        made._non_persistent_buffers_set = set(original._non_persistent_buffers_set)
-        for name, child in original._modules.items():
-            made._modules[name] = None if child is None else self._mirrored(child, known)
-        return _without_calls(made)
+    def _stand_in(self, module: nn.Module, path: str, written: Set[str]) -> nn.Module:
+        """A module of the same class, without its tensors and modules.
+
+        Of the very class, and not of one derived from it: where a loop asks `type(m) is nn.Linear`, as PyTorch's own
+        page of `apply` does, parameters would go into other groups, or have other initial values, without a word.
+        """
+        made: nn.Module = object.__new__(type(module))
+        made.__dict__.update({**vars(nn.Module()), **_plain(module, path, written), **REFUSED})
+        made.__dict__["training"] = module.training
+        for slots, tensors in ((made._parameters, module._parameters), (made._buffers, module._buffers)):
+            slots.update(dict.fromkeys(tensors))  # in their order
+            self._open += [(slots, key) for key, tensor in tensors.items() if tensor is not None]
+        made._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        return made
 
     def _add_norms(self, graph: LayerGraph) -> None:
         """Where a loop looks for the batch norms of a file, it finds such."""
@@ -68,7 +69,7 @@ class Tree:
                     kind: Any = NORMS[len(shape)]
                     norm = kind(shape[1], stage.op.eps, stage.op.momentum, stage.op.affine, device="meta")
                     parent, last = self._at(paths.pop())
-                    parent._modules[last] = self._mirrored(norm, {})
+                    parent._modules[last] = self._stand_in(norm, "", frozenset())
                     parent._modules[last].__dict__["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
 
     def place(self, name: str, value: Tensor, kind: type[nn.Parameter] | None, *, frozen: bool) -> None:
@@ -105,13 +106,6 @@ class Tree:
             held, last = self._slots[name]
             slots[key] = held[last]
 
-    @property
-    def tied(self) -> bool:
-        """Whether all names of a tensor still lead to the same one."""
-        return all(
-            slots.get(key) is self._slots[name][0].get(self._slots[name][1]) for (slots, key), name in self._aliases
-        )
-
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the graph: parameters, then buffers."""
         held: dict[str, Any] = {name: slots.get(key) for name, (slots, key) in self._slots.items()}
@@ -140,23 +134,19 @@ class Tree:
         for part in path:
             child = module._modules.get(part)
             if child is None:
-                child = module._modules[part] = _without_calls(Names())
+                child = module._modules[part] = self._stand_in(Names(), "", frozenset())
             module = child
         return module, last
 
 
-def is_plain(value: object) -> bool:
-    """Whether an attribute has no tensor, and nothing of another module, in it."""
-    return not any(_belongs(leaf) for leaf in pytree.tree_leaves(value))
+def _plain(module: nn.Module, path: str, written: Set[str]) -> dict[str, Any]:
+    """Its attributes that have no tensor, and nothing of a module, in them, and that no call of the model sets."""
+    lost = {name for name in vars(module) if (f"{path}.{name}" if path else name) in written}
+    held = {name: value for name, value in vars(module).items() if name not in FRESH | lost}
+    return {name: value for name, value in held.items() if not any(_belongs(x) for x in pytree.tree_leaves(value))}
 
 
 def _belongs(leaf: object) -> bool:
     while isinstance(leaf, partial):
         leaf = leaf.func
     return isinstance(getattr(leaf, "__self__", leaf), Tensor | nn.Module)
-
-
-def _without_calls(module: nn.Module) -> nn.Module:
-    """On the instance, so that it stays of its class."""
-    module.__dict__.update(REFUSED)
-    return module

@@ -127,11 +127,11 @@ class Rest:
             cost = float(found.costs[i, 1])
             if cost >= seen.cost:
                 break
-            if checks == 0:
-                return min(lower, cost)
-            checks -= 1
             choice = found.choice(int(i))
             if self.problem.rows(choice).max() <= seen.limit * SLACK:
+                if checks == 0:
+                    return min(lower, cost)
+                checks -= 1
                 seen.see(outside(choice, self.keep))
         return min(lower, seen.cost)
 

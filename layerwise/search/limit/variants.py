@@ -33,6 +33,7 @@ class Forms:
     layers: Mapping[str, Layer]
     devices: int
     fixed: frozenset[str]  # layers that stay as they are
+    unfed: frozenset[str]  # `LayerGraph.unfed`
 
     @staticmethod
     def of(graph: LayerGraph, devices: int, offer: Iterable[str], fixed: Iterable[str] = ()) -> Forms:
@@ -45,19 +46,21 @@ class Forms:
         forms = tuple(product(recompute, states))
         stay = {layer.name for layer in graph.layers if layer.end} | set(fixed)
         layers = {layer.name: layer for layer in graph.layers}
-        return Forms(forms, recomputable(graph), layers, devices, frozenset(stay))
+        return Forms(forms, recomputable(graph), layers, devices, frozenset(stay), graph.unfed)
 
     def of_layer(self, name: str, config: Config, form: Form) -> Config:
         """The configuration in a form, as far as that means anything for the layer."""
         if name in self.fixed or form == self.offered[0]:
             return config
-        return self._formed(name, config, form, may_shard(self.layers[name], config, self.devices))
+        return self._formed(
+            name, config, form, may_shard(self.layers[name], config, self.devices, unfed=name in self.unfed)
+        )
 
     def of_layers(self, name: str, cells: tuple[Config, ...]) -> dict[Config, int]:
         """All different ones of a layer: which of the cells each has."""
         if name in self.fixed:
             return {config: i for i, config in enumerate(cells)}
-        may = may_shard_each(self.layers[name], cells, self.devices)
+        may = may_shard_each(self.layers[name], cells, self.devices, unfed=name in self.unfed)
         each = enumerate(zip(cells, may, strict=True))
         return {self._formed(name, c, form, shares): i for i, (c, shares) in each for form in self.offered}
 

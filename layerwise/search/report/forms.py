@@ -6,36 +6,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.table import Table
-
 from layerwise.config import Config
 from layerwise.plan import Plan
 from layerwise.quantities import units
-from layerwise.search.report.as_json import costs_json
+from layerwise.report.content import Column, Table, filled
 from layerwise.search.report.limit import faster, price_line
+from layerwise.search.report.tables import COSTS, memory
+from layerwise.search.report.values import costs_json
 from layerwise.search.result import Candidate
 
 
 def forms_table(forms: Mapping[Config, Candidate], chosen: Config) -> Table:
     """A row a form."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("the plan with this layer", no_wrap=True)
-    for heading in ("step time", "with overlap", "memory a device"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for config, c in forms.items():
-        memory = units(c.price.memory_bytes, "B")
-        table.add_row(
-            c.name,
-            units(c.price.step_time_s, "s"),
-            units(c.timeline.total_s, "s"),
-            memory if c.fits else f"{memory} (too much)",
-            "in the plan" if config == chosen else "",
-        )
-    return table
+    rows = [
+        (c.name, c.price.step_time_s, c.timeline.total_s, memory(c), "in the plan" if config == chosen else "")
+        for config, c in forms.items()
+    ]
+    step, overlap, _, _, _, held = COSTS
+    return Table(filled([Column("the plan with this layer"), step, overlap, held, Column("", wraps=True)], rows))
 
 
-def forms_dict(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict[str, Any]]:
+def forms_values(forms: Mapping[Config, Candidate], chosen: Config) -> list[dict[str, Any]]:
     """For a program: a member a form, in seconds and bytes."""
     return [
         {"recompute": config.recompute, "states": config.states, **costs_json(c), "in_plan": config == chosen}

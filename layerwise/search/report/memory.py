@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
-
-from rich.table import Table
 
 from layerwise.cost.memory.allocations import Kind
 from layerwise.cost.memory.by_kind import peak_by_kind
 from layerwise.cost.model import CostModel
-from layerwise.quantities import units
+from layerwise.report.content import Column, Table, Value, filled, stacked
 from layerwise.search.curve import Point
 from layerwise.search.result import Candidate, SearchResult
 
@@ -25,46 +24,53 @@ def kinds_of(model: CostModel, candidates: Iterable[Candidate]) -> Mapping[str, 
     return {c.name: peak_by_kind(model, c.strategy) for c in {c.name: c for c in candidates}.values()}
 
 
-def kinds_table(model: CostModel, candidates: Iterable[Candidate]) -> Table:
+def kinds_table(kinds: Mapping[str, Mapping[Kind, float]]) -> Table:
     """A row a kind of memory, a column a strategy."""
-    kinds = kinds_of(model, candidates)
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("memory of the fullest device")
-    for name in kinds:
-        table.add_column(name, justify="right", no_wrap=True)
-    for kind in KINDS:
-        table.add_row(kind, *(units(held[kind], "B") for held in kinds.values()))
-    table.add_row("all", *(units(sum(held.values()), "B") for held in kinds.values()))
-    return table
+    rows = Column("memory of the fullest device", cells=[*KINDS, "all"])
+    columns = (Column(name, "B", [*(held[kind] for kind in KINDS), sum(held.values())]) for name, held in kinds.items())
+    return Table([rows, *columns])
+
+
+CURVE = (
+    Column("limit", "B"),
+    Column("memory", "B"),
+    Column("step time", "s"),
+    Column("with overlap", "s"),
+    Column("against no limit", "×"),
+    Column("recompute", "#"),
+    Column("shard", "#"),
+    Column("proof"),
+)
 
 
 def curve_table(curve: Sequence[Point]) -> Table:
     """A row a limit."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for heading in ("limit", "memory", "step time", "with overlap", "against no limit", "recompute", "shard", "proof"):
-        table.add_column(heading, justify="right" if heading != "proof" else "left", no_wrap=True)
-    chosen = any(point.result.halos for point in curve)
-    if chosen:
-        table.add_column("halos")
-    for point in curve:
-        result, best = point.result, point.best
-        limit = units(point.limit_bytes, "B")
-        if best is None:
-            least = units(result.best.price.memory_bytes if result.least is None else result.least.bytes, "B")
-            table.add_row(limit, f"nothing fits: the least is {least}", *[""] * 6)
-            continue
-        table.add_row(
-            limit,
-            units(best.price.memory_bytes, "B"),
-            units(best.price.step_time_s, "s"),
-            units(best.timeline.total_s, "s"),
-            f"{best.timeline.total_s / result.unlimited.timeline.total_s:.2f}×",
-            str(_count(best, "recompute")),
-            str(_count(best, "states")),
-            proof(result),
-            *(["sent" if point.halos_sent else "read"] if chosen else []),
-        )
-    return table
+    halos = any(point.result.halos for point in curve)
+    rows = [(*_curve_row(point), *([_halos(point)] if halos else [])) for point in curve]
+    columns = filled([*CURVE, *([Column("halos")] if halos else [])], rows)
+    narrow = [replace(c, heading=c.heading.replace("recompute", "recom-\npute")) for c in stacked(columns)]
+    return Table(columns, narrower=[narrow])
+
+
+def _curve_row(point: Point) -> tuple[Value, ...]:
+    result, best = point.result, point.best
+    if best is None:
+        least = result.best.price.memory_bytes if result.least is None else result.least.bytes
+        return point.limit_bytes, least, "at least", *[None] * 4, "none fits"
+    return (
+        point.limit_bytes,
+        best.price.memory_bytes,
+        best.price.step_time_s,
+        best.timeline.total_s,
+        best.timeline.total_s / result.unlimited.timeline.total_s,
+        _count(best, "recompute"),
+        _count(best, "states"),
+        proof(result),
+    )
+
+
+def _halos(point: Point) -> Value:
+    return None if point.best is None else "sent" if point.halos_sent else "read"
 
 
 def _count(best: Candidate | None, what: str) -> int:
@@ -79,7 +85,7 @@ def proof(result: SearchResult) -> str:
     return "proven" if optimum.proven else f"gap {optimum.cost_s / optimum.lower_bound_s - 1:.2%}"
 
 
-def curve_dict(curve: Sequence[Point]) -> list[dict[str, Any]]:
+def curve_values(curve: Sequence[Point]) -> list[dict[str, Any]]:
     """For a program: a member a limit, in seconds and bytes."""
     return [
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from itertools import chain, cycle
 from typing import Any
@@ -19,13 +20,16 @@ from torch.utils.data import (
 )
 
 import layerwise
+from layerwise.comm.base import Comm
 from layerwise.comm.solo import SoloComm
 from layerwise.errors import LayerwiseError
+from tests.api.keywords import keywords
 from tests.api.loader_ranks import _steps, loop_over_loaders
 from tests.api.script import BATCH, SEED, data, network
 from tests.api.test_fit import Stream
 from tests.api.test_parallelize import apart
 from tests.comm.pool import run_ranks
+from tests.comm.thread import run_threads
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -200,3 +204,22 @@ def test_wrong_arguments() -> None:
     assert (model.plan.batch, len(again), len(next(iter(again))[0])) == (4, 6, 4)
     assert again.batch_size is None
     assert layerwise.parallelize(network(), DataLoader(data(), 4), verbose=False)[1].batch_size == 4
+
+
+def test_held_out_batches_of_fewer_samples_than_the_plan_cuts() -> None:
+    """Of one sample, where batches of two on four ranks are cut in two: evaluated as one device does."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).double()
+    samples = TensorDataset(torch.randn(4, 6).double(), torch.zeros(4))
+    strategy = {"0": {"n": 2, "c": 2}, "2": {"n": 2}}
+
+    def evaluated(comm: Comm) -> torch.Tensor:
+        loaders = DataLoader(samples, 2), DataLoader(samples, 1)
+        how = keywords({"strategy": strategy}, comm=comm, verbose=False)
+        made, _, held_out = layerwise.parallelize(copy.deepcopy(model), *loaders, **how)
+        with torch.no_grad():
+            return torch.cat([made.eval()(x) for x, _ in held_out])
+
+    whole = model(samples.tensors[0])
+    for found in run_threads(4, evaluated):
+        assert torch.allclose(found, whole, rtol=1e-9, atol=1e-12)

@@ -43,4 +43,4 @@ def test_only_for_data_parallelism() -> None:
         assert "is for data parallelism, but the plan splits c" in message
     for wrong in (0, "often", 1.5):
         with pytest.raises(LayerwiseError, match="must be 'auto' or a whole number"):
-            layerwise.parallelize(smooth(), data().tensors[0][:4], sync_every=wrong)
+            layerwise.parallelize(smooth(), data().tensors[0][:4], options=layerwise.ParallelOptions(sync_every=wrong))

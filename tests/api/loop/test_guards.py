@@ -1,5 +1,8 @@
 """Guards: an optimizer over the wrong parameters is refused; loops that are right go on."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,7 @@ from tests.api.script import Layered, data, network
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 X, Y = data().tensors[0][:4], data().tensors[1][:4]
-QUIET = {"verbose": False, "measure_s": 0}
+QUIET = {"verbose": False, "options": layerwise.ParallelOptions(measure_s=0)}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -46,6 +49,29 @@ def test_the_original_may_be_trained_by_itself() -> None:
     assert step(model, optimizer) > step(model, optimizer)
 
 
+def test_the_original_says_that_it_has_the_values_of_before() -> None:
+    """Also a part of it, and where the parallel module is gone; before a step it is compared, copied, planned again."""
+    model = Layered()
+    module = layerwise.parallelize(model, X, **QUIET)
+    torch.testing.assert_close(module(X), model(X))
+    layerwise.parallelize(model, X, **QUIET)
+    before = copy.deepcopy(model)
+    step(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    trained = module.full_state_dict()
+    del module
+    part = next(model.children())
+    uses = [model.state_dict, part.state_dict, lambda: model(X), lambda: copy.deepcopy(model)]
+    uses += [lambda: pickle.dumps(model), lambda: layerwise.parallelize(model, X, **QUIET)]
+    for use in uses:
+        with pytest.raises(LayerwiseError, match="has kept its values of before training"):
+            use()
+    assert before.state_dict().keys() == trained.keys()
+    layerwise.parallelize(before, X, **QUIET)
+    model.load_state_dict(trained)
+    torch.testing.assert_close(model.state_dict(), trained)
+    torch.testing.assert_close(layerwise.parallelize(model, X, **QUIET)(X), model(X))
+
+
 def test_a_parallel_module_is_parallel_already() -> None:
     module = layerwise.parallelize(network(), X, **QUIET)
     with pytest.raises(LayerwiseError, match="parallel already"):
@@ -58,3 +84,13 @@ def test_parallelize_within_autocast_is_refused() -> None:
         pytest.raises(LayerwiseError, match=r"called within torch\.autocast.*call it before"),
     ):
         layerwise.parallelize(network().float(), X.float(), **QUIET)
+
+
+def test_the_originals_gradients_are_not_clipped_in_place_of_the_others() -> None:
+    model = Layered()
+    module = layerwise.parallelize(model, X, **QUIET)
+    nn.functional.cross_entropy(module(X), Y).backward()
+    with pytest.raises(LayerwiseError, match="build the optimizer over the returned model's parameters, and clip"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.load_state_dict(module.full_state_dict())
+    assert all(p.grad is None for p in model.parameters())

@@ -7,7 +7,7 @@ import torch
 
 from layerwise.api.planning.choose import Choice, Planner, Request, fixed_layers
 from layerwise.api.planning.machine import built_in, given
-from layerwise.api.planning.table import lines
+from layerwise.api.planning.report import lines
 from layerwise.api.world import World
 from layerwise.comm.base import Comm
 from layerwise.config import SearchSpace

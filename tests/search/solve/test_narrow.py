@@ -31,7 +31,7 @@ from layerwise.search.solve.narrow import (
 )
 from layerwise.search.solve.prune import SLACK
 from tests.cost import brute, networks
-from tests.cost.test_transfer_measured import as_stated, kinked
+from tests.cost.test_transfer import as_stated, kinked
 from tests.examples import examples
 from tests.importers.networks import chain, crossing, dense, inception, residual
 

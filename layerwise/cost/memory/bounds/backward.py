@@ -167,8 +167,7 @@ class Backward(Forward):
             self.ledger.drop(self.last)  # those of the layer before may have left
             self.last = self._new(layer.name, held.rows_last)
             if not late:  # else they may have been made long before
-                beside = held.gradient_last + held.part_gathered * self.all_leave
-                alone = self._new(layer.name, beside)
+                alone = self._new(layer.name, held.gradient_last)
                 self.ledger.instant(f"backward {layer.name} sums")
                 self.ledger.drop(alone)
 

@@ -111,7 +111,7 @@ class Followed:
             key = self.model.kind(layer), layer.skipping, configs  # equal blocks are looked at once
             if key not in known:
                 where = stacked(self.model, layer, configs)
-                found = parameters(self.model, layer, where, configs, self.all_leave)
+                found = parameters(self.model, layer, where, configs)
                 known[key] = where, found, [] if layer.end else self._stages(layer, where)
             self.at[name], found, stages = known[key]
             self.parameters[name] = found

@@ -22,22 +22,27 @@ class Lifetimes(Backward):
         super().__post_init__()
         graph = self.model.graph
         last = {source: i for i, layer in enumerate(graph.layers) for source in layer.inputs}
+        gradients = list[Gradient]()
         for i, layer in enumerate(graph.layers):
             if layer.role is Role.SINK:
-                self._loss(layer)
+                gradients = self._loss(layer)
             else:
                 self._forward(layer)
             for source in dict.fromkeys(layer.inputs):
                 value = self.values.get(source)
                 if last[source] == i and value is not None:
                     self.ledger.drop(value.working)
+        sink = graph.layers[-1]
+        for slot in reversed(range(len(sink.inputs))):
+            self._return(sink, slot, gradients[slot])
+            self._travelling(sink, (slot,))
         for layer in reversed(graph.layers):
             self._make_again(layer)
             self._backward(layer)
         self._update()
 
-    def _loss(self, sink: Layer) -> None:
-        """As `step` has it: all follows from the configuration of the layer whose output it is."""
+    def _loss(self, sink: Layer) -> list[Gradient]:
+        """Gradients of the outputs: all follows from the configuration of the layer whose output it is."""
         ledger, rows = self.ledger, list[Scored]()
         for slot, name in enumerate(sink.inputs):
             rows.append(scored(self.model, sink, slot, self.configs[name], self.configs[sink.name]))
@@ -47,7 +52,9 @@ class Lifetimes(Backward):
         copies = [self._new(name, row.size) for name, row in zip(sink.inputs, rows, strict=True)]
         ledger.instant("loss outputs")
         ledger.drop([claim for claims in received for claim in claims])
-        logs = list[list[Claim]]()
+        if self.model.options.kind == "inference":
+            return [Gradient(ledger.storage(), row.size[:1], []) for row in rows]
+        logs, gradients = list[list[Claim]](), list[Gradient]()
         for name, row in zip(sink.inputs, rows, strict=True):
             self._new(name, row.targets)
             copies.append(self._new(name, row.scored * row.wide))
@@ -70,8 +77,8 @@ class Lifetimes(Backward):
                     gradient = ledger.hold(storage, name, "sure", row.size * self.flows[name])
                     ledger.instant(f"loss gradient {slot} {why}")
                     ledger.drop(before)
-            self._return(sink, slot, Gradient(storage, row.size[:1], gradient))
-            self._travelling(sink, (slot,))
+            gradients.append(Gradient(storage, row.size[:1], gradient))
+        return gradients
 
     def _update(self) -> None:
         """Activations are gone; Adam has its denominators besides (see `kernels.update`)."""

@@ -34,13 +34,10 @@ class Parameters:
     updated: list[Floats] = field(default_factory=list, kw_only=True)  # of each parameter that is trained
 
 
-def parameters(
-    model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...], all_leave: bool
-) -> Parameters:
-    """As `step` and `cost.memory.parameters` have them. all_leave: whether no gathered layer waits for another."""
+def parameters(model: CostModel, layer: Layer, where: Stacked, configs: tuple[Config, ...]) -> Parameters:
+    """Parameters of a layer, as `step` and `cost.memory.parameters` have them."""
     found = Parameters(*np.zeros((10, *where.full)))
     states, last = OPTIMIZERS[model.options.optimizer], _Last(where)
-    arrive = all_leave and model.devices.device_type == "cpu"  # messages in rows of their own
     for _, p, item_bytes in layer.held():
         boxes = where.place.holds(p)
         size = where.table(boxes.volume * item_bytes)
@@ -62,7 +59,7 @@ def parameters(
         found.gradient_last = np.where(sooner, size, found.gradient_last)
         found.part += row
         found.part_gathered += row * sooner
-        last.add(boxes, (2 * all_rows - row if arrive else all_rows) * sooner, sooner)
+        last.add(boxes, all_rows * sooner, sooner)
         found.updated.append(updated)
     found.rows_last += last.least()
     return found
@@ -100,7 +97,9 @@ def _shares(
     may = np.zeros(len(cells), np.bool_)
     kept, row, rows = np.zeros((3, len(cells), model.devices.count))
     wanted = np.array([config.states != "replicated" for config in configs])
-    each = shardings(layer, p, cells, model.devices.count) if wanted.any() else []
+    each = (
+        shardings(layer, p, cells, model.devices.count, unfed=layer.name in model.graph.unfed) if wanted.any() else []
+    )
     for i, found in enumerate(each):
         if found is not None:
             may[i], kept[i], row[i] = True, found.boxes.volume * item_bytes, found.rows * float(item_bytes)

@@ -85,16 +85,14 @@ def stacked(model: CostModel, layer: Layer, configs: tuple[Config, ...]) -> Stac
         # What is read of an input follows from several layers, so nothing is claimed for it.
         read = layer.role is Role.INPUT and model.options.io == "boxes"
         whole = Boxes.whole((0,) * len(layer.out.shape) if read else layer.out.shape, shape[0] * shape[1])
-        mirrored = np.arange(shape[0] * shape[1])
         ones = np.ones((shape[0], len(dims)), np.int64)
-        place = Place(whole, whole, mirrored, everywhere=True)
+        place = Place(whole, whole, everywhere=True)
         return Stacked(place, np.ones(shape[0], np.bool_), shape, rows, dims, ones, ones[:, :rank])
     layout = model.layout(layer, cells)
     boxes = (_boxes(layout.computed, dims, not rank), _boxes(layout.owned, dims[:rank], not rank))
-    mirrored = (layout.mirrored + np.arange(shape[0])[:, None] * shape[1]).reshape(-1)
     uncut = [layer.name in model.graph.unfed and config.total == 1 for config in cells]
     degrees = (these.degrees[:, int(not rank) :] for these in (layout.computed, layout.owned))
-    return Stacked(Place(*boxes, mirrored), np.array(uncut, np.bool_), shape, rows, dims, *degrees)
+    return Stacked(Place(*boxes), np.array(uncut, np.bool_), shape, rows, dims, *degrees)
 
 
 def _boxes(cells: Cells, dims: Sequence[Dim], skip: int) -> Boxes:

@@ -140,7 +140,7 @@ def addcmul(call: Call) -> Result:
 
 
 def elu(call: Call) -> Result:
-    """elu(alpha, scale, input_scale), of which only alpha is in torch.nn.ELU."""
+    """An ELU of alpha, scale and input_scale, of which only alpha is in torch.nn.ELU."""
     x = scaled(call.operand("self"), call.number("input_scale"))
     return scaled(Built(Unary("elu", (call.number("alpha"),)), (x,)), call.number("scale"))
 

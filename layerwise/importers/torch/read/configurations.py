@@ -28,8 +28,7 @@ SWITCHES: tuple[tuple[str, tuple[object, ...], object], ...] = (
 @contextmanager
 def configured(model: nn.Module) -> Iterator[None]:
     """With the switches of the model and of the modules inside set for a trace; afterwards as before."""
-    called = [held for held in vars(model).values() if isinstance(held, nn.Module)]  # beside its children: a wrapper's
-    configurations = {id(c): c for module in (*model.modules(), *called) if (c := getattr(module, "config", None))}
+    configurations = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
     with ExitStack() as stack:
         for configuration in configurations.values():
             for name, changed, value in SWITCHES:

@@ -1,9 +1,10 @@
 """Reading .pt2 files, which may come from anybody, without running what is in them.
 
-`torch.export.load` unpickles: weights and constants that are marked so, custom objects, and the sample inputs, where it
-falls back to full unpickling (torch 2.13: torch/export/pt2_archive/_package.py, torch/_export/serde/serialize.py).
-Nothing of that is called here. Every member that it would unpickle is read with `weights_only=True`, and the file
-refused where that fails; the graph is read by pt2_json.py, weights from their raw bytes when they are asked for.
+This reader is here as `torch.export.load` of PyTorch (2.13) runs code of a file: it unpickles in full the weights
+and constants that are marked so, custom objects and sample inputs (weights_only=False, in
+torch/export/pt2_archive/_package.py and torch/_export/serde/serialize.py), and evaluates sizes as Python (pt2_json.py).
+Nothing of that is called here: every member that PyTorch would unpickle is read with weights_only=True, and the file
+refused where that fails; weights are read from their raw bytes when they are asked for.
 """
 
 from __future__ import annotations

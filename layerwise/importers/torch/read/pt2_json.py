@@ -67,7 +67,7 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
         )
     module = mapping(mapping(document)["graph_module"])
     graph, signature = mapping(module["graph"]), mapping(module["signature"])
-    reader = _Reader(graph)
+    reader = _JsonReader(graph)
     sources: list[Source] = []
     first: dict[str, Ref] = {}
     for item in sequence(signature["input_specs"]):
@@ -103,7 +103,7 @@ def read_json(document: Json, name: str, same: Mapping[str, str], find: Find) ->
     return Program(name, tuple(sources), tuple(reader.nodes), returned, reader.device(), from_file=True)
 
 
-class _Reader:
+class _JsonReader:
     """One graph; those of its regions are read by others that share its list of calls."""
 
     def __init__(self, graph: Mapping[str, Json], prefix: str = "") -> None:
@@ -177,7 +177,7 @@ class _Reader:
         if kind not in REGIONS or place is None:
             raise control_flow(kind, module_path(stack))
         graph = mapping(mapping(arguments[place]["as_graph"])["graph"])
-        inner = _Reader(graph, f"{self.prefix}{text(mapping(arguments[place]['as_graph'])['name'])}.")
+        inner = _JsonReader(graph, f"{self.prefix}{text(mapping(arguments[place]['as_graph'])['name'])}.")
         inner.nodes = self.nodes
         given = arguments[place + 1 + REGIONS[kind] :]
         for formal, actual in zip(sequence(graph["inputs"]), given, strict=True):

@@ -26,7 +26,7 @@ REGIONS = [name for name in vars(checkpoint) if name.startswith("_checkpoint_wit
 TWICE = "moves running statistics of batch norms twice a step, within torch.utils.checkpoint"
 
 
-class Watch:
+class TraceWatch:
     """What is noticed while a model is traced, on one thread. `found`: one phrase each, for `LayerGraph.unseen`."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Watch:
         self._checkpointed = 0
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[Watch]:
+    def on(self, model: nn.Module) -> Iterator[TraceWatch]:
         """Watches what `model` does within it. LayerwiseError where that draws Python's or numpy's random numbers."""
         if not REGIONS:
             raise LayerwiseError(f"layerwise does not know how PyTorch {torch.__version__} opens a checkpointed region")

@@ -106,7 +106,13 @@ def test_a_tensor_without_a_value_is_refused_for_what_it_is(
 
     def rank(comm: Comm) -> None:
         with pytest.raises(LayerwiseError, match=said) as error:
-            layerwise.parallelize(Model(made), torch.randn(4, 6), strategy="data", comm=comm, verbose=False)
+            layerwise.parallelize(
+                Model(made),
+                torch.randn(4, 6),
+                strategy="data",
+                options=layerwise.ParallelOptions(comm=comm),
+                verbose=False,
+            )
         assert "meta" not in str(error.value)
 
     model, x = Model(made), torch.randn(4, 6)

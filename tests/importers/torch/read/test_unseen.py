@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerwise.errors import LayerwiseError
 from layerwise.importers.torch.from_torch import from_torch
-from layerwise.importers.torch.read.unseen import Watch
+from layerwise.importers.torch.read.unseen import TraceWatch
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 X = torch.zeros(2, 4)
@@ -80,7 +80,7 @@ def twice(reentrant: bool) -> Step:
     ],
 )
 def test_noticed(between: Step, words: str) -> None:
-    net, watch = Net(between), Watch()
+    net, watch = Net(between), TraceWatch()
     with watch.on(net):
         net(X)
     assert [found for found in watch.found if words in found] == list(watch.found) != []
@@ -145,7 +145,7 @@ def test_other_random_numbers_are_refused(draw: Callable[[], float]) -> None:
 
 def test_other_threads_are_not_watched() -> None:
     other = Net(lambda net, x: Doubled.apply(twice(reentrant=True)(net, hooked(net, x))))
-    watch, before = Watch(), getattr_static(torch.autograd.Function, "apply")
+    watch, before = TraceWatch(), getattr_static(torch.autograd.Function, "apply")
     made: list[Tensor] = []
     with watch.on(other):
         thread = threading.Thread(target=lambda: made.append(other(torch.randn(2, 4))))

@@ -1,0 +1,62 @@
+"""Trains a small network on handwritten digits: data parallelism by hand, with PyTorch's DistributedDataParallel.
+
+torchrun --nproc-per-node 2 --local-ranks-filter 0 ddp.py mnist 32 model.pt      # 32 samples a rank
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.usability.images import images
+
+EPOCHS = 4
+
+
+def main(data: str, batch: int, file: str) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    train, test = images(data)
+    side = train[0][0].shape[-1] // 4
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * side * side, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+    model = DistributedDataParallel(model)
+    sampler = DistributedSampler(train)
+    loader = DataLoader(train, batch, sampler=sampler)
+    test_loader = DataLoader(test, batch, sampler=DistributedSampler(test, shuffle=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        schedule.step()
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+    model.eval()
+    right = torch.tensor(0)
+    with torch.no_grad():
+        for x, y in test_loader:
+            right += (model(x).argmax(1) == y).sum()
+    dist.all_reduce(right)
+    print(f"held out: {right.item() / len(test):.2%} right")
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

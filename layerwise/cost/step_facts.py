@@ -1,0 +1,106 @@
+"""Facts of a strategy from which the program of its step follows, as the cost model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.config import Config, States
+from layerwise.cost.collectives import GroupShape
+from layerwise.cost.layer_collectives import Collective, gradients_of, shares_of
+from layerwise.cost.model import CostModel, Strategy
+from layerwise.geometry.arrays import Ints
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Role
+from layerwise.ops.facts import Parameter
+from layerwise.partition.ahead import begun_before, weights_late
+from layerwise.partition.groups import replicas
+from layerwise.partition.sharding import states_of
+from layerwise.program import Gradient, StrategyFacts, gradient_order
+
+ParameterKind = tuple[tuple[int, ...], bool]  # what the boxes of parameters follow from: dimensions, of which stage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSum:
+    """The sum of gradients of one layer that the same groups of devices share."""
+
+    row: Ints  # (N,) devices with the same number sum together; -1: in none
+    group: GroupShape
+    size_bytes: float
+    states: States
+    kind: ParameterKind
+
+
+def step_facts(model: CostModel, strategy: Strategy) -> tuple[StrategyFacts, list[GradientSum]]:
+    """What the program of a complete strategy follows from, and the sums behind its gradients, in their order."""
+    graph, gradients, sums = model.graph, list[Gradient](), list[GradientSum]()
+    for layer in gradient_order(graph):
+        for one in gradient_sums(model, layer, strategy[layer.name]):
+            gradients.append(Gradient(layer.name, one.row.tobytes(), one.row >= 0, one.size_bytes, one.states))
+            sums.append(one)
+    early = [end for ends in begun_before(graph, model.options.io).values() for end in ends]
+    may_be_late = [layer.name for layer in graph.inner if _may_be_late(model, layer)]
+    asked = dict.fromkeys([*early, *((name, 0) for name in may_be_late)])
+    travels = {(name, slot) for name, slot in asked if transfer_s(model, strategy, graph[name], slot) > 0}
+    facts = StrategyFacts(
+        travels=travels,
+        late={name for name in may_be_late if (name, 0) in travels},
+        recomputed={name for name, config in strategy.items() if config.recompute},
+        gathered=[layer.name for layer in graph.layers if gathered_alone(model, layer, strategy[layer.name])],
+        gradients=gradients,
+    )
+    return facts, sums
+
+
+def kind_of(p: Parameter) -> ParameterKind:
+    """Which of its layer's sums a parameter's gradient belongs to."""
+    return tuple(sorted({m.source for m in p.maps if m.source is not None})), p.epilogue
+
+
+def transfer_s(model: CostModel, strategy: Strategy, layer: Layer, slot: int, *, forward: bool = True) -> float:
+    """Seconds that an input of a layer travels one way; 0 where nothing goes this way."""
+    source = layer.inputs[slot]
+    name = source, layer.name, slot
+    times = model.directions(name)
+    if times < (1 if forward else 2):
+        return 0.0
+    ends = (strategy[source].cells,), (strategy[layer.name].cells,)
+    return float(model.edge_cost(name, *ends)[0, 0]) / times
+
+
+def gradient_sums(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:
+    """The sums of a layer's gradients, in the order in which they are complete."""
+
+    def made() -> list[GradientSum]:
+        layout = model.layout(layer, (config,))
+        reduced = _sums(layer, config, gradients_of(model, layer, layout), "replicated")
+        return [*gathers(model, layer, config), *reduced]
+
+    return model.once((gradient_sums, model.kind(layer), config), made)
+
+
+def gathers(model: CostModel, layer: Layer, config: Config) -> list[GradientSum]:
+    """Who gathers a layer's parameters from the shards that each device keeps, and sums their gradients."""
+    shared = shares_of(model, layer, model.layout(layer, (config,)))
+    return list(_sums(layer, config, shared, states_of(layer, config)))
+
+
+def gathered_alone(model: CostModel, layer: Layer, config: Config) -> bool:
+    """Whether a layer's parameters are full only while it computes."""
+    return states_of(layer, config) == "gathered" and bool(gathers(model, layer, config))
+
+
+def _sums(layer: Layer, config: Config, collectives: list[Collective], states: States) -> Iterator[GradientSum]:
+    for c in reversed(collectives):  # the last parameter first: a bias, then its weight
+        if c.group_shapes[0].size > 1 and c.size_bytes[0]:
+            row = replicas(c.cells, c.keys)[0]
+            if layer.role is Role.TIED and config.total == 1:  # replicated
+                row = np.zeros_like(row)
+            yield GradientSum(row, c.group_shapes[0], float(c.size_bytes[0]), states, (c.keys, c.epilogue))
+
+
+def _may_be_late(model: CostModel, layer: Layer) -> bool:
+    return weights_late(layer, any(model.graph.flows_back(layer)[:1]), model.devices.device_type)

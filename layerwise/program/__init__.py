@@ -1,0 +1,7 @@
+"""The program of a step: what all devices do, in order, as one list of instructions."""
+
+from layerwise.program.build import program
+from layerwise.program.facts import Gradient, StrategyFacts, gradient_order
+from layerwise.program.instructions import Bucket, Instruction, Kind, Program
+
+__all__ = ["Bucket", "Gradient", "Instruction", "Kind", "Program", "StrategyFacts", "gradient_order", "program"]

@@ -1,0 +1,218 @@
+"""The program of a graph and a strategy: the only place that says in which order a step is done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from layerwise.graph.layer import Layer, LayerGraph
+from layerwise.ops.base import Role
+from layerwise.partition.ahead import EdgeEnd, begun_before
+from layerwise.partition.blocks import made_again
+from layerwise.partition.buckets import ALONE, fill, flushed_after
+from layerwise.program.facts import StrategyFacts
+from layerwise.program.instructions import (
+    Arrive,
+    Begin,
+    Bucket,
+    Compute,
+    End,
+    Fill,
+    Forget,
+    Free,
+    Gather,
+    Instruction,
+    Keep,
+    Kind,
+    Move,
+    Output,
+    Program,
+    Release,
+    Update,
+)
+
+
+def program(graph: LayerGraph, io: str, facts: StrategyFacts, kind: Kind = "training") -> Program:
+    """The instructions of one step on all devices, in order.
+
+    Args:
+        graph: the network; inputs and the sink are layers of it.
+        io: who feeds the batch, as `CostOptions.io` has it: it decides which transfers may be issued early.
+        facts: what follows from the strategy.
+        kind: training has a backward pass and an update; in inference nothing is saved, and layers that no output
+            depends on are left out.
+    """
+    return _Builder(graph, io, facts, kind).build()
+
+
+class _Builder:
+    """Appends instructions: the forward pass, then the backward pass, layer by layer."""
+
+    def __init__(self, graph: LayerGraph, io: str, facts: StrategyFacts, kind: Kind) -> None:
+        self.graph, self.facts, self.kind = graph, facts, kind
+        self.out: list[Instruction] = []
+        self.begun = begun_before(graph, io)
+        self.early = {end for ends in self.begun.values() for end in ends if end in facts.travels}
+        self.blocks = made_again(graph, facts.recomputed) if kind == "training" else {}
+        self.block_of = {layer.name: last for last, layers in self.blocks.items() for layer in layers}
+        self.needed = {layer.name for layer in graph.layers} if kind == "training" else graph.returned
+        names = [name for name in facts.gathered if name in self.needed]
+        back = [name for name in reversed(names) if graph.has_gradient[name]]
+        self.next_forward, self.next_backward = dict(pairwise(names)), dict(pairwise(back))
+        self.issued: set[str] = set()  # layers whose parameters are on their way
+        self.buckets: list[Bucket] = []
+        self.flushed: dict[str, list[int]] = {}  # by layer, the buckets that leave with its gradients
+        self.arriving: dict[str, list[int]] = {}  # by layer, the buckets whose parameters it is the first to need
+
+    def build(self) -> Program:
+        """The whole step."""
+        self._fill_buckets()
+        self._forward()
+        if self.kind == "training":
+            for layer in reversed(self.graph.layers):
+                if layer.name in self.blocks:
+                    self._recompute(layer.name)
+                self._backward(layer)
+            self.out.append(Update())
+        return Program(self.out, self.buckets)
+
+    # ---- parameters and their gradients ----
+
+    def _fill_buckets(self) -> None:
+        gradients, number = self.facts.gradients, {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        alone = [g.layer if g.states == "gathered" else "" for g in gradients]  # each such layer has its own buckets
+        filled = fill(
+            ((g.group, g.states, layer), ALONE if layer else g.size_bytes)
+            for g, layer in zip(gradients, alone, strict=True)
+        )
+        first = [gradients[members[0]] for members in filled]
+        flushed = flushed_after(filled, [g.states == "gathered" for g in first], [g.members for g in first])
+        for members, leader, last in zip(filled, first, flushed, strict=True):
+            user = min((gradients[i].layer for i in members), key=number.__getitem__)
+            self.flushed.setdefault(gradients[last].layer, []).append(len(self.buckets))
+            self.buckets.append(Bucket(tuple(members), leader.states, leader.layer, user))
+        # What stays full for the step is gathered before it, in the reverse of the order of the sums.
+        for b in reversed([b for leaving in self.flushed.values() for b in leaving]):
+            if self.buckets[b].states == "sharded":
+                self.out.append(Gather(b))
+                self.arriving.setdefault(self.buckets[b].first, []).append(b)
+
+    def _gather(self, name: str) -> None:
+        if name not in self.issued:
+            self.issued.add(name)
+            self.out.append(Gather(name))
+
+    def _arrive(self, name: str) -> None:
+        if name in self.facts.gathered:
+            self._gather(name)
+            self.issued.remove(name)
+            self.out.append(Arrive(name, name))
+
+    def _release(self, name: str) -> None:
+        if name in self.facts.gathered:
+            self.out.append(Release(name))
+
+    def _fill(self, name: str) -> None:
+        if name in self.flushed:
+            self.out.append(Fill(name, tuple(self.flushed[name])))
+
+    # ---- forward ----
+
+    def _forward(self) -> None:
+        layers = self.graph.layers
+        needed = self.needed
+        last_reader = {source: i for i, layer in enumerate(layers) if layer.name in needed for source in layer.inputs}
+        for i, layer in enumerate(layers):
+            name = layer.name
+            if name not in needed:
+                continue
+            self.out += [Arrive(name, bucket) for bucket in self.arriving.get(name, ())]
+            self._arrive(name)
+            if name in self.next_forward:
+                self._gather(self.next_forward[name])
+            self.out += [self._receive(name, slot) for slot in self._slots(layer)]
+            self.out += [Begin(*end, "forward") for end in self._begun(name) if end[0] in needed]
+            done = [Free(source) for source in dict.fromkeys(layer.inputs) if last_reader[source] == i]
+            if layer.role is Role.SINK:
+                self.out += [Output(name), *done]
+                continue
+            if name in self.block_of:
+                self.out.append(Keep(name, self.block_of[name]))
+            self.out.append(Compute(name, "forward", self.kind == "training" and name not in self.block_of))
+            self._release(name)
+            self.out += done if name in last_reader else [Free(name), *done]
+
+    def _begun(self, name: str) -> list[EdgeEnd]:
+        """The transfers that are issued before a layer computes."""
+        return [end for end in self.begun.get(name, ()) if end in self.early]
+
+    def _slots(self, layer: Layer) -> list[int]:
+        """A layer's inputs in the order in which it receives them.
+
+        The first is that whose gradient travels beside the gradient of the weights, then come those that were issued
+        early: so in the backward pass what is needed next goes first.
+        """
+
+        def place(slot: int) -> tuple[bool, bool]:
+            return not self._beside(layer, slot), (layer.name, slot) not in self.early
+
+        return sorted(range(len(layer.inputs)), key=place)
+
+    def _beside(self, layer: Layer, slot: int) -> bool:
+        """Whether the gradient of an input travels while that of the layer's weights is made."""
+        return slot == 0 and layer.name in self.facts.late
+
+    def _receive(self, name: str, slot: int) -> Instruction:
+        return (End if (name, slot) in self.early else Move)(name, slot, "forward")
+
+    # ---- backward ----
+
+    def _backward(self, layer: Layer) -> None:
+        name, differentiates = layer.name, self.graph.has_gradient[layer.name] and layer.role is not Role.TIED
+        if layer.role is Role.SINK:
+            self._return(layer)
+            return
+        late = differentiates and name in self.facts.late
+        if differentiates:
+            self._arrive(name)
+            if name in self.next_backward:
+                self._gather(self.next_backward[name])
+        if differentiates or layer.role is Role.TIED:
+            self.out.append(Compute(name, "backward"))
+        if not late:
+            self._fill(name)
+        self.out += [End(*end, "backward") for end in reversed(self._begun(name)) if self._returns(end)]
+        if differentiates:
+            self._return(layer)
+        if late:
+            self.out.append(Compute(name, "weights"))
+            self._fill(name)
+            if (name, 0) not in self.early:
+                self.out.append(End(name, 0, "backward"))
+
+    def _return(self, layer: Layer) -> None:
+        """Gradients of a layer's inputs go back, in the reverse of the order in which the inputs came."""
+        for slot in reversed(self._slots(layer)):
+            end = layer.name, slot
+            if self._returns(end):
+                self.out.append((Begin if end in self.early or self._beside(layer, slot) else Move)(*end, "backward"))
+
+    def _returns(self, end: EdgeEnd) -> bool:
+        """Whether the gradient of an input is wanted."""
+        user = self.graph[end[0]]
+        return self.graph.has_gradient[user.inputs[end[1]]] and (user.end or self.graph.has_gradient[user.name])
+
+    def _recompute(self, last: str) -> None:
+        """The recomputed layers of a block run once more, before the backward pass of its last layer."""
+        layers = self.blocks[last]
+        inside = {layer.name for layer in layers}
+        uses = Counter(source for layer in layers for source in layer.inputs if source in inside)
+        for layer in layers:
+            name, sources = layer.name, [source for source in layer.inputs if source in inside]
+            self.out += [Move(name, slot, "recompute") for slot in range(len(layer.inputs))]
+            self._arrive(name)
+            self.out.append(Compute(name, "recompute", saves=True))
+            self._release(name)
+            uses.subtract(sources)
+            self.out += [Free(value) for value in dict.fromkeys((name, *sources)) if not uses[value]]
+        self.out.append(Forget(last))

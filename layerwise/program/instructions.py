@@ -1,0 +1,145 @@
+"""Instructions: the vocabulary of a program. Each names layers and tensors; their sizes and times are the consumers'.
+
+What autograd saves for the backward pass is no instruction, but a fact of a layer's kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["training", "inference"]
+# Of a layer's work. weights: the gradient of its weights, where that of its input is on its way already.
+Part = Literal["forward", "recompute", "backward", "weights"]
+Pass = Literal["forward", "recompute", "backward"]  # in which a tensor travels
+
+
+class Gather(NamedTuple):
+    """Sharded parameters are sent for: those of a layer, by its name, or those of a bucket, by its number."""
+
+    what: str | int
+
+
+class Arrive(NamedTuple):
+    """A layer that is about to compute waits for gathered parameters."""
+
+    layer: str
+    what: str | int
+
+
+class Release(NamedTuple):
+    """A layer has computed: the full parameters that were gathered for it alone are freed."""
+
+    layer: str
+
+
+class Begin(NamedTuple):
+    """A transfer of a layer's input, or of its gradient, is issued; others compute meanwhile."""
+
+    layer: str
+    slot: int
+    way: Pass
+
+
+class End(NamedTuple):
+    """A transfer that was issued before is awaited."""
+
+    layer: str
+    slot: int
+    way: Pass
+
+
+class Move(NamedTuple):
+    """A layer receives an input, or returns its gradient, at once. Nothing may have to travel for it."""
+
+    layer: str
+    slot: int
+    way: Pass
+
+
+class Keep(NamedTuple):
+    """The inputs from which a recomputed layer's block starts are saved."""
+
+    layer: str
+    block: str  # the name of its last layer
+
+
+class Compute(NamedTuple):
+    """A layer's kernels run. saves: whether they save for the backward pass what it reads."""
+
+    layer: str
+    part: Part
+    saves: bool = False
+
+
+class Output(NamedTuple):
+    """The sink's outputs leave the network; in training the gradients of their losses come back."""
+
+    layer: str
+
+
+class Fill(NamedTuple):
+    """A layer's gradients are there and these buckets are flushed: their sums are issued."""
+
+    layer: str
+    buckets: tuple[int, ...]
+
+
+class Free(NamedTuple):
+    """The last reader of a layer's output has read it."""
+
+    value: str
+
+
+class Forget(NamedTuple):
+    """A block is recomputed: what was saved for it is freed."""
+
+    block: str
+
+
+class Update(NamedTuple):
+    """All sums are awaited, and the optimizer steps."""
+
+
+Instruction = Gather | Arrive | Release | Begin | End | Move | Keep | Compute | Output | Fill | Free | Forget | Update
+
+
+class Bucket(NamedTuple):
+    """Gradients that are summed together, and parameters that are gathered together."""
+
+    gradients: tuple[int, ...]  # by their numbers in `StrategyFacts.gradients`
+    states: str
+    layer: str  # the layer of the first gradient
+    first: str  # the first layer of the forward pass that has parameters in it
+
+
+class Program(NamedTuple):
+    """The instructions of a step, in order, and the buckets that they refer to by number."""
+
+    instructions: Sequence[Instruction]
+    buckets: Sequence[Bucket]
+
+    def forward(self) -> list[tuple[str, list[Instruction]]]:
+        """The instructions of the forward pass by the layer that they are for, in order."""
+        groups, group = list[tuple[str, list[Instruction]]](), list[Instruction]()
+        computed: Compute | Output | None = None
+        for one in (*self.instructions, Update()):
+            if computed is not None and not isinstance(one, Release | Free):
+                groups.append((computed.layer, group))
+                if isinstance(computed, Output):
+                    break
+                group, computed = [], None
+            group.append(one)
+            if isinstance(one, Compute | Output):
+                computed = one
+        return groups
+
+    def recomputed(self) -> dict[str, list[Instruction]]:
+        """The instructions by which each block is recomputed, by the name of its last layer."""
+        groups, group = dict[str, list[Instruction]](), list[Instruction]()
+        for one in self.instructions:
+            if group or (isinstance(one, Move) and one.way == "recompute"):
+                group.append(one)
+            if isinstance(one, Forget):
+                groups[one.block], group = group, []
+        return groups

@@ -1,0 +1,109 @@
+"""Kernels: what a rank computes between transfers, in its autocast, its span and its turn in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
+from layerwise.run.execute.passes import Pass
+from layerwise.run.execute.spans import NOTHING, Spans
+from layerwise.run.options import RuntimeOptions
+from layerwise.run.schedule.layers import ScheduledLayer
+
+Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
+
+
+class Kernels:
+    """Runs them, for one schedule."""
+
+    def __init__(self, comm: Comm, options: RuntimeOptions, spans: Spans) -> None:
+        self.comm, self.options, self.spans = comm, options, spans
+
+    def layer(
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        inputs: Sequence[Tensor | None],
+        parameters: Sequence[Tensor | None],
+        convolve: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """A layer's box on this rank. convolve: instead of PyTorch's convolution."""
+        assert scheduled.work is not None
+        try:
+            with self.autocast(scheduled):
+                out = scheduled.work.run(
+                    self.comm,
+                    all_there(inputs),
+                    all_there(parameters),
+                    training=run.training,
+                    seed=run.seed,
+                    convolve=convolve,
+                )
+                return out if scheduled.dtype is None or out.dtype == scheduled.dtype else out.to(scheduled.dtype)
+        except LayerwiseError as error:
+            raise type(error)(f"layer {scheduled.layer.name!r}: {error}") from None
+        except ValueError as error:  # PyTorch's own, such as batch norm of one value a channel
+            raise LayerwiseError(f"layer {scheduled.layer.name!r}: {error}") from error
+
+    def in_turn(
+        self,
+        run: Pass,
+        name: str,
+        tensors: list[Tensor | None],
+        compute: Callable[[list[Tensor | None]], list[Tensor | None]],
+        *,
+        backward: bool,
+        communicates: bool = False,
+    ) -> list[Tensor | None]:
+        """What `compute` makes of `tensors`. backward: whether a backward pass may come to it.
+
+        Back, what communicates has its turn; in a trace all has, so that a span ends when all its gradients are made.
+        """
+        span = self.spans.span(name, "compute")
+        if not (run.differentiate and backward):
+            with torch.no_grad(), span:
+                return compute(tensors)
+        traced, begun = self.spans.trace is not None, list[int]()
+        if not (traced or communicates):
+            with span:
+                return compute(tensors)
+        wanted = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
+        if traced:
+            run.order(tensors, wanted, partial(self._end_span, begun))
+        else:  # its backward pass ends with whichever gradient it makes
+            run.order(tensors, wanted[:1])
+        with span:
+            made = compute(tensors)
+        begin = partial(self._begin_span, f"{name} (backward)", run.number, begun)
+        run.order(made, range(len(made)), begin if traced else None)
+        return made
+
+    def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
+        """Where a layer's kernels run: within the run's torch.autocast, or one of the model's own."""
+        kind, wanted = self.options.device.type, scheduled.autocast
+        there = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if wanted == there:
+            return NOTHING
+        # The cache is that of the autocast around, and does not say to which type it has cast.
+        return torch.autocast(kind, wanted, enabled=wanted is not None, cache_enabled=False)
+
+    def _begin_span(self, name: str, number: int, begun: list[int]) -> None:
+        self.comm.at(number, name)
+        if self.spans.trace is not None:
+            begun.append(self.spans.trace.begin(name, "compute"))
+
+    def _end_span(self, begun: list[int]) -> None:
+        if self.spans.trace is not None and begun:
+            self.spans.trace.end(begun.pop())
+
+
+def all_there(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """A rank that computes a layer has all that it needs for it."""
+    return cast("Sequence[Tensor]", tensors)

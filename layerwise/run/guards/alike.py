@@ -1,0 +1,99 @@
+"""Alike: whether ranks that hold the same parameters still have the same values, though each has a loop of its own.
+
+A learning rate, a clipping or a step that one rank alone has would train another model there, unsaid.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import ranks
+from layerwise.errors import LayerwiseError
+from layerwise.partition.groups import Group
+from layerwise.run.parts import local_part
+
+EVERY = 100  # steps; and those that are powers of two: mistakes are there from the beginning
+ELEMENTS = 64  # that are looked at, of each parameter
+OF_UPDATE = 1e-2  # of what has changed since the last look may differ by rounding, as 16-bit products of updates do
+FLIPS = 10.0  # times the rounding of as many steps by chance
+SINGLE = torch.finfo(torch.float32).eps
+
+
+class Alike:
+    """What each rank tells the others of a sample of its parameters, by the sets of ranks that hold the same boxes.
+
+    Of each such set: the sum of the changes since the last look, with random signs; their norm; and what rounding may
+    do, since ranks of unlike hardware need not have equal bits. It travels with the numbers of samples.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], sharing: Mapping[str, Sequence[Group]], size: int) -> None:
+        """sharing: by trained parameter, for every rank the ranks that hold the same box as it."""
+        self._parameters, self._size = parameters, size
+        self._sets: dict[tuple[Group, ...], list[str]] = {}
+        for name, groups in sorted(sharing.items()):  # on every rank in one order
+            if any(len(group) > 1 for group in groups):
+                self._sets.setdefault(tuple(groups), []).append(name)
+        self._before: dict[tuple[Group, ...], Tensor] = {}
+        self._looked = 0  # in which step
+
+    def numbers(self, step: int) -> tuple[int, ...]:
+        """For all ranks: the step (0: none), then three numbers of each set of ranks; zeros where it is not time."""
+        if not step or (step % EVERY and step & (step - 1)):
+            return (step, *[0] * (3 * len(self._sets)))
+        told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
+        self._looked = step
+        return (step, *struct.unpack(f"<{len(told)}q", struct.pack(f"<{len(told)}d", *told)))
+
+    @torch.no_grad()
+    def _look(self, groups: tuple[Group, ...], names: Sequence[str], step: int) -> tuple[float, float, float]:
+        parts = [local_part(self._parameters[name]).detach() for name in names]
+        held = [part.reshape(-1) for part in parts if part.numel()]
+        if not held:
+            return 0.0, 0.0, 0.0
+        sample = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS] for flat in held])
+        coarse = max(torch.finfo(flat.dtype).eps for flat in held)
+        now = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
+        now = now.double().cpu().nan_to_num(0.0, 0.0, 0.0)
+        before = self._before.get(groups)
+        first = before is None or before.shape != now.shape
+        change = now if first or before is None else now - before
+        self._before[groups] = now
+        signs = torch.randint(2, now.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        rounding = FLIPS * (max(step - self._looked, 1) * coarse * min(coarse, SINGLE)) ** 0.5 * float(now.norm())
+        return float(change @ signs.double()), rounding, 0.0 if first else OF_UPDATE * float(change.norm())
+
+    def check(self, told: Sequence[Sequence[int]]) -> None:
+        """LayerwiseError, on every rank, where one differs. told: `numbers` of every rank."""
+        steps = np.array([row[0] for row in told])
+        if (steps != steps[0]).any():
+            self._refuse(steps[:, None] == steps, tuple(range(self._size)), "is in another step", steps)
+        if not any(map(any, (row[1:] for row in told))):
+            return
+        for column, groups in enumerate(self._sets):
+            rows = np.array([row[1 + 3 * column : 4 + 3 * column] for row in told], np.int64).view(np.float64)
+            for group in _once(groups):
+                total, rounding, change = rows[list(group)].T
+                allowed = np.maximum.outer(rounding, rounding) + np.maximum.outer(change, change)
+                self._refuse(np.abs(np.subtract.outer(total, total)) <= allowed, group, "has other parameters", steps)
+
+    def _refuse(self, agree: np.ndarray, group: Group, what: str, steps: np.ndarray) -> None:
+        """Where some do not agree with the one that most agree with."""
+        most = int(agree.sum(1).argmax())
+        others = [rank for rank, same in zip(group, agree[most], strict=True) if not same]
+        if others:
+            rank = others[0]
+            raise LayerwiseError(
+                f"{ranks([rank], self._size)} {what} than rank {group[most]}, when it begins step {steps[rank]}: their "
+                "loops differ, in learning rate, optimizer, clipping, values that were loaded, or a step that one has "
+                "left out, so they train unlike models. Every rank's loop must do the same; where they are meant to "
+                "differ, say compare_ranks=False in ParallelOptions"
+            )
+
+
+def _once(groups: Sequence[Group]) -> Iterator[Group]:
+    yield from (group for group in dict.fromkeys(groups) if len(group) > 1)

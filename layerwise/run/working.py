@@ -1,0 +1,145 @@
+"""Working parameters: what the layers compute with in the parameters' place, and how they come by their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.base import Group
+from layerwise.ops.base import Role
+from layerwise.partition.boxes import Each
+from layerwise.partition.groups import sharing
+from layerwise.partition.sharding import Sharding
+from layerwise.run.execute.gathers import Gathers
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.execute.rows import parts
+from layerwise.run.execute.spans import NOTHING
+from layerwise.run.execute.unused import Unused
+from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.guards.wanted import stands_in
+from layerwise.run.parts import local_part
+from layerwise.run.schedule.layers import Schedule
+from layerwise.run.state.state import State
+
+
+class WorkingParameters:
+    """A leaf of autograd for each parameter, the gradients of which are to be summed before the parameters have them.
+
+    It lies in the parameter's memory; of one that is shared out it is empty until its layer computes. Buffers, and all
+    on one device, are themselves.
+
+    parts: of parameters that are shared out, by name. groups: of those that are trained, for each rank the ranks that
+    compute with the same box. reducer: sums gradients over these. unused: parameters that no loss depends on.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        schedule: Schedule,
+        boxes: Mapping[str, Each],
+        shared_out: Mapping[str, tuple[Sharding, str]],
+        scale: float,
+        gradients: Callable[[], Gradients],
+    ) -> None:
+        """boxes: that ranks compute with. shared_out: how, and in which states. gradients: a method, of this pass."""
+        self._state, self._comm, self._graph = state, state.comm, schedule.graph
+        self._gradients = WeakMethod(gradients)  # its owner owns this
+        owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
+        self.parts = {
+            name: parts(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
+            for name, (one, states) in shared_out.items()
+            if boxes[name][self._comm.rank] is not None
+        }
+        self._elsewhere = {name for one in schedule.layers for name in one.elsewhere}
+        self._tied = {layer.name for layer in self._graph.layers if layer.role is Role.TIED}
+        every = state.tree.parameters()
+        trained = [name for name, p in every.items() if p.requires_grad]
+        self.groups = {name: [sharing(boxes[name], rank) for rank in range(self._comm.size)] for name in trained}
+        order = [name for one in reversed(schedule.layers) for name in reversed(one.parameters) if name is not None]
+        order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
+        mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
+        ordered = [name for name in order if name in mine]
+        self.reducer = GradientReducer(every, ordered, mine, scale=scale, parts=self.parts)
+        self.unused = Unused(self._graph, self._comm)
+        self._tensors: Mapping[str, Tensor] = {}
+
+    def renew(self) -> None:
+        """Parameters have other memory, as `to` gives it, or another element type."""
+        self._tensors = {}
+
+    def now(self) -> Mapping[str, Tensor]:
+        """By name: with new leaves of parameters that the loop gave other memory, p.data = x."""
+        summed = self.reducer.parameters if self._comm.size > 1 else {}
+        if not self._tensors:
+            tensors = {name: local_part(tensor) for name, tensor in self._state.tree.tensors().items()}
+            self._tensors = {name: self._leaf(name, t) if name in summed else t for name, t in tensors.items()}
+            self._gathers = Gathers(self._graph, self.parts, self.reducer, self._tensors, self._comm)
+        if summed:
+            tensors = dict(self._tensors)
+            for name, p in summed.items():
+                if name not in self.parts and tensors[name].data_ptr() != local_part(p).data_ptr():
+                    tensors[name] = self._leaf(name, local_part(p))
+                tensors[name].requires_grad_(p.requires_grad)
+            self._tensors = tensors
+        return self._tensors
+
+    def begin(self, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        """A forward pass begins: what it computes with, and what is gathered for a layer at a time."""
+        held = {**self.now(), **constants}
+        return self._gathers.begin(held), self._gathers.of_layers
+
+    def check_hooks(self) -> None:
+        """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
+        held, several = self.reducer.parameters, self._comm.size > 1
+        check_parameters(held.items(), partial_sums=several)
+        if self._tied and not several:
+            check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        self.unused.begin()
+        self.check_hooks()
+
+    def finish(self, gradients: Gradients) -> None:
+        """The backward pass has come by all."""
+        self._gathers.end()
+        gradients.leave_alone = self.unused.parameters()
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        leaf = tensor.detach()
+        if name in self.parts:
+            leaf = leaf.new_empty(self.parts[name].shape)
+        leaf.requires_grad_()
+        stands_in(leaf)
+        # It must not hold what holds the leaf, which garbage collection would not see.
+        leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
+        return leaf
+
+    def made(self, name: str, leaf: Tensor) -> None:
+        """Autograd has added up a leaf's gradient."""
+        begun = self._gradients()
+        assert begun is not None
+        gradients = begun()
+        gradient, leaf.grad = leaf.grad, None
+        self._gathers.made(name)
+        if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
+            if name in self.parts and self.parts[name].gathered:  # others may wait for its sum
+                gradients.absent(name)
+            return
+        # A context takes longer than what is in it.
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING:
+            if name in self._elsewhere:
+                gradients.absent(name)
+            else:
+                gradients.add(name, gradient)
+
+
+def _made(working: ref[WorkingParameters], name: str, leaf: Tensor) -> None:
+    held = working()
+    if held is not None:  # a graph that is differentiated holds it
+        held.made(name, leaf)

@@ -1,0 +1,163 @@
+"""Strategies as tables: layer by layer, and beside each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from layerwise.config import Config
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import LayerPrice
+from layerwise.cost.terms import COLUMNS
+from layerwise.graph.layer import Layer
+from layerwise.ops.base import Role
+from layerwise.quantities import three_digits, units
+from layerwise.report.content import Column, Marked, Picture, Table, Value, filled, stacked
+from layerwise.report.picture import runs, svg
+from layerwise.search.result import Candidate
+
+NARROW_NAME, NARROW_KINDS = 16, 32  # characters a line, where a terminal has no room for whole names and kinds
+NUMBERS = (Column("devices", "#"), *(Column(name, "s") for name in COLUMNS), Column("memory", "B"))
+COSTS = (
+    Column("step time", "s"),
+    Column("with overlap", "s"),
+    Column("samples/s", "#"),
+    Column("against data", "×"),
+    Column("bytes moved", "B"),
+    Column("memory a device", "B"),
+)
+
+
+def picture(candidate: Candidate, devices: int) -> Picture:
+    """A strategy, of the layers that compute something."""
+    return Picture(svg({name: p.config for name, p in _computing(candidate).items()}, devices))
+
+
+def _computing(candidate: Candidate) -> dict[str, LayerPrice]:
+    return {name: p for name, p in candidate.price.layers.items() if p.seconds["compute"] > 0}
+
+
+def written(layer: Layer, config: Config) -> str:
+    """`{n=4, h=1, w=1, c=1}`: all dimensions that could be split, as the paper writes it."""
+    labels = [d.label for d in layer.space.dims if d.label and (d.label != "k" or config["k"] > 1)]
+    order = sorted(labels, key=lambda label: (label != "n", label == "c", label == "k"))
+    return " ".join(["{" + ", ".join(f"{label}={config[label]}" for label in order) + "}", *config.marks])
+
+
+def short(config: Config) -> str:
+    """`{n=4}`: without the dimensions that are not split."""
+    return str(config) if config.total > 1 else "one device"
+
+
+def strategy_table(model: CostModel, candidate: Candidate, *, every_layer: bool = False) -> Table:
+    """A row a layer; neighbours with equal configurations are one row, as in the paper's table 5."""
+    layers, prices = _runs(model, candidate, every_layer=every_layer)
+    sinks = [run[0].role is Role.SINK for run in layers]
+    kinds = ["" if sink else _summary(run) for run, sink in zip(layers, sinks, strict=True)]
+    configs = [
+        ("samples return",) * 2 if sink else (written(run[0], price[0].config), short(price[0].config))
+        for run, price, sink in zip(layers, prices, sinks, strict=True)
+    ]
+
+    def texts(heading: str, cells: Iterable[str], width: int | None = None) -> Column:
+        return Column(heading, "", list(cells), wraps=True, width=width)
+
+    names = texts("layers", (_ends(run, " … ") for run in layers))
+    stacked_names = texts("layers", (_ends(run, " …\n", broken) for run in layers))
+    full, brief = texts("configuration", (c for c, _ in configs)), texts("configuration", (c for _, c in configs))
+    broken_brief = texts("configuration", (c.replace("/", "\n/") for _, c in configs))
+    numbers = filled(NUMBERS, map(_numbers, prices))
+    widest = max([NARROW_KINDS, *(len(word) for words in kinds for word in words.split())])
+    narrower = [
+        [names, texts("", kinds, widest), full, *numbers],
+        [names, full, *numbers],
+        [names, brief, *numbers],
+        [stacked_names, brief, *numbers],
+        [stacked_names, broken_brief, *numbers],
+    ]
+    return Table([names, texts("", kinds), full, *numbers], narrower=narrower)
+
+
+def _ends(run: Sequence[Layer], between: str, write: Callable[[str], str] = str) -> str:
+    """`first … last`."""
+    return between.join(write(name) for name in dict.fromkeys((run[0].name, run[-1].name)))
+
+
+def brief_strategy_table(candidate: Candidate) -> Table:
+    """The same where the network is not at hand."""
+    layers = _computing(candidate)
+    rows = [
+        (title, short(config), *_numbers([layers[name] for name in names]))
+        for title, config, names in runs({name: p.config for name, p in layers.items()})
+    ]
+    return Table(filled([Column("layers"), Column("configuration"), *NUMBERS], rows))
+
+
+def broken(name: str) -> str:
+    """A long name on several lines, broken after its dots, slashes and underscores."""
+    lines = [""]
+    for part in re.findall(r"[^./_]*[./_]|[^./_]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > NARROW_NAME:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _runs(
+    model: CostModel, candidate: Candidate, *, every_layer: bool
+) -> tuple[list[list[Layer]], list[list[LayerPrice]]]:
+    """The layers of every row, and their prices; the sink where samples return to their ranks."""
+    prices = candidate.price.layers
+
+    def shown(layer: Layer) -> bool:
+        return prices[layer.name].total_s > 0 if layer.role is Role.SINK else not layer.end
+
+    def same(layer: Layer) -> str:
+        return layer.name if every_layer or layer.role is Role.SINK else written(layer, prices[layer.name].config)
+
+    layers = [list(run) for _, run in groupby(filter(shown, model.graph.layers), key=same)]
+    return layers, [[prices[layer.name] for layer in run] for run in layers]
+
+
+def _numbers(prices: Sequence[LayerPrice]) -> tuple[Value, ...]:
+    seconds = (sum(p.column_s(column) for p in prices) for column in COLUMNS)
+    return (prices[0].config.total, *seconds, sum(p.memory_bytes for p in prices))
+
+
+def _summary(layers: list[Layer]) -> str:
+    """`2 x conv+relu, pool`: kinds in order."""
+    counts = [(name, len(list(run))) for name, run in groupby(layer.kinds for layer in layers)]
+    shown = [f"{count} x {name}" if count > 1 else name for name, count in counts]
+    return ", ".join(shown if len(shown) <= 4 else [*shown[:2], f"… {len(shown) - 3} more …", shown[-1]])
+
+
+def candidates_table(candidates: Sequence[Candidate], best: Candidate, batch: int | None = None) -> Table:
+    """A row a strategy, each once; `best` is marked. Without a batch, no samples per second are told."""
+    rows = list({c.name: c for c in reversed(candidates)}.values())[::-1]
+    data_s = next(c.timeline.total_s for c in rows if c.name == "data")
+    cells = [
+        (
+            Marked(c.name, "best" if c is best else ""),
+            c.price.step_time_s,
+            c.timeline.total_s,
+            None if batch is None else _rate(batch / c.timeline.total_s),
+            data_s / c.timeline.total_s,
+            c.price.bytes_moved,
+            memory(c),
+        )
+        for c in rows
+    ]
+    columns = filled([Column("strategy"), *COSTS], cells)
+    columns = [column for column in columns if batch is not None or column.heading != "samples/s"]
+    return Table(columns, narrower=[stacked(columns)])
+
+
+def memory(c: Candidate) -> Value:
+    """Of a device, marked where it is too much."""
+    size = c.price.memory_bytes
+    return size if c.fits else Marked(f"{units(size, 'B')} (too much)", "bad")
+
+
+def _rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else three_digits(samples_per_s)

@@ -1,0 +1,73 @@
+"""Law: what a real step does, by its own trace, is the program, in order, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from layerwise.comm.base import Comm
+from layerwise.cost.model import CostModel
+from layerwise.cost.price import complete
+from layerwise.cost.step_facts import step_facts
+from layerwise.cost.timeline.simulate import SUFFIX
+from layerwise.graph.layer import LayerGraph
+from layerwise.machine import load as load_profile
+from layerwise.plan import Plan
+from layerwise.program import Program, program
+from layerwise.program.instructions import Begin, Compute, Move
+from layerwise.run.load import load
+from layerwise.run.trace import Trace
+from tests.comm.thread import run_threads
+from tests.run.plans import SMALL, Case, case, random_plan, recomputed, small
+from tests.run.small_modules import loss
+from tests.run.test_module import Small
+
+RANKS = 2
+WHAT = ("compute", "transfers")
+CASES = {"awkward": lambda: case(Small(), (3, 7, 5), 6), **{name: lambda name=name: small(name) for name in SMALL}}
+
+
+def program_of(plan: Plan, graph: LayerGraph, ranks: int) -> Program:
+    model = CostModel(graph, load_profile("cpu").device_graph(gpus=ranks, gpus_per_node=ranks))
+    facts, _ = step_facts(model, complete(model, plan.strategy))
+    return program(model.graph, plan.io, facts)
+
+
+def stated(step: Program, graph: LayerGraph) -> Iterator[str]:
+    """The names that a trace has of what instructions compute and transfer."""
+    for one in step.instructions:
+        if isinstance(one, Compute):
+            yield one.layer + SUFFIX[one.part]
+        elif isinstance(one, Move | Begin):
+            yield f"{graph[one.layer].inputs[one.slot]} -> {one.layer}{SUFFIX[one.way]}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_its_program(name: str, recompute: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """late: gradients of weights are made beside transfers, as on GPUs."""
+    if late:
+        monkeypatch.setattr("layerwise.partition.ahead.IN_ONE_CALL", frozenset())
+    given = CASES[name]()
+    for seed in range(2):
+        plan = random_plan(given.graph, RANKS, seed, "sample")
+        if recompute:
+            plan = recomputed(plan, given.graph, seed)
+        expected = list(dict.fromkeys(stated(program_of(plan, given.graph, RANKS), given.graph)))
+        for did in run_threads(RANKS, partial(names_of_spans, plan, given)):
+            found = [name for name in dict.fromkeys(did) if name in expected]
+            assert found == [name for name in expected if name in set(found)]
+            assert len(found) > len(given.graph.inner)
+
+
+def names_of_spans(plan: Plan, given: Case, comm: Comm) -> list[str]:
+    """What a rank computes and transfers in one step, in the order in which that begins."""
+    model = load(plan, given.network, comm=comm, dtype=torch.float64)
+    model.trace = Trace()
+    loss(model(given.inputs[0][model.share()])).backward()
+    spans = sorted((span.start_s, span.name) for span in model.trace.spans() if span.category in WHAT)
+    return [name for _, name in spans]
