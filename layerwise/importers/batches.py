@@ -59,7 +59,10 @@ def repeated(call: Call, batch: int, times: int) -> Call:
     """A call with that many times the samples, also those inside lists and dicts."""
 
     def more(x: Tensor) -> Tensor:
-        return torch.cat([x] * times) if x.dim() and x.shape[0] == batch else x
+        if not x.dim() or x.shape[0] != batch:
+            return x
+        same = x.stride(0) == 0  # one sample seen as many: it takes no memory, and shall not
+        return x[:1].expand(batch * times, *x.shape[1:]) if same else torch.cat([x] * times)
 
     made: Call = pytree.tree_map_only(Tensor, more, call)
     return made

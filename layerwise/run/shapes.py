@@ -203,4 +203,4 @@ def _samples(module: nn.Module, sizes: Sizes) -> int:
 
 def _example(layer: Layer, size: tuple[int, ...], samples: int) -> Tensor:
     shape = (samples, *size) if layer.out.index("n") == 0 else size
-    return torch.zeros(shape, dtype=getattr(torch, layer.out.dtype))
+    return torch.zeros((), dtype=getattr(torch, layer.out.dtype)).expand(shape)  # one number: a volume fits no rank

@@ -19,6 +19,7 @@ import torch
 import zarr
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -127,7 +128,10 @@ def test_no_rank_reads_or_makes_a_whole_volume() -> None:
 
 
 class Guard(TorchDispatchMode):
-    """The most positions that a tensor made within it has: its three longest dimensions, or all of fewer."""
+    """The most positions that a tensor made within it has: its three longest dimensions, or all of fewer.
+
+    Tensors of a trace, and one number seen as many, take no memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class Guard(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for t in tree_leaves(made):
-            if isinstance(t, Tensor):
+            if isinstance(t, Tensor) and not isinstance(t, FakeTensor) and t.untyped_storage().nbytes() >= t.nbytes:
                 flat = t.dim() == 4 and t.shape[2] == 1  # (n, classes, 1, positions), as torch's cross entropy has them
                 self.most = max(self.most, t.shape[3] if flat else math.prod(sorted(t.shape)[-3:]))
         return made
