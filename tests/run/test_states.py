@@ -396,6 +396,58 @@ def test_sums_of_gathered_layers_never_wait_for_each_other_in_a_circle(seed: int
     check_equal(run_threads(4, lambda comm: train(given, chosen, comm), timeout_s=60), single, chosen)
 
 
+class Chain(nn.Module):
+    """Layers of which some have no part on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_ranks_gather_and_sum_in_one_order_where_layers_are_on_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that both take part in two of these messages begin them in one order: else they take one for another."""
+    begun: dict[int, list[tuple[tuple[int, ...], str]]] = {rank: [] for rank in range(4)}
+
+    def noted(comm: Comm) -> Comm:
+        for method in ("all_gather", "reduce_scatter"):
+
+            def call(*args: Any, own: Callable[..., Any] = getattr(comm, method), **more: Any) -> Any:
+                if "gathers" in args[3:]:
+                    begun[comm.rank].append((args[2], args[4]))
+                return own(*args, **more)
+
+            monkeypatch.setattr(comm, method, call)
+        return comm
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    net = network_of(Chain().double(), (x[:2],), 4, "chain")
+    graph = fuse(net.graph)
+    names = [layer.name for layer in graph.inner]
+    degrees = [{"n": 2}, {"n": 4}, {"n": 2}, {"n": 4}, {"n": 2}, {"n": 4}]
+    strategy = {name: {**degrees[i % 6], "states": "gathered"} for i, name in enumerate(names)}
+    chosen = Plan("chain", graph.digest, 4, 4, 4, "sample", True, parse_strategy(strategy, graph, 4))
+
+    def run(comm: Comm) -> dict[str, Tensor]:
+        model = load(chosen, net, comm=noted(comm), dtype=torch.float64)
+        for _ in range(2):
+            model(x[model.share()]).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return model.full_state_dict()
+
+    run_threads(4, run, timeout_s=60)
+    for a in range(4):
+        for b in range(a):
+            both = [[one for one in begun[rank] if {a, b} <= set(one[0])] for rank in (a, b)]
+            assert both[0] == both[1]
+            assert len(both[0]) > 10 or {a, b} & {2, 3}
+
+
 @States
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_whose_losses_use_different_outputs(ranks: int, states: str) -> None:

@@ -156,17 +156,18 @@ class _Forward:
             self.run.gathers[instruction.layer].finish()
 
     def release(self, instruction: Release) -> None:
-        """Back, the parameters come once more before the layer is differentiated."""
+        """Back, the parameters come once more before the layer is differentiated.
+
+        A rank without a part of the layer passes the turn on: the ranks gather in one order, each when its turn comes.
+        """
         run, name = self.run, instruction.layer
-        if name not in run.gathers:
-            return
-        out = self.values.get(name)
         if run.differentiate and self.layers[name].backward:
             again, self.gathered = partial(_gather_again, run, name, self.gathered), name
-            made = [out]
+            made = [self.values.get(name)]
             run.order(made, [0], again)
-            out = self.values[name] = made[0]
-        run.gathers[name].drop(out)
+            self.values[name] = made[0]
+        if name in run.gathers:
+            run.gathers[name].drop(self.values.get(name))
 
     # ---- inputs ----
 
@@ -368,7 +369,9 @@ def _gather_again(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
 
     Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
     """
-    run.gathers[name].finish_again()
-    if before is not None:
+    own = run.gathers.get(name)
+    if own is not None:
+        own.finish_again()
+    if before in run.gathers:
         run.gathers[before].begin()
-    return (run.gathers[name].mark(),)
+    return () if own is None else (own.mark(),)
