@@ -410,18 +410,18 @@ class Chain(nn.Module):
 
 
 def test_ranks_gather_and_sum_in_one_order_where_layers_are_on_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that both take part in two of these messages begin them in one order: else they take one for another."""
+    """Two ranks that both take part in two of these messages begin them in one order, or take one for another."""
     begun: dict[int, list[tuple[tuple[int, ...], str]]] = {rank: [] for rank in range(4)}
 
     def noted(comm: Comm) -> Comm:
         for method in ("all_gather", "reduce_scatter"):
 
-            def call(*args: Any, own: Callable[..., Any] = getattr(comm, method), **more: Any) -> Any:
+            def call(own: Callable[..., Any], *args: Any, **more: Any) -> Any:
                 if "gathers" in args[3:]:
                     begun[comm.rank].append((args[2], args[4]))
                 return own(*args, **more)
 
-            monkeypatch.setattr(comm, method, call)
+            monkeypatch.setattr(comm, method, partial(call, getattr(comm, method)))
         return comm
 
     torch.manual_seed(0)
