@@ -372,6 +372,6 @@ def _gather_again(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
     own = run.gathers.get(name)
     if own is not None:
         own.finish_again()
-    if before in run.gathers:
+    if before is not None and before in run.gathers:
         run.gathers[before].begin()
     return () if own is None else (own.mark(),)
