@@ -39,7 +39,6 @@ def lie_as(p: nn.Parameter) -> None:
     """Brings the gradient of a DTensor, as autograd has made it, to where the parameter is."""
     gradient: Any = p.grad
     where: Any = p
-    if gradient is None or (gradient.placements == where.placements and gradient.device_mesh == where.device_mesh):
-        return
-    bring = getattr(where, "bring", None)  # one of some ranks
-    p.grad = gradient.redistribute(where.device_mesh, where.placements) if bring is None else bring(gradient)
+    alike = type(gradient) is type(where) and gradient._spec.placements == where._spec.placements
+    if gradient is not None and not (alike and gradient.device_mesh == where.device_mesh):
+        p.grad = where.bring(gradient)
