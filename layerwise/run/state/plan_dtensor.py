@@ -14,7 +14,7 @@ Element-wise operations, as optimizers have them, go to the local tensors at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.errors import LayerwiseError
 
@@ -64,12 +63,13 @@ class PlanDTensor(DTensor):
                 "random numbers were asked for of a parameter that the plan splits, and would be other ones than one "
                 "device's: initialise the model before, or by model.apply(fn), or give load_state_dict the values"
             )
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        given: list[DTensor] = []
+        _each(lambda x: given.append(x) if isinstance(x, DTensor) else None, (*args, *kwargs.values()))
         if len({x.device_mesh for x in given}) > 1 and any(x.device_mesh in _all_ranks for x in given):
             if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and len(_by_mesh(args)) > 1:
                 return _mesh_by_mesh(func, args, kwargs)
             instead = _brought_together(func, given)
-            args, kwargs = tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
+            args = _each(lambda x: instead.get(id(x), x), args)
         same: dict[int, Tensor] = {}
 
         def plain(x: Any) -> Any:
@@ -84,8 +84,8 @@ class PlanDTensor(DTensor):
                 return same[id(x)]
             return _marked(x, given[0]._local_tensor.device) if isinstance(x, DTensor) else x
 
-        args, kwargs = tree_map(plain, (args, kwargs))
-        return tree_map(marked, func(*args, **kwargs))
+        named = dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
+        return _each(marked, (func(*_each(plain, args), **named),))[0]
 
     def plain(self) -> DTensor:
         """The same for PyTorch alone, in the same memory."""
@@ -126,6 +126,11 @@ def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     return PlanDTensor(local, spec, requires_grad=False)
 
 
+def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
+    """What `act` makes of an operation's arguments or results, and of those in lists."""
+    return tuple(type(v)(map(act, v)) if type(v) in (list, tuple) else act(v) for v in values)
+
+
 # ---- element-wise operations ----
 
 
@@ -134,7 +139,7 @@ def _elementwise(func: Any) -> bool:
     """Whether each element of the result is made of the elements in its place."""
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
-        return name.endswith("_")  # others may reduce
+        return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
     return torch.Tag.pointwise in func.tags or name in ("zero_", "fill_", "copy_")
 
 
@@ -144,21 +149,18 @@ def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | 
     columns = list(first) if isinstance(first, list | tuple) else [first]
     if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
         return None
-    single = columns[0] is first
 
-    def alike(x: Any, column: DTensor | None) -> bool:
+    def alike(x: Any, column: DTensor) -> bool:
         if not isinstance(x, DTensor):
             return not isinstance(x, Tensor) or x.dim() == 0
-        if column is None:
-            return False
         mine, spec = x._spec, column._spec
-        return mine is spec or (
-            mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape
-        )
+        if mine is spec or (mine.placements == spec.placements and mine.mesh == spec.mesh and mine.shape == spec.shape):
+            return True
+        return x.dim() == 0 and mine.mesh == spec.mesh and _replicated(x)
 
     for arg in (*args[1:], *kwargs.values()):
         if not isinstance(arg, list | tuple):
-            if not alike(arg, columns[0] if single else None):
+            if not all(alike(arg, column) for column in (columns if isinstance(arg, DTensor) else columns[:1])):
                 return None
         elif any(isinstance(x, Tensor) for x in arg) and not (
             len(arg) == len(columns) and all(map(alike, arg, columns))
@@ -171,13 +173,14 @@ def _run_locally(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], co
     """What an element-wise operation makes of local tensors."""
 
     def local(x: Any) -> Any:
-        if isinstance(x, list | tuple):
-            return [getattr(one, "_local_tensor", one) for one in x]
-        return getattr(x, "_local_tensor", x)
+        return x._local_tensor if isinstance(x, DTensor) else x
 
-    made = func(*map(local, args), **{name: local(x) for name, x in kwargs.items()})
+    named = dict(zip(kwargs, _each(local, kwargs.values()), strict=True))
+    made = func(*_each(local, args), **named)
     if func._schema.is_mutable:
         return args[0] if isinstance(args[0], Tensor) else None
+    if not isinstance(made, Tensor):
+        return [wrap(one, column._spec) for one, column in zip(made, columns, strict=True)]
     spec = columns[0]._spec
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != made.dtype:
