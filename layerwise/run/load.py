@@ -22,7 +22,6 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.given import watch_given
 from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
 from layerwise.run.lean import collect
 from layerwise.run.module import LayeredModule
@@ -146,7 +145,7 @@ def _module(
             check_modules(itself)
         made = LayeredModule(replace(network, graph=graph), plan, comm, options, loss)
         if itself is not None:
-            made.given = watch_given(itself, made)
+            made.replaces(itself)
         return made
     assert network.module is not None
     module = network.module if network.itself else copy.deepcopy(network.module)

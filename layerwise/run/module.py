@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
@@ -18,7 +18,7 @@ from layerwise.ops.random import combine
 from layerwise.partition.groups import sharing
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
-from layerwise.run.execute.autograd import ends, factors, ordered
+from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.passes import Pass
 from layerwise.run.execute.reducer import Gradients
@@ -30,9 +30,8 @@ from layerwise.run.guards.changes import (
     check_values,
     versions,
 )
-from layerwise.run.guards.given import GivenParameters
-from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all
-from layerwise.run.guards.wanted import refuse_alone
+from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.original import OriginalModel
 from layerwise.run.lean import lean
 from layerwise.run.means import OfParts, of_parts
 from layerwise.run.options import RuntimeOptions, check_types
@@ -79,7 +78,7 @@ class LayeredModule(WithTree):
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)
-        self.given = GivenParameters()
+        self._original = OriginalModel()
         self.cut = comm.size > 1 and self._state.cut()  # some rank holds not all of some parameter that is trained
         first = self.schedule
         if loss is not None and self.io == "boxes":
@@ -95,11 +94,12 @@ class LayeredModule(WithTree):
         self._prepare("io", {tuple(range(comm.size))})
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
         self._initial = versions(every) if self.cut else {}
+        self._outside: dict[str, FromOutside] = {}
         if comm.size > 1:
             for name, p in every.items():
                 if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(FromOutside(self, name))  # type: ignore[no-untyped-call]
-                    refuse_alone(p, name)
+                    self._outside[name] = FromOutside(self, name)
+                    take_hooks(p, self._outside[name])
         self._made = True
 
     def _executor(self, batch: int, shaped: Shaped, differentiated: frozenset[str] = frozenset()) -> Executor:
@@ -177,24 +177,36 @@ class LayeredModule(WithTree):
         """What the layers make of this rank's boxes of the inputs. scales: of the outputs' gradients."""
         seed = combine(self.options.seed, self.steps)
         if self.training or torch.is_grad_enabled():  # a step may follow
-            self._initial = {}
+            self._may_change()
         if self.training:
             self.steps += 1
             self._state.count()
-        token = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+        first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
-        run = Pass(known, self.training, seed, self.steps, token, gathers)
+        run = Pass(known, self.training, seed, self.steps, self._begins(first), gathers)
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
-            run.token, *tensors = ordered(token, *(fed[name] for name in differentiated))
+            run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
-        held_then = versions(self._reducer.parameters) if self.comm.size > 1 and token.requires_grad else {}
+        held_then = versions(self._reducer.parameters) if self.comm.size > 1 and first.requires_grad else {}
         came = partial(self._came, executor.schedule.graph, held_then)
         try:
             outputs = executor.forward(run, fed)
             known.finish()
             return ends(run.token, outputs, scales, self.dtype, came)
         finally:
-            run.token = token  # functions of the graph remember the pass, so it must not hold the graph
+            run.token = first  # functions of the graph remember the pass, so it must not hold the graph
+
+    def _begins(self, token: Tensor) -> Tensor:
+        """The token, which a backward pass that asks for parameters' gradients comes to."""
+        if not (self._outside and token.requires_grad):
+            return token
+        named = [(name, p) for name, p in self._reducer.parameters.items() if p.requires_grad]
+
+        def see() -> None:
+            for name, p in named:
+                self._outside[name].see(p)
+
+        return begins(token, [p for _, p in named], see)
 
     def _of_parts(self, loss: LossFunction, target: Tensor) -> OfParts:
         """The loss, tried when it is called first."""
@@ -205,7 +217,7 @@ class LayeredModule(WithTree):
     def _check_parameters(self) -> None:
         """LayerwiseError where the loop has changed parameters in a way that would not be followed."""
         self._places.check()
-        self.given.check()
+        self._original.check()
         self._unchanged.check(training=self.training)
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
@@ -227,7 +239,6 @@ class LayeredModule(WithTree):
     def _finish(self, gradients: Gradients, *, differentiable: bool) -> None:
         self._working.finish(gradients)
         super()._finish(gradients, differentiable=differentiable)
-        self.given.trained()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         self._initial = {}
@@ -254,11 +265,22 @@ class LayeredModule(WithTree):
         for executor in self._executors.values():
             executor.compile(settings)
 
+    def replaces(self, original: nn.Module) -> None:
+        """This module is trained in the place of the model that it was made of."""
+        if self._network.module is not original:  # else it is traced again, as it cannot be copied
+            self._original = OriginalModel(original)
+
+    def _may_change(self) -> None:
+        """The loop may write to parameters."""
+        self._initial = {}
+        self._original.make_stale()
+
     def _initialised(self) -> None:
+        self._original.make_stale()
         self._initial = versions(self._reducer.parameters) if self._initial else {}
 
     def shards(self) -> list[Shard]:
-        self._initial = {}
+        self._may_change()
         return super().shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
@@ -287,6 +309,6 @@ class LayeredModule(WithTree):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes a whole state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
-        self._initial = {}
+        self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

@@ -21,7 +21,6 @@ from layerwise.run.execute.rows import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters
-from layerwise.run.guards.wanted import stands_in
 from layerwise.run.parts import local_part
 from layerwise.run.schedule.layers import Schedule
 from layerwise.run.state.state import State
@@ -115,7 +114,6 @@ class WorkingParameters:
         if name in self.parts:
             leaf = leaf.new_empty(self.parts[name].shape)
         leaf.requires_grad_()
-        stands_in(leaf)
         # It must not hold what holds the leaf, which garbage collection would not see.
         leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
         return leaf

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from layerwise.comm.base import Comm
+from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.execute.spans import Move
 from layerwise.run.schedule.redistribute import Flight
@@ -37,6 +39,16 @@ class Link:
         flight, self._flight = self._flight, None
         assert flight is not None
         return self.there.finish(flight)
+
+
+def begins(token: Tensor, parameters: Sequence[Tensor], at_end: Callable[[], None]) -> Tensor:
+    """The order token, a leaf of autograd's, as it is. Back: a pass for some tensors only must not ask for parameters.
+
+    Working parameters stand in for these, so PyTorch would find no way to them, and give None, or nothing at all.
+    at_end: called when a backward pass has come by all that communicates; then it comes to the parameters.
+    """
+    result: Tensor = _Begins.apply(at_end, token, *parameters)  # type: ignore[no-untyped-call]
+    return result
 
 
 def ordered(
@@ -99,6 +111,25 @@ def ends(
     made = (token.new_zeros(0, dtype=dtype) if out is None else out for out in outputs)
     result: tuple[Tensor, ...] = _Ends.apply(token, scales, begin, *made)  # type: ignore[no-untyped-call]
     return result
+
+
+class _Begins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, at_end: Callable[[], None], token: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.leaf, ctx.count, ctx.at_end = get_gradient_edge(token).node, len(parameters), at_end
+        ctx.set_materialize_grads(False)
+        return token.view_as(token)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
+        if not torch._C._will_engine_execute_node(ctx.leaf):  # nobody asks for the token, but for some parameter
+            raise LayerwiseError(
+                "the gradient of parameters was asked for by torch.autograd.grad or by inputs= of backward(), which do "
+                "not find it where a plan runs layers one by one: call loss.backward(), which averages over the "
+                "ranks, and take its .grad"
+            )
+        ctx.at_end()
+        return (None,) * (2 + ctx.count)
 
 
 class _Ordered(torch.autograd.Function):

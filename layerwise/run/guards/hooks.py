@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,6 @@ from torch.nn.modules import module as every
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.guards.given import Given, given_of
 from layerwise.run.guards.refusing import AS_WRITTEN, unsupported
 from layerwise.run.parts import is_dtensor, lie_as
 
@@ -35,14 +35,59 @@ class Guarded(Protocol):
     def summed(self) -> bool: ...
 
 
+Hook = Callable[[nn.Parameter], None]
+
+
+class Hooks(OrderedDict[int, Hook]):
+    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is the parallel module's.
+
+    The user's are beside it: they are called when the gradient is that of all ranks.
+    """
+
+    def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
+        super().__init__()
+        super().__setitem__(-1, own)
+        self.users: dict[int, Hook] = OrderedDict() if users is None else users
+
+    def __setitem__(self, number: int, hook: Hook) -> None:
+        self.users[number] = hook
+
+    def __delitem__(self, number: int) -> None:
+        del self.users[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.users
+
+    def values(self) -> Any:
+        """The user's. (Autograd, in C++, does not ask here.)"""
+        return self.users.values()
+
+
+def take_hooks(p: nn.Parameter, own: Hook) -> None:
+    """From now on autograd calls `own` when it has added to the parameter's gradient, and not the user's hooks."""
+    users = p._post_accumulate_grad_hooks
+    p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
+
+
 class FromOutside:
-    """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass."""
+    """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
+
+    A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart.
+    """
 
     def __init__(self, module: Guarded, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
+        self._seen: tuple[int, int] | None = None
+
+    def see(self, p: nn.Parameter) -> None:
+        """Notes the gradient that it has before autograd comes to it."""
+        self._seen = _written(p)
 
     def __call__(self, p: nn.Parameter) -> None:
         """Brings it to where the parameter lies. LayerwiseError where a hook, or a sum, would have it twice."""
+        seen, self._seen = self._seen, None
+        if p.grad is None or _written(p) == seen:
+            return
         module = self._module()
         if module is not None and hooks_of(p):
             raise LayerwiseError(
@@ -53,6 +98,10 @@ class FromOutside:
             lie_as(p)
         if module is not None and not module.summed:
             raise outside_while_waiting(self._name)
+
+
+def _written(p: nn.Parameter) -> tuple[int, int] | None:
+    return None if p.grad is None else (id(p.grad), p.grad._version)
 
 
 def outside_while_waiting(name: str) -> LayerwiseError:
@@ -80,10 +129,9 @@ def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
     return alone
 
 
-def hooks_of(p: nn.Parameter) -> list[Callable[[nn.Parameter], None]]:
+def hooks_of(p: nn.Parameter) -> list[Hook]:
     """What the loop has registered to be called when the parameter has its gradient."""
-    after = p._post_accumulate_grad_hooks
-    return [] if not after else [hook for hook in after.values() if not isinstance(hook, FromOutside)]
+    return list((p._post_accumulate_grad_hooks or {}).values())
 
 
 def call_hooks(p: nn.Parameter) -> None:
@@ -126,7 +174,7 @@ def check_modules(model: nn.Module) -> None:
                 "compile=True"
             )
         forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        lost = next((hook for hook in forward if not isinstance(hook, Given) and not _of(hook, model)), None)
+        lost = next((hook for hook in forward if not _of(hook, model)), None)
         if lost is not None or module._backward_hooks or module._backward_pre_hooks:
             kind = "backward" if lost is None else "forward"
             where = f"module {name!r}" if name else "the model"
@@ -146,12 +194,7 @@ def check_seen(graph: LayerGraph) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Within it forward hooks are not called, but for those that are a part of how the model computes.
-
-    LayerwiseError where the model has not the values that it was trained to (`Given`).
-    """
-    for given in given_of(model):
-        given()
+    """Within it forward hooks are not called, but for those that are a part of how the model computes."""
     kept = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]

@@ -8,7 +8,6 @@ every parameter is given what one device's would have.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,35 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.run.execute.reducer import Gradients
-from layerwise.run.guards.hooks import call_hooks, outside_while_waiting
+from layerwise.run.guards.hooks import Hooks, call_hooks, outside_while_waiting, take_hooks
 from layerwise.run.state.broadcast import digest
-
-Hook = Callable[[nn.Parameter], None]
-
-
-class Hooks(OrderedDict[int, Hook]):
-    """What `register_post_accumulate_grad_hook` writes into. Autograd finds the one hook that is this module's.
-
-    The user's are kept beside: they are called when the gradient is that of all ranks.
-    """
-
-    def __init__(self, own: Hook, users: dict[int, Hook] | None) -> None:
-        super().__init__()
-        super().__setitem__(-1, own)
-        self.users: dict[int, Hook] = OrderedDict() if users is None else users
-
-    def __setitem__(self, number: int, hook: Hook) -> None:
-        self.users[number] = hook
-
-    def __delitem__(self, number: int) -> None:
-        del self.users[number]
-
-    def __contains__(self, number: object) -> bool:
-        return number in self.users
-
-    def values(self) -> Any:
-        """The user's. (Autograd, in C++, does not ask here.)"""
-        return self.users.values()
 
 
 class Leaves:
@@ -72,9 +44,7 @@ class Leaves:
         self._nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
         me = weakref.ref(self)
         for name, p in {**parameters, **unknown}.items():
-            users = p._post_accumulate_grad_hooks
-            users = users.users if isinstance(users, Hooks) else users
-            p._post_accumulate_grad_hooks = Hooks(partial(_made, me, name), users)
+            take_hooks(p, partial(_made, me, name))
 
     def begin(self, gradients: Gradients) -> None:
         """A backward pass comes through the model."""

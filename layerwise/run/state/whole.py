@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
 from layerwise.run.guards.changes import Structure
+from layerwise.run.guards.original import RefusedParameter
 from layerwise.run.state.broadcast import broadcast_values
 from layerwise.run.state.state import State
 
 
-class LentParameter(nn.Parameter):
-    """A full parameter after `apply`, where its function has kept it: any use raises, as it is not the trained one."""
+class LentParameter(RefusedParameter):
+    """A full parameter after `apply`, where its function has kept it."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """LayerwiseError."""
-        raise LayerwiseError(
-            "the function of apply() has kept a parameter, which is not the one that is trained: take it from "
-            "model.parameters() or model.modules()"
-        )
+    sentence = (
+        "the function of apply() has kept a parameter, which is not the one that is trained: take it from "
+        "model.parameters() or model.modules()"
+    )
 
 
 def run_on_whole(state: State, run: Callable[[], object]) -> None:
