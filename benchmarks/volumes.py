@@ -37,7 +37,7 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.machine import load as load_profile
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from layerwise.search.find import search
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan

@@ -21,7 +21,7 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.measure.layers.step import optimizer_of
 from layerwise.plan import Plan
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from layerwise.train.objective import cross_entropy
 
 

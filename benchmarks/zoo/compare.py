@@ -25,7 +25,7 @@ from layerwise.plan import Plan
 from layerwise.run import shapes
 from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from layerwise.checkpoint.contribution import Entry
 from layerwise.checkpoint.reader import Reader
 from layerwise.errors import LayerwiseError
-from layerwise.run.parts import local_part
-from layerwise.run.state.shard import Shard
+from layerwise.run.local_tensor import local_part
+from layerwise.run.state.state import Shard
 
 STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
 # By which kernel: the optimizer that loads keeps its own.

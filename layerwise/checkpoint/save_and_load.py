@@ -35,8 +35,8 @@ from layerwise.graph.cells import without_cells
 from layerwise.graph.fuse import fuse
 from layerwise.graph.layer import LayerGraph
 from layerwise.plan import nearest
-from layerwise.run.parts import is_dtensor, local_part
-from layerwise.run.state.shard import Shard
+from layerwise.run.local_tensor import is_dtensor, local_part
+from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
 

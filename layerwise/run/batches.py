@@ -7,7 +7,7 @@ from itertools import accumulate
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.run.guards.alike import Alike
+from layerwise.run.guards.compare_ranks import Alike
 from layerwise.run.schedule.place import samples
 
 

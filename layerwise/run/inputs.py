@@ -13,7 +13,7 @@ from layerwise.importers.load import Network
 from layerwise.ops.base import Role
 from layerwise.plan import Plan
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.tensorfile import dtype_name
 
 

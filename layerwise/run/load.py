@@ -23,12 +23,12 @@ from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
 from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
-from layerwise.run.lean import collect
-from layerwise.run.module import LayeredModule
+from layerwise.run.skeleton import collect
+from layerwise.run.layered import LayeredModule
 from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
-from layerwise.run.own.module import Facts, OwnModule
-from layerwise.run.own.replacements import replacements
-from layerwise.run.own.values import settle
+from layerwise.run.data_parallel.module import Facts, OwnModule
+from layerwise.run.data_parallel.replacements import replacements
+from layerwise.run.data_parallel.model_state import settle
 from layerwise.run.parallel import LossFunction, ParallelModule
 from layerwise.run.state.broadcast import broadcast_values
 

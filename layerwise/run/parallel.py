@@ -23,10 +23,10 @@ from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.local_tensor import local_part
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.place import samples
-from layerwise.run.state.shard import Shard
+from layerwise.run.state.state import Shard
 from layerwise.run.trace import Trace
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -53,7 +53,7 @@ class ParallelModule(nn.Module):
     the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
     forward and backward alike.
 
-    There are two of them: `layerwise.run.own` calls the model as the user wrote it, where the plan splits samples only,
+    There are two of them: `layerwise.run.data_parallel` calls the model as the user wrote it, where the plan splits samples only,
     and `LayeredModule` goes through the plan's layers.
     """
 

@@ -23,7 +23,7 @@ from layerwise.partition.holding import held_configurations
 from layerwise.plan import Plan
 from layerwise.run.execute.predicted_bytes import PREDICTED
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from layerwise.run.schedule.place import parameter_boxes, places
 from layerwise.run.state.placements import placement, placements
 from layerwise.search.find import search

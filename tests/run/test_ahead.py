@@ -24,7 +24,7 @@ from layerwise.plan import Plan, parse_strategy
 from layerwise.program.instructions import Begin
 from layerwise.run.execute.autograd import Link
 from layerwise.run.load import load
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.work import Work
 from layerwise.run.trace import Trace
 from tests.comm.pool import run_ranks

@@ -8,7 +8,7 @@ from torch import nn
 
 import layerwise
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.alike import Alike
+from layerwise.run.guards.compare_ranks import Alike
 from tests.api.keywords import keywords
 from tests.comm.thread import ThreadComm, run_threads
 

@@ -16,7 +16,7 @@ from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.plan import Plan
 from layerwise.run.parallel import ParallelModule
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.weights import LateWeights, weights_late
+from layerwise.run.execute.deferred_weights import LateWeights, weights_late
 
 CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -16,7 +16,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers import reductions
 from layerwise.importers.load import network_of
 from layerwise.run.load import load
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 from layerwise.volumes.loader import BoxLoader
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan

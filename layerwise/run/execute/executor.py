@@ -32,16 +32,16 @@ from layerwise.program.instructions import (
 )
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, sent_ahead
-from layerwise.run.execute.compiled import CompiledSegment, CompiledSegments
+from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
 from layerwise.run.execute.kernels import Compute as LayerKernel
 from layerwise.run.execute.kernels import Kernels, all_there
-from layerwise.run.execute.passes import Pass
-from layerwise.run.execute.recompute import Block
+from layerwise.run.execute.kernels import Pass
+from layerwise.run.execute.saved import Block
 from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
-from layerwise.run.execute.weights import LateWeights, weights_late
-from layerwise.run.execute.within import KeptOutput
-from layerwise.run.schedule.layers import Schedule, ScheduledEdge, ScheduledLayer
+from layerwise.run.execute.deferred_weights import LateWeights, weights_late
+from layerwise.run.execute.saved import KeptOutput
+from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.trace import Trace
 

@@ -19,8 +19,8 @@ from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule, ScheduledLayer
+from layerwise.run.local_tensor import local_part
+from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import Work
 
 PREDICTED: Mapping[Kind, str] = {

@@ -19,9 +19,9 @@ from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
 from layerwise.run.execute.buckets import Bucket, full, scaled
-from layerwise.run.execute.rows import Parts, Rows
+from layerwise.run.execute.buckets import Parts, Rows
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
-from layerwise.run.parts import is_dtensor, like, local_part
+from layerwise.run.local_tensor import is_dtensor, like, local_part
 from layerwise.run.trace import Trace
 
 NONE: Mapping[str, Parts] = MappingProxyType({})

@@ -15,8 +15,8 @@ from torch.nn.modules import module as every
 
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.guards.refusing import AS_WRITTEN, unsupported
-from layerwise.run.parts import is_dtensor, lie_as
+from layerwise.run.guards.refusals import AS_WRITTEN, unsupported
+from layerwise.run.local_tensor import is_dtensor, lie_as
 
 OUTSIDE = (
     "is used outside the model's call: by a penalty on weights, or by a part of the model that is called alone, for a "

@@ -1,33 +1,58 @@
 """State: this rank's boxes of a network's parameters and buffers, and what the whole network's state dict has."""
 
 from __future__ import annotations
-
+from dataclasses import dataclass
+from torch import Tensor
+from layerwise.geometry import Box
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
-
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
-from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.parts import is_dtensor, like, local_part
+from layerwise.run.local_tensor import is_dtensor, like, local_part
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.placements import placement, placements
-from layerwise.run.state.shard import Shard
 from layerwise.run.state.tree import Tree
 from layerwise.tensorfile import dtype_name
 
 if TYPE_CHECKING:
     from layerwise.run.state.dtensors import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of one of the model's parameters or buffers. Boxes of one name are equal or disjoint over the ranks."""
+
+    name: str  # the model's
+    aliases: tuple[str, ...]  # its other names in the model
+    shape: tuple[int, ...]  # of all of it
+    box: Box  # what of it this rank holds
+    tensor: Tensor  # the values of the box
+    trainable: bool  # whether it is a parameter
+    first: bool  # whether this rank is the lowest that holds this box
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is all of it."""
+        return self.box.shape == self.shape
+
+    @property
+    def key(self) -> str:
+        """Its name in this rank's state dict: with the box where it is not all, as in `fc.weight[0:8 of 16, :]`."""
+        if self.whole:
+            return self.name
+        ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)
+        return f"{self.name}[{', '.join(':' if b - a == n else f'{a}:{b} of {n}' for a, b, n in ends)}]"
+
 
 COUNT = "num_batches_tracked"
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from layerwise.graph.layer import LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.nn.norm import BatchNorm
-from layerwise.run.guards.refusing import REFUSED
+from layerwise.run.guards.refusals import REFUSED
 
 Slot = tuple[dict[str, Any], str]  # where a module has a tensor: its `_parameters`, `_buffers` or attributes, and a key
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions of the input

@@ -17,12 +17,12 @@ from layerwise.partition.groups import sharing
 from layerwise.partition.sharding import Sharding
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.execute.rows import parts
+from layerwise.run.execute.buckets import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters
-from layerwise.run.parts import local_part
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.local_tensor import local_part
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
 
 

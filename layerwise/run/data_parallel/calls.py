@@ -16,7 +16,7 @@ from layerwise.ops.base import Role
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
 from layerwise.run.guards.hooks import in_backward
-from layerwise.run.own.replacements import Draws
+from layerwise.run.data_parallel.replacements import Draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,29 +1,31 @@
-"""Recompute: what the backward pass of some layers reads is not kept, but made again, block by block.
+"""What the backward pass reads of a layer, other than as its kernels save it: recomputed, or a part of a reader's input.
 
-A kernel of a recomputed layer saves places instead of tensors. What is kept is what the layers of the block are made
-of: the boxes that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its
-recomputed layers are made again, in the plan's order, and what their kernels save is put into those places.
+Recomputed: a layer's kernels save places instead of tensors. What the layers of a block are made of is saved: the boxes
+that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its recomputed
+layers are computed once more, in the plan's order, and what their kernels save is put into those places.
+
+Within: a layer's output is saved as a part of what one of its readers receives (`partition.within`).
 """
 
 from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
 from layerwise.errors import LayerwiseError
 from layerwise.partition.blocks import AGAIN
 from layerwise.program.instructions import Arrive, Compute, Free, Move, Release
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.kernels import Compute as LayerKernel
-from layerwise.run.execute.passes import Pass
+from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.spans import Move as Way
-from layerwise.run.schedule.layers import ScheduledEdge, ScheduledLayer
+from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
+from collections.abc import Sequence
+from layerwise.run.execute.kernels import Compute
+from layerwise.run.schedule.schedule import ScheduledEdge
 
 if TYPE_CHECKING:
     from layerwise.run.execute.executor import Executor
@@ -227,3 +229,50 @@ def _storage(x: Tensor) -> int:
 
 def _never(_: object) -> Tensor:
     raise AssertionError("what is made again is not differentiated")
+
+
+class _Place:
+    """Of a tensor that a kernel's backward pass reads."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class KeptOutput:
+    """What the kernels of one layer keep of its output, in one forward pass."""
+
+    def __init__(self) -> None:
+        self._places: list[ref[_Place]] = []
+
+    def compute(self, compute: Compute, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
+        """The layer's output."""
+        places = list[ref[_Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
+
+        def pack(x: Tensor) -> _Place:
+            place = _Place(x.detach())
+            places.append(ref(place))
+            return place
+
+        with saved_tensors_hooks(pack, _tensor):
+            out = compute(inputs, given)
+        self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
+        return out
+
+    def move(self, edge: ScheduledEdge, given: Tensor | None) -> None:
+        """It is kept as a part of what the reader was given; the memory of the output may go."""
+        way, places, self._places = edge.redistribution, self._places, []
+        own = way.transfer.own
+        assert own is not None
+        assert given is not None
+        for place in filter(None, (one() for one in places)):
+            place.tensor = given.detach()[own.slices(way.room)]
+
+
+def _tensor(place: _Place) -> Tensor:
+    return place.tensor
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype

@@ -26,17 +26,17 @@ from layerwise.run.execute.autograd import factors
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.hooks import in_backward
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.own.buffers import Buffers
-from layerwise.run.own.calls import Call, Calls, Samples
-from layerwise.run.own.followed import Followed
-from layerwise.run.own.kept import treat_kept
-from layerwise.run.own.layers import GlobalBatchNorm, standing_in
-from layerwise.run.own.replacements import Replacements
-from layerwise.run.own.spans import Spans
-from layerwise.run.own.state import OwnState
-from layerwise.run.schedule.layers import Schedule
+from layerwise.run.data_parallel.model_state import Buffers
+from layerwise.run.data_parallel.calls import Call, Calls, Samples
+from layerwise.run.data_parallel.gradients import Followed
+from layerwise.run.data_parallel.model_state import treat_kept
+from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, standing_in
+from layerwise.run.data_parallel.replacements import Replacements
+from layerwise.run.data_parallel.module_spans import Spans
+from layerwise.run.data_parallel.model_state import OwnState
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.trace import Trace
-from layerwise.run.with_module import WithModule
+from layerwise.run.facade import WithModule
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace

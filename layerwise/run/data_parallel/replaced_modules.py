@@ -18,8 +18,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.ops.nn.statistics import normalised, update
 from layerwise.ops.random import Seed, drop
-from layerwise.run.own.calls import Call, Calls
-from layerwise.run.own.replacements import Draws, Replacements
+from layerwise.run.data_parallel.calls import Call, Calls
+from layerwise.run.data_parallel.replacements import Draws, Replacements
 from layerwise.run.schedule.work import summing
 
 M = TypeVar("M", bound=nn.Module)

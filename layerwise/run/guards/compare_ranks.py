@@ -15,7 +15,7 @@ from torch import Tensor
 from layerwise.comm.base import ranks
 from layerwise.errors import LayerwiseError
 from layerwise.partition.groups import Group
-from layerwise.run.parts import local_part
+from layerwise.run.local_tensor import local_part
 
 EVERY = 100  # steps; and those that are powers of two: mistakes are there from the beginning
 ELEMENTS = 64  # that are looked at, of each parameter
