@@ -24,8 +24,8 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.plan import Plan
 from layerwise.run import shapes
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import run_threads
 from tests.run.plans import KINDS, PREDICTED, difference, random_plan
 

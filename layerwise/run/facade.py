@@ -1,24 +1,23 @@
 """What a parallel module has of the user's model: parameters, buffers, modules, attributes and methods."""
 
 from __future__ import annotations
-from collections.abc import Iterator
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self
-from torch import nn
-from layerwise.run.parallel import ParallelModule
-from collections.abc import Callable, Mapping
+
 from torch import Tensor, nn
+
+from layerwise.comm.together import agree
 from layerwise.errors import LayerwiseError
-from layerwise.run.guards.refusals import Structure
+from layerwise.importers.load import Network
 from layerwise.run.guards.original import RefusedParameter
+from layerwise.run.guards.refusals import Structure, Unchanged, unsupported
+from layerwise.run.parallel import ParallelModule
+from layerwise.run.skeleton import skeleton
 from layerwise.run.state.broadcast import broadcast_values
 from layerwise.run.state.state import State
-import weakref
-from collections.abc import Callable
-from functools import partial
-from layerwise.comm.together import agree
-from layerwise.importers.load import Network
-from layerwise.run.guards.refusals import Unchanged, unsupported
-from layerwise.run.skeleton import skeleton
 
 
 class WithModule(ParallelModule):

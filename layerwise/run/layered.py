@@ -22,7 +22,11 @@ from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
+from layerwise.run.execute.working_parameters import WorkingParameters
+from layerwise.run.facade import WithTree
 from layerwise.run.guards.compare_ranks import Alike
+from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import (
     Places,
     check_frozen,
@@ -30,22 +34,16 @@ from layerwise.run.guards.refusals import (
     check_values,
     versions,
 )
-from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, take_hooks
-from layerwise.run.guards.original import OriginalModel
-from layerwise.run.skeleton import lean
-from layerwise.run.losses import OfParts, of_parts
-from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.losses import check_classes, global_loss, returned
-from layerwise.run.parallel import LossFunction
 from layerwise.run.local_tensor import Version
-from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.options import RuntimeOptions, check_types
+from layerwise.run.outputs import OfParts, check_classes, global_loss, of_parts, returned
+from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Shaped, Shapes
-from layerwise.run.state.state import Shard
-from layerwise.run.state.state import State
+from layerwise.run.skeleton import lean
+from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
-from layerwise.run.facade import WithTree
-from layerwise.run.execute.working_parameters import WorkingParameters
 
 
 class LayeredModule(WithTree):

@@ -22,14 +22,14 @@ from layerwise.importers.load import Network, load_planned, network_of
 from layerwise.importers.torch.read.arguments import call_of
 from layerwise.plan import Plan, load_plan
 from layerwise.run.compiling import settings_of
-from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
-from layerwise.run.skeleton import collect
-from layerwise.run.layered import LayeredModule
-from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
+from layerwise.run.data_parallel.model_state import settle
 from layerwise.run.data_parallel.module import Facts, OwnModule
 from layerwise.run.data_parallel.replacements import replacements
-from layerwise.run.data_parallel.model_state import settle
+from layerwise.run.guards.hooks import check_modules, check_seen, without_hooks
+from layerwise.run.layered import LayeredModule
+from layerwise.run.options import RuntimeOptions, check_types, plan_digest, uses_local_batch_norm
 from layerwise.run.parallel import LossFunction, ParallelModule
+from layerwise.run.skeleton import collect
 from layerwise.run.state.broadcast import broadcast_values
 
 

@@ -22,10 +22,10 @@ from layerwise.plan import Plan
 from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.local_tensor import local_part
-from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.place import samples
+from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import Shard
 from layerwise.run.trace import Trace
 
@@ -53,8 +53,8 @@ class ParallelModule(nn.Module):
     the mean over these, and the backward pass makes gradients of the mean over the global batch. Every rank must call
     forward and backward alike.
 
-    There are two of them: `layerwise.run.data_parallel` calls the model as the user wrote it, where the plan splits samples only,
-    and `LayeredModule` goes through the plan's layers.
+    There are two of them: `DataParallelModule` calls the model as the user wrote it, where the plan splits samples
+    only, and `LayeredModule` goes through the plan's layers.
     """
 
     _state: HeldState

@@ -21,10 +21,10 @@ from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
 from layerwise.run.guards.hooks import check_seen
 from layerwise.run.inputs import Inputs
-from layerwise.run.skeleton import skeleton
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.schedule.place import parameter_boxes
+from layerwise.run.schedule.schedule import Schedule
+from layerwise.run.skeleton import skeleton
 from layerwise.run.state.initial import stored
 from layerwise.tensorfile import dtype_name
 

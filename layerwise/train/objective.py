@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.torch.read.structure import tensors
-from layerwise.run.losses import without_classes
+from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.sources import Batch, NumberedSamples, read
 from layerwise.train.task import TrainingTask

@@ -14,7 +14,7 @@ from layerwise.importers.torch.read.structure import tensors
 from layerwise.importers.with_loss import parted
 from layerwise.plan import Plan
 from layerwise.run.load import build_module
-from layerwise.run.losses import without_classes
+from layerwise.run.outputs import without_classes
 from layerwise.run.parallel import ParallelModule
 from layerwise.train.data import Data
 from layerwise.train.objective import TaskObjective, cross_entropy, filled_batches, full_or_boxes, target_box

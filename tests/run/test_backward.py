@@ -15,8 +15,8 @@ from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.plan import Plan
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, layered, mlp, on_ranks, plan_of, refused, traced
 

@@ -18,8 +18,8 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import network_of
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from layerwise.run.state.state import Shard
 from tests.comm.thread import run_threads
 from tests.run.plans import Case, case, difference

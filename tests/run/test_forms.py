@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network, network_of
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference, random_plan
 from tests.run.small_modules import on_ranks, plan_of, refused
 

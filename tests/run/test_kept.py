@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.run.layered import LayeredModule
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from tests.run.plans import difference
 from tests.run.small_modules import SAMPLES, loss, mlp, on_ranks, plan_of, refused
 

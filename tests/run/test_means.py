@@ -13,7 +13,7 @@ from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.importers.with_loss import dice
 from layerwise.run.load import load
-from layerwise.run.losses import of_parts
+from layerwise.run.outputs import of_parts
 from tests.comm.thread import run_threads
 from tests.run.plans import random_plan, small
 

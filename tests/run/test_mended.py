@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from layerwise.config import Config
 from layerwise.importers.load import Network
 from layerwise.run.load import load
-from layerwise.run.parallel import ParallelModule
 from layerwise.run.local_tensor import local_part
+from layerwise.run.parallel import ParallelModule
 from tests.comm.thread import ThreadComm, run_threads
 from tests.run.own_modules import IMAGES, Net, alone, calm, loss, net, same_on_ranks, state_and_gradients
 from tests.run.plans import difference

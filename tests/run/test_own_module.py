@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from layerwise.comm.solo import SoloComm
 from layerwise.importers.load import Network
-from layerwise.run.load import load
-from layerwise.run.layered import LayeredModule
 from layerwise.run.data_parallel.module import OwnModule
+from layerwise.run.layered import LayeredModule
+from layerwise.run.load import load
 from tests.run.own_modules import BATCH, IMAGES, Net, alone, calm, loss, net
 from tests.run.plans import difference
 from tests.run.small_modules import on_ranks, plan_of, traced

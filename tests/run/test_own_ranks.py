@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.ops.base import Role
-from layerwise.run.load import load
-from layerwise.run.layered import LayeredModule
 from layerwise.run.data_parallel.module import OwnModule
+from layerwise.run.layered import LayeredModule
+from layerwise.run.load import load
 from layerwise.run.parallel import ParallelModule
 from layerwise.run.trace import Trace
 from tests.comm.thread import run_threads

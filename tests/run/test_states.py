@@ -23,8 +23,8 @@ from layerwise.partition.sharding import may_shard
 from layerwise.plan import Plan, parse_strategy
 from layerwise.run.execute.buckets import Bucket
 from layerwise.run.execute.gathers import Gather
-from layerwise.run.load import load
 from layerwise.run.layered import LayeredModule
+from layerwise.run.load import load
 from layerwise.run.local_tensor import local_part
 from tests.comm.thread import run_threads
 from tests.run.plans import check_equal, difference, priced, random_plan, small, train

@@ -15,8 +15,8 @@ from layerwise.importers.torch.read.arguments import Arguments
 from layerwise.ops.base import Role
 from layerwise.ops.random import signed
 from layerwise.run.batches import Batch
-from layerwise.run.guards.hooks import in_backward
 from layerwise.run.data_parallel.replacements import Draws
+from layerwise.run.guards.hooks import in_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)

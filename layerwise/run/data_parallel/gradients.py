@@ -6,26 +6,25 @@ every parameter is given what one device's would have.
 """
 
 from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
-from layerwise.run.execute.reducer import Gradients
-from layerwise.run.guards.hooks import Hooks, call_hooks, outside_while_waiting, take_hooks
-from layerwise.run.state.broadcast import digest
-from collections.abc import Callable
-from torch import nn
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
-from layerwise.run.execute.reducer import GradientReducer
+from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.guards.compare_ranks import Alike
+from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
 from layerwise.run.guards.refusals import Structure, check_frozen
-from layerwise.run.guards.hooks import check_parameters
+from layerwise.run.state.broadcast import digest
 
 
 class Leaves:

@@ -1,26 +1,25 @@
 """The user's module as the state of a run: its tensors, what its forward pass writes, and what attributes hold."""
 
 from __future__ import annotations
-from collections.abc import Mapping
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from layerwise.comm.base import Comm, Group
+from layerwise.errors import LayerwiseError
 from layerwise.geometry import Box
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.importers.load import Network
 from layerwise.ops.facts import Parameter
 from layerwise.run.options import RuntimeOptions
-from layerwise.run.state.initial import drawn_as, initial
-from layerwise.tensorfile import dtype_name
-from collections.abc import Collection
-from layerwise.comm.base import Comm
-from collections.abc import Callable
-from torch.utils import _pytree as pytree
-from typing import Any
-from layerwise.comm.base import Comm, Group
-from layerwise.errors import LayerwiseError
-from layerwise.graph.layer import LayerGraph
 from layerwise.run.state.broadcast import broadcast_values
+from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.state import Shard
+from layerwise.tensorfile import dtype_name
 
 
 def settle(module: nn.Module, network: Network, graph: LayerGraph, options: RuntimeOptions) -> None:

@@ -22,21 +22,19 @@ from layerwise.ops.random import combine
 from layerwise.plan import Plan
 from layerwise.run.batches import Batch
 from layerwise.run.compiling import compiled, limits
-from layerwise.run.execute.autograd import factors
-from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.hooks import in_backward
-from layerwise.run.options import RuntimeOptions
-from layerwise.run.data_parallel.model_state import Buffers
 from layerwise.run.data_parallel.calls import Call, Calls, Samples
 from layerwise.run.data_parallel.gradients import Followed
-from layerwise.run.data_parallel.model_state import treat_kept
+from layerwise.run.data_parallel.model_state import Buffers, OwnState, treat_kept
+from layerwise.run.data_parallel.module_spans import Spans
 from layerwise.run.data_parallel.replaced_modules import GlobalBatchNorm, standing_in
 from layerwise.run.data_parallel.replacements import Replacements
-from layerwise.run.data_parallel.module_spans import Spans
-from layerwise.run.data_parallel.model_state import OwnState
+from layerwise.run.execute.autograd import factors
+from layerwise.run.execute.reducer import GradientReducer, Gradients
+from layerwise.run.facade import WithModule
+from layerwise.run.guards.hooks import in_backward
+from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.trace import Trace
-from layerwise.run.facade import WithModule
 from layerwise.tensorfile import dtype_name
 
 COMPILED = "the compiled model"  # in a trace

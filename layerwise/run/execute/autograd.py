@@ -129,7 +129,8 @@ class _Begins(torch.autograd.Function):
                 "ranks, and take its .grad"
             )
         ctx.at_end()
-        return (None,) * (2 + ctx.count)
+        nothing: tuple[None, ...] = (None,) * (2 + ctx.count)
+        return nothing
 
 
 class _Ordered(torch.autograd.Function):

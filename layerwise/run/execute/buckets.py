@@ -1,20 +1,20 @@
 """Buckets: gradients that travel together, as they lie in memory and go over the network; and shards in them."""
 
 from __future__ import annotations
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
+
 import torch
 from torch import Tensor
-from layerwise.comm.base import Group
+
+from layerwise.comm.base import Comm, Group, Handle, Kind
 from layerwise.geometry import Box
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.sharding import Sharding
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import takewhile
-from layerwise.comm.base import Comm, Group, Handle, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,17 +32,14 @@ from layerwise.program.instructions import (
 )
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, held_only, moved, sent_ahead
+from layerwise.run.execute.deferred_weights import LateWeights, weights_late
+from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
+from layerwise.run.execute.saved import Block, KeptOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
-from layerwise.run.execute.kernels import Compute as LayerKernel
-from layerwise.run.execute.kernels import Kernels, all_there
-from layerwise.run.execute.kernels import Pass
-from layerwise.run.execute.saved import Block
 from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
-from layerwise.run.execute.deferred_weights import LateWeights, weights_late
-from layerwise.run.execute.saved import KeptOutput
-from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.schedule.redistribute import Flight, landed
+from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 from layerwise.run.trace import Trace
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
@@ -55,11 +52,10 @@ class Executor:
         self.constants: Mapping[str, Tensor] = constants or {}
         self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
         self.spans = Spans()
-        self.kernels = Kernels(self.comm, self.options, self.spans)
-        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+        self.kernels = Kernels(schedule, self.spans)
+        self.layers = self.kernels.layers
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
         self._steps: dict[ProgramKind, Steps] = {}
-        self._empty: dict[torch.dtype, Tensor] = {}
         self._compiled: CompiledSegments | None = None
         if self.options.compile is not None:
             self.compile(self.options.compile)
@@ -98,12 +94,6 @@ class Executor:
     def segments(self, run: Pass) -> Mapping[str, CompiledSegment]:
         """The compiled segment that each layer is in."""
         return {} if self._compiled is None else self._compiled.by_layer(training=run.training)
-
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of that type on this rank's device."""
-        if dtype not in self._empty:
-            self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
-        return self._empty[dtype]
 
 
 class _Forward:
@@ -223,7 +213,7 @@ class _Forward:
         run, x = self.run, self.values[edge.source]
         full = edge.redistribution.kind == "io"  # every rank has all of it, and computes the same of it
         if not (edge.travels or full):
-            kept = edge.redistribution.kept(x, self.executor.empty(self.types[edge.source]))
+            kept = edge.redistribution.kept(x, self.executor.kernels.empty(self.types[edge.source]))
             if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
                 kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return kept
@@ -236,8 +226,8 @@ class _Forward:
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
         """There and back. alike: nothing is added up, as all ranks have the same gradient."""
-        like, way, name = self.executor.empty(self.types[edge.source]), edge.redistribution, f"{edge.what} (backward)"
-        comm, number = self.comm, self.run.number
+        like, way = self.executor.kernels.empty(self.types[edge.source]), edge.redistribution
+        comm, number, name = self.comm, self.run.number, f"{edge.what} (backward)"
 
         def back(gradient: Tensor | None) -> Flight:
             comm.at(number, name)
@@ -274,8 +264,11 @@ class _Forward:
 
     def keep(self, instruction: Keep) -> None:
         if self.run.differentiate:
-            block = self.blocks.setdefault(instruction.block, Block(self.executor, instruction.block))
-            block.keep(self.layers[instruction.layer], self.values)
+            if instruction.block not in self.blocks:
+                last, executor = instruction.block, self.executor
+                self.blocks[last] = Block(executor.kernels, self.schedule.blocks[last], executor.blocks[last])
+            block = self.blocks[instruction.block]
+            block.save_sources(self.layers[instruction.layer], self.values)
             self.block_of[instruction.layer] = block
 
     def compute(self, instruction: Compute) -> None:

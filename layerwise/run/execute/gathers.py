@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.reducer import GradientReducer, tensors_in
 from layerwise.run.execute.buckets import Parts, Rows
+from layerwise.run.execute.reducer import GradientReducer, tensors_in
 from layerwise.run.guards.refusals import check_unwritten
 from layerwise.run.local_tensor import Version, local_part, version
 

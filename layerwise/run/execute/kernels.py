@@ -1,22 +1,21 @@
 """Kernels: what a rank computes between transfers, in its autocast, its span and its turn in the backward pass."""
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
+
+import torch
 from torch import Tensor
+
+from layerwise.errors import LayerwiseError
 from layerwise.run.execute.autograd import ordered
 from layerwise.run.execute.gathers import LayerGathers
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import cast
-import torch
-from layerwise.comm.base import Comm
-from layerwise.errors import LayerwiseError
 from layerwise.run.execute.spans import NOTHING, Spans
-from layerwise.run.options import RuntimeOptions
-from layerwise.run.schedule.schedule import ScheduledLayer
+from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 
 
 @dataclass(slots=True)
@@ -49,14 +48,22 @@ class Pass:
             tensors[i] = x
 
 
-Compute = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
+LayerKernel = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], Tensor]  # of inputs and parameters
 
 
 class Kernels:
     """Runs them, for one schedule."""
 
-    def __init__(self, comm: Comm, options: RuntimeOptions, spans: Spans) -> None:
-        self.comm, self.options, self.spans = comm, options, spans
+    def __init__(self, schedule: Schedule, spans: Spans) -> None:
+        self.comm, self.options, self.spans = schedule.comm, schedule.options, spans
+        self.layers = {scheduled.layer.name: scheduled for scheduled in schedule.layers}
+        self._empty: dict[torch.dtype, Tensor] = {}
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """An empty tensor of that type on this rank's device."""
+        if dtype not in self._empty:
+            self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.options.device)
+        return self._empty[dtype]
 
     def layer(
         self,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket, full, scaled
-from layerwise.run.execute.buckets import Parts, Rows
+from layerwise.run.execute.buckets import Bucket, Parts, Rows, full, scaled
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_part
 from layerwise.run.trace import Trace

@@ -1,4 +1,4 @@
-"""What the backward pass reads of a layer, other than as its kernels save it: recomputed, or a part of a reader's input.
+"""What a layer's backward pass reads, where its kernels do not just save it: recomputed, or a part of another tensor.
 
 Recomputed: a layer's kernels save places instead of tensors. What the layers of a block are made of is saved: the boxes
 that this rank owns of what comes from outside. When the backward pass comes to the block's end, all its recomputed
@@ -8,27 +8,23 @@ Within: a layer's output is saved as a part of what one of its readers receives 
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
 from layerwise.errors import LayerwiseError
 from layerwise.partition.blocks import AGAIN
-from layerwise.program.instructions import Arrive, Compute, Free, Move, Release
+from layerwise.program.instructions import Arrive, Compute, Free, Instruction, Move, Release
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.kernels import Compute as LayerKernel
-from layerwise.run.execute.kernels import Pass
+from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass
 from layerwise.run.execute.spans import Move as Way
 from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
-from collections.abc import Sequence
-from layerwise.run.execute.kernels import Compute
-from layerwise.run.schedule.schedule import ScheduledEdge
-
-if TYPE_CHECKING:
-    from layerwise.run.execute.executor import Executor
 
 
 class Place:
@@ -52,18 +48,20 @@ class Place:
 
 
 class Block:
-    """The recomputed layers of a block, in one forward pass and the backward passes of it."""
+    """The recomputed layers of a block, in one forward pass and the backward passes of it.
 
-    def __init__(self, executor: Executor, last: str) -> None:
-        """last: the block's last layer."""
-        self._executor, self._made, self._instructions = executor, executor.schedule.blocks[last], executor.blocks[last]
+    layers: of the block. instructions: how they are recomputed.
+    """
+
+    def __init__(self, kernels: Kernels, layers: Sequence[str], instructions: Sequence[Instruction]) -> None:
+        self._run_by, self._layers, self._instructions = kernels, layers, instructions
         self._kernels: dict[str, _Kernel] = {}  # of its recomputed layers that this rank has a part of
         self._boxes: dict[str, Tensor | None] = {}  # of what comes from outside; until the forward pass is at the end
 
-    def keep(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
+    def save_sources(self, scheduled: ScheduledLayer, values: Mapping[str, Tensor | None]) -> None:
         """What one of the layers is made of."""
         for edge in scheduled.edges:
-            if not (edge.source in self._made and self._executor.layers[edge.source].recompute):
+            if not (edge.source in self._layers and self._run_by.layers[edge.source].recompute):
                 x = values[edge.source]
                 self._boxes[edge.source] = None if x is None else x.detach()
 
@@ -76,7 +74,7 @@ class Block:
 
     def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
         """The forward pass is through with the block. Back, it is made again before any of it is differentiated."""
-        leaving = {name: x for name in self._made if (x := values.get(name)) is not None and x.requires_grad}
+        leaving = {name: x for name in self._layers if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
         counts = [len(kernel.given) for kernel in kernels]
         sources, kept = list(self._boxes), [*self._boxes.values(), *(p for kernel in kernels for p in kernel.given)]
@@ -104,15 +102,15 @@ class Block:
         types: Mapping[str, torch.dtype],
     ) -> None:
         """All layers once more, what they are given as ever: the program's instructions."""
-        executor, received = self._executor, list[Tensor | None]()
+        run_by, received = self._run_by, list[Tensor | None]()
         for one in self._instructions:
             if isinstance(one, Move):
-                executor.comm.at(run.number, one.layer + AGAIN)
-                edge = executor.layers[one.layer].edges[one.slot]
+                run_by.comm.at(run.number, one.layer + AGAIN)
+                edge = run_by.layers[one.layer].edges[one.slot]
                 received.append(self._received(edge, values[edge.source], types[edge.source]))
             elif isinstance(one, Compute):
                 kernel = self._kernels.get(one.layer)
-                with executor.spans.span(one.layer + AGAIN, "compute"):
+                with run_by.spans.span(one.layer + AGAIN, "compute"):
                     values[one.layer] = None if kernel is None else kernel.again(run, received, given[one.layer])
                 received = []
             elif isinstance(one, Free):
@@ -124,12 +122,12 @@ class Block:
                     run.gathers[one.layer].drop(values[one.layer])
 
     def _received(self, edge: ScheduledEdge, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        way, like = edge.redistribution, self._executor.empty(dtype)
+        way, like = edge.redistribution, self._run_by.empty(dtype)
         if edge.stays:
             return x
         if not edge.travels:
             return way.kept(x, like)
-        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._executor.spans)(x)
+        return Way(edge.what + AGAIN, partial(way.begin, like=like), self._run_by.spans)(x)
 
 
 class _Kernel:
@@ -246,7 +244,7 @@ class KeptOutput:
     def __init__(self) -> None:
         self._places: list[ref[_Place]] = []
 
-    def compute(self, compute: Compute, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
+    def compute(self, compute: LayerKernel, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
         """The layer's output."""
         places = list[ref[_Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 

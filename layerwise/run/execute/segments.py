@@ -7,25 +7,24 @@ object of its own, as PyTorch limits how often one is compiled anew.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from layerwise.errors import LayerwiseError
 from layerwise.ops.base import Role
 from layerwise.ops.random import combine, signed
 from layerwise.ops.stages import run_stages
-from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from torch.utils import _pytree as pytree
-from layerwise.errors import LayerwiseError
 from layerwise.run.compiling import Settings
 from layerwise.run.compiling import compiled as compile_with
-from layerwise.run.schedule.schedule import Schedule
-
+from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
 
 Values = Sequence[Tensor]
 # Of (inputs, parameters, seeds): the outputs.

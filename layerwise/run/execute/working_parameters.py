@@ -15,9 +15,9 @@ from layerwise.ops.base import Role
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.sharding import Sharding
+from layerwise.run.execute.buckets import parts
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.execute.buckets import parts
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters

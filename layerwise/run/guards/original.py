@@ -26,17 +26,10 @@ class RefusedParameter(nn.Parameter):
 
 
 # What may be asked of it as ever; the first ones by load_state_dict.
-METADATA: frozenset[Any] = frozenset(
+METADATA = frozenset[Any](
     (
-        Tensor.shape.__get__,
-        Tensor.is_meta.__get__,
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,
-        Tensor.ndim.__get__,
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.element_size,
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "is_meta", "dtype", "device", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size),
     )
 )
 
@@ -57,7 +50,7 @@ class StaleParameter(RefusedParameter):
     ) -> Any:
         """LayerwiseError for all that reads values or trains."""
         if func == Tensor.copy_ and isinstance(args[0], cls):
-            args[0].__class__ = nn.Parameter
+            refresh(args[0])
         elif func not in METADATA:
             raise LayerwiseError(cls.sentence)
         with torch._C.DisableTorchFunctionSubclass():
@@ -107,4 +100,9 @@ def release_original(model: nn.Module) -> None:
     """The model is as it was: it has the values of the parallel one now."""
     for p in model.parameters():
         if isinstance(p, StaleParameter):
-            p.__class__ = nn.Parameter
+            refresh(p)
+
+
+def refresh(p: nn.Parameter) -> None:
+    """The parameter may be used."""
+    p.__class__ = nn.Parameter

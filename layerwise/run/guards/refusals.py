@@ -1,16 +1,16 @@
 """What a loop does that a plan that splits layers does not support, or would not follow: one sentence each."""
 
 from __future__ import annotations
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
-from torch import nn
-from layerwise.errors import LayerwiseError
-from collections.abc import Iterable, Mapping
+
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor, nn
-from layerwise.run.local_tensor import Version, is_dtensor, local_part, version
 
+from layerwise.errors import LayerwiseError
+from layerwise.run.local_tensor import Version, is_dtensor, local_part, version
 
 AS_WRITTEN = "parallelize with strategy='data', which runs the model as it is written"
 

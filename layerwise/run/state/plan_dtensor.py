@@ -74,7 +74,7 @@ class PlanDTensor(DTensor):
 
         def plain(x: Any) -> Any:
             if isinstance(x, cls):
-                made = x.plain()
+                made = _plain(x)
                 same[id(made)] = x
                 return made
             return x
@@ -86,10 +86,6 @@ class PlanDTensor(DTensor):
 
         named = dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
         return _each(marked, (func(*_each(plain, args), **named),))[0]
-
-    def plain(self) -> DTensor:
-        """The same for PyTorch alone, in the same memory."""
-        return DTensor(self._local_tensor, self._spec, requires_grad=False)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor, on every rank. All ranks call it."""
@@ -111,19 +107,26 @@ class PlanDTensor(DTensor):
         return everywhere if same else everywhere.redistribute(mesh, wanted, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def bring(self, gradient: DTensor) -> DTensor:
         """A gradient of it, however it lies, as this lies."""
         mesh, device = self.device_mesh, self._local_tensor.device
         here = gradient if gradient.device_mesh == mesh else _on(mesh, _full(gradient))
-        plain = DTensor(here._local_tensor, here._spec, requires_grad=False)
+        plain = _plain(here)
         return _marked(plain.redistribute(mesh, self.placements), device)
+
+
+def _plain(tensor: DTensor) -> DTensor:
+    """The same for PyTorch alone, in the same memory."""
+    made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
 
 
 def wrap(local: Tensor, spec: DTensorSpec) -> PlanDTensor:
     """The DTensor that has this local tensor. As FSDP2 makes them; `from_local` goes through autograd."""
-    return PlanDTensor(local, spec, requires_grad=False)
+    made: PlanDTensor = PlanDTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
@@ -140,13 +143,13 @@ def _elementwise(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
-    return torch.Tag.pointwise in func.tags or name in ("zero_", "fill_", "copy_")
+    return bool(torch.Tag.pointwise in func.tags) or name in ("zero_", "fill_", "copy_")
 
 
 def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:
     """The tensors of the first argument, where those of all others lie as they do, one by one, or are numbers."""
     first = args[0] if args else None
-    columns = list(first) if isinstance(first, list | tuple) else [first]
+    columns: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
     if not all(isinstance(x, DTensor) and not any(p.is_partial() for p in x._spec.placements) for x in columns):
         return None
 
@@ -216,7 +219,7 @@ def full_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """The full tensors of these on every rank, in one message from those that have them. All ranks call this."""
     fulls, sizes, mine = list[Tensor](), list[int](), list[bool]()
     for one in tensors:
-        mesh, plain = one.device_mesh, DTensor(one._local_tensor, one._spec, requires_grad=False)
+        mesh, plain = one.device_mesh, _plain(one)
         if mesh.get_coordinate() is None:
             full = torch.empty(one.shape, dtype=one.dtype, device=one._local_tensor.device)
         else:

@@ -1,23 +1,25 @@
 """State: this rank's boxes of a network's parameters and buffers, and what the whole network's state dict has."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from torch import Tensor
-from layerwise.geometry import Box
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
+
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
+from layerwise.geometry import Box
 from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
-from layerwise.run.options import RuntimeOptions
 from layerwise.run.local_tensor import is_dtensor, like, local_part
+from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
 from layerwise.run.state.placements import placement, placements

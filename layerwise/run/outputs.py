@@ -1,19 +1,23 @@
-"""The loss of the global batch, of each rank's box of the output: of a loss that is a mean over samples and positions."""
+"""What a training loop gets of a plan's outputs: as the model returns them, or the loss of the global batch.
+
+Each rank takes the loss of its box. So it must be a mean over samples and positions, which is tried once.
+"""
 
 from __future__ import annotations
-from collections.abc import Callable
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
+
 import torch
 from torch import Tensor
+
 from layerwise.errors import LayerwiseError
-from collections.abc import Callable, Sequence
-from typing import Any
 from layerwise.geometry import Box
 from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.run.execute.autograd import sum_of_losses
 from layerwise.run.schedule.schedule import Schedule
-
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MOST = 64  # integers that are tried of one target
