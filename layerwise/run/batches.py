@@ -7,7 +7,7 @@ from itertools import accumulate
 from layerwise.comm.base import Comm
 from layerwise.errors import LayerwiseError
 from layerwise.plan import Plan
-from layerwise.run.guards.compare_ranks import Alike
+from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.schedule.place import samples
 
 
@@ -27,7 +27,7 @@ class Batch:
         *,
         as_planned: bool = True,
         training: bool | None = None,
-        alike: Alike | None = None,
+        alike: RankComparison | None = None,
         step: int = 0,
     ) -> None:
         """fed: this rank's samples. given: `batch=`, or None. sizes: what all ranks must have alike, if anything.

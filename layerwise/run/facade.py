@@ -20,7 +20,7 @@ from layerwise.run.state.broadcast import broadcast_values
 from layerwise.run.state.state import State
 
 
-class WithModule(ParallelModule):
+class ModuleFacade(ParallelModule):
     """Its tensors and modules are those of `_model`, from which it reads what it has not itself, too."""
 
     _model: nn.Module
@@ -90,7 +90,7 @@ class LentParameter(RefusedParameter):
     )
 
 
-def run_on_whole(state: State, run: Callable[[], object]) -> None:
+def apply_to_full(state: State, run: Callable[[], object]) -> None:
     """Calls `run` while the modules have full tensors; then every rank has its boxes of rank 0's. All ranks call it.
 
     LayerwiseError where gradients would not be seen, or where `run` replaces a tensor in place of writing into it.
@@ -138,7 +138,7 @@ def _like(part: Tensor, full: Tensor) -> Tensor:
 Function = Callable[[nn.Module], object]
 
 
-class WithTree(WithModule):
+class SplitFacade(ModuleFacade):
     """Its modules hold this rank's tensors, and compute nothing: see `layerwise.run.state.tree`.
 
     Methods of the user's model see these modules: one that calls a layer raises there, and then.
@@ -154,7 +154,7 @@ class WithTree(WithModule):
         self._state = state
         self._share(state.tree.root)
         for module in self._model.modules():
-            module.__dict__["apply"] = partial(WithTree._apply_to, me, weakref.ref(module))
+            module.__dict__["apply"] = partial(SplitFacade._apply_to, me, weakref.ref(module))
         self._model.__dict__["forward"] = me  # its methods may call it
         self._unchanged = Unchanged(self._model)
 
@@ -181,7 +181,7 @@ class WithTree(WithModule):
             return part
         self._applying = True
         try:
-            run_on_whole(self._state, lambda: type(part).apply(part, fn))  # type: ignore[arg-type]
+            apply_to_full(self._state, lambda: type(part).apply(part, fn))  # type: ignore[arg-type]
         finally:
             self._applying = False
         self._initialised()

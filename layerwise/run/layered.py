@@ -23,9 +23,9 @@ from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
 from layerwise.run.execute.working_parameters import WorkingParameters
-from layerwise.run.facade import WithTree
-from layerwise.run.guards.compare_ranks import Alike
-from layerwise.run.guards.hooks import FromOutside, check_call, check_hooks_of_all, take_hooks
+from layerwise.run.facade import SplitFacade
+from layerwise.run.guards.compare_ranks import RankComparison
+from layerwise.run.guards.hooks import OutsideGradients, check_call, check_hooks_of_all, take_hooks
 from layerwise.run.guards.original import OriginalModel
 from layerwise.run.guards.refusals import (
     Places,
@@ -36,7 +36,7 @@ from layerwise.run.guards.refusals import (
 )
 from layerwise.run.local_tensor import Version
 from layerwise.run.options import RuntimeOptions, check_types
-from layerwise.run.outputs import OfParts, check_classes, global_loss, of_parts, returned
+from layerwise.run.outputs import MeanLoss, check_classes, global_loss, mean_loss, returned
 from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.schedule.schedule import Schedule
@@ -46,7 +46,7 @@ from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
 
 
-class LayeredModule(WithTree):
+class LayeredModule(SplitFacade):
     """One rank's part of a planned network, of which it goes through all layers.
 
     With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
@@ -63,7 +63,7 @@ class LayeredModule(WithTree):
     ) -> None:
         super().__init__(network.graph, plan, comm, options)
         self.loss = loss
-        self._tried: OfParts | None = None
+        self._tried: MeanLoss | None = None
         self._whole_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
         self._trace: Trace | None = None
@@ -86,17 +86,17 @@ class LayeredModule(WithTree):
         self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.gradients)
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
-        self._alike = Alike(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
+        self._alike = RankComparison(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
         # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
         self._initial = versions(every) if self.cut else {}
-        self._outside: dict[str, FromOutside] = {}
+        self._outside: dict[str, OutsideGradients] = {}
         if comm.size > 1:
             for name, p in every.items():
                 if p.requires_grad:
-                    self._outside[name] = FromOutside(self, name)
+                    self._outside[name] = OutsideGradients(self, name)
                     take_hooks(p, self._outside[name])
         self._made = True
 
@@ -206,10 +206,10 @@ class LayeredModule(WithTree):
 
         return begins(token, [p for _, p in named], see)
 
-    def _of_parts(self, loss: LossFunction, target: Tensor) -> OfParts:
+    def _of_parts(self, loss: LossFunction, target: Tensor) -> MeanLoss:
         """The loss, tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
-            self._tried = of_parts(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
+            self._tried = mean_loss(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
         return self._tried
 
     def _check_parameters(self) -> None:

@@ -26,7 +26,7 @@ ROUNDING = 1e-3  # of a loss that computes in float32, and adds few numbers
 
 
 @dataclass(frozen=True, slots=True)
-class OfParts:
+class MeanLoss:
     """A loss that was found to be such a mean."""
 
     loss: Loss
@@ -62,7 +62,7 @@ class OfParts:
         self.others.add(other)
 
 
-def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> OfParts:
+def mean_loss(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtype, device: torch.device) -> MeanLoss:
     """The loss, tried on random numbers: the whole's must be the mean of the parts'. Alike on all ranks.
 
     out: the output's shape, (samples, classes, positions, ...); target: any of it, for its dimensions and type.
@@ -79,7 +79,7 @@ def of_parts(loss: Loss, out: tuple[int, ...], target: Tensor, dtype: torch.dtyp
             f"loss {name} is no mean over samples and positions, so it cannot be taken of each rank's part: return "
             "it from the model, its target an input, where it is split as the layers are"
         )
-    return OfParts(loss, y, t, set())
+    return MeanLoss(loss, y, t, set())
 
 
 def _is_mean(loss: Loss, y: Tensor, t: Tensor) -> bool:

@@ -22,7 +22,7 @@ from layerwise.plan import Plan
 from layerwise.run.compiling import refuse
 from layerwise.run.execute.predicted_bytes import predicted_bytes
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.local_tensor import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.options import RuntimeOptions, planned_types, uses_local_batch_norm
 from layerwise.run.schedule.place import samples
 from layerwise.run.schedule.schedule import Schedule
@@ -32,7 +32,7 @@ from layerwise.run.trace import Trace
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-class HeldState(Protocol):
+class RankState(Protocol):
     """What a rank holds of the model."""
 
     def shards(self) -> list[Shard]: ...
@@ -57,7 +57,7 @@ class ParallelModule(nn.Module):
     only, and `LayeredModule` goes through the plan's layers.
     """
 
-    _state: HeldState
+    _state: RankState
     _arguments: Arguments  # how the model is called
     _reducer: GradientReducer
     loss: LossFunction | None = None  # with which it is called, where it makes that itself
@@ -220,7 +220,7 @@ class ParallelModule(nn.Module):
         if not float(norm_type) > 0:
             raise LayerwiseError(f"norm_type must be above 0, not {norm_type}")
         norms = torch.zeros(self.comm.size, dtype=torch.float64, device=self.device)  # by rank, of what it is first in
-        held = [(name, p, local_part(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
+        held = [(name, p, local_tensor(p.grad)) for name, p in self._state.parameters().items() if p.grad is not None]
         mine = [g for name, _, g in held if self._state.sharing(name)[:1] == (self.comm.rank,)]
         if mine:
             each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in mine]

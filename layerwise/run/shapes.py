@@ -19,7 +19,7 @@ from layerwise.importers.torch.read.structure import OutputStructure
 from layerwise.ops.base import Role
 from layerwise.partition.place import data_parallel
 from layerwise.plan import Plan
-from layerwise.run.guards.hooks import check_seen
+from layerwise.run.guards.hooks import check_traced
 from layerwise.run.inputs import Inputs
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.place import parameter_boxes
@@ -142,7 +142,7 @@ class Shapes:
         try:
             self._skeleton.train(training)
             network = network_of(self._skeleton, examples, self.plan.batch, self.plan.model, named, trusted=same_mode)
-            check_seen(network.graph)
+            check_traced(network.graph)
             graph = self.plan.layers(network.graph)
             inputs = Inputs(network, self.plan, self.comm, self.options)
         except LayerwiseError as error:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.run.execute.autograd import ordered
-from layerwise.run.execute.deferred_weights import LateWeights, weights_late
+from layerwise.run.execute.deferred_weights import DeferredWeights, weights_late
 
 CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -24,7 +24,7 @@ def layer(rank: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
 def late_and_plain(rank: int, groups: int, given: list[Tensor]) -> tuple[Tensor, Tensor]:
     x, weight, bias = given
     how = [2] * rank, [1] * rank, [1] * rank, groups
-    late = LateWeights(weight.dtype, nullcontext)
+    late = DeferredWeights(weight.dtype, nullcontext)
     _, held = weights_late(torch.zeros((), requires_grad=True), weight, late)
     return late.convolve(x, held, bias, *how), CONVS[rank](x, weight, bias, *how)
 
@@ -60,7 +60,7 @@ def test_the_weights_wait_for_the_token(comes_by: bool) -> None:
     x, weight, bias = layer(2, 1, torch.float64)
     done: list[str] = []
     weight.register_post_accumulate_grad_hook(lambda w: done.append("nothing" if w.grad is None else "weights"))
-    late = LateWeights(weight.dtype, nullcontext)
+    late = DeferredWeights(weight.dtype, nullcontext)
     token, held = weights_late(torch.zeros((), requires_grad=True), weight, late)
     token, y = ordered(token, x * 1, at_backward=lambda: done.append("exchange"))
     out = late.convolve(y, held, bias, [1, 1], [1, 1], [1, 1], 1)

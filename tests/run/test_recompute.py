@@ -22,7 +22,7 @@ from layerwise.graph.fuse import fuse
 from layerwise.importers.load import Network
 from layerwise.machine import load as load_profile
 from layerwise.partition.blocks import AGAIN
-from layerwise.run.execute import recompute as room
+from layerwise.run.execute import saved as room
 from layerwise.run.load import load
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.trace import Trace

@@ -25,7 +25,7 @@ from layerwise.run.execute.buckets import Bucket
 from layerwise.run.execute.gathers import Gather
 from layerwise.run.layered import LayeredModule
 from layerwise.run.load import load
-from layerwise.run.local_tensor import local_part
+from layerwise.run.local_tensor import local_tensor
 from tests.comm.thread import run_threads
 from tests.run.plans import check_equal, difference, priced, random_plan, small, train
 
@@ -324,7 +324,7 @@ def test_a_part_of_parameters_states_and_gradients_is_held() -> None:
         held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         held += [x for one in update.state.values() for x in one.values() if x.dim()]
         leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
-        return sum(local_part(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
+        return sum(local_tensor(x).nbytes for x in held), sum(x.untyped_storage().nbytes() for x in leaves)
 
     whole, _ = run_threads(2, lambda comm: run(comm, "replicated"))[0]
     parameters = sum(p.nbytes for p in network().module.parameters())

@@ -21,13 +21,13 @@ from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer, Gradients
-from layerwise.run.guards.compare_ranks import Alike
+from layerwise.run.guards.compare_ranks import RankComparison
 from layerwise.run.guards.hooks import Hooks, call_hooks, check_parameters, outside_while_waiting, take_hooks
 from layerwise.run.guards.refusals import Structure, check_frozen
 from layerwise.run.state.broadcast import digest
 
 
-class Leaves:
+class ParameterGradients:
     """The parameters whose gradients are averaged, by name.
 
     unknown: those that the trace has not met, whose gradients must be the same on all ranks, as a weight penalty's are.
@@ -136,7 +136,7 @@ class Leaves:
             call_hooks(held[name])
 
 
-def _made(leaves: weakref.ref[Leaves], name: str, _: nn.Parameter) -> None:
+def _made(leaves: weakref.ref[ParameterGradients], name: str, _: nn.Parameter) -> None:
     held = leaves()
     if held is not None:
         held.made(name)
@@ -151,10 +151,10 @@ def _only_returned(node: Any) -> bool:
     return False
 
 
-class Followed:
+class AveragedParameters:
     """As they are now, on one of several ranks.
 
-    leaves: what autograd makes of them. reducer: sums that up. alike: compares the ranks' values, where wanted.
+    leaves: what autograd makes of them. reducer: sums that up. comparison: of the ranks' values, where wanted.
     """
 
     def __init__(
@@ -171,8 +171,9 @@ class Followed:
         self.reducer = GradientReducer(parameters, names, dict.fromkeys(names, everyone), scale=1 / comm.size)
         followed = {id(p) for p in parameters.values()}
         unknown = {n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in followed}
-        self.leaves = Leaves(parameters, unknown, comm, summed)
-        self.alike = Alike(parameters, dict.fromkeys(names, [everyone] * comm.size), comm.size) if compare else None
+        self.gradients = ParameterGradients(parameters, unknown, comm, summed)
+        groups = dict.fromkeys(names, [everyone] * comm.size)
+        self.comparison = RankComparison(parameters, groups, comm.size) if compare else None
         self._structure = Structure(module, buffers=False)
         self._frozen = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and not p.requires_grad]
 

@@ -22,7 +22,7 @@ from layerwise.run.state.state import Shard
 from layerwise.tensorfile import dtype_name
 
 
-def settle(module: nn.Module, network: Network, graph: LayerGraph, options: RuntimeOptions) -> None:
+def settle_values(module: nn.Module, network: Network, graph: LayerGraph, options: RuntimeOptions) -> None:
     """Moves the module's tensors, in place; those of the meta device are replaced by drawn ones."""
     described = {
         name: (layer, drawn_as(graph).get(name, p)) for layer in graph.layers for name, p in layer.own_parameters()
@@ -94,7 +94,7 @@ def _bytes(buffer: Tensor) -> Tensor:
     return buffer.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def treat_kept(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> None:
+def map_kept_losses(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> None:
     """Puts `treat` of the differentiable tensors that are in attributes in their places."""
     for owner in module.modules():
         for name, value in list(vars(owner).items()):
@@ -103,7 +103,7 @@ def treat_kept(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> None:
                 owner.__dict__[name] = pytree.tree_map_only(Tensor, treat, value)
 
 
-class OwnState:
+class ModelState:
     """Shards and the whole state dict, by the names that the network has."""
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:

@@ -72,7 +72,7 @@ class Replacement(Generic[M]):
         return getattr, (self.module, "forward")
 
 
-class DropoutByPosition(Replacement[nn.modules.dropout._DropoutNd]):
+class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
     """Draws as the layers of a plan do: the numbers follow from the seed and an element's place in the global batch."""
 
     def __init__(self, module: nn.modules.dropout._DropoutNd, calls: Calls, draws: Draws) -> None:
@@ -162,12 +162,12 @@ class CountedBatchNorm(GlobalBatchNorm):
         return int(self.all_reduce(own))
 
 
-def standing_in(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
+def replaced_modules(module: nn.Module, replaced: Replacements, calls: Calls, comm: Comm) -> Iterator[Replacement[Any]]:
     """What stands in for some modules of the user's."""
     for path, draws in replaced.dropouts.items():
         dropout = module.get_submodule(path)
         assert isinstance(dropout, nn.modules.dropout._DropoutNd)
-        yield DropoutByPosition(dropout, calls, draws)
+        yield PositionalDropout(dropout, calls, draws)
     for path, layer in replaced.batch_norms.items():
         norm = module.get_submodule(path)
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)

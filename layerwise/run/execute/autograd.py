@@ -73,12 +73,12 @@ def moved(token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Ten
     return result
 
 
-def sent_ahead(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
+def issued(token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
     """The token, and a ticket. What is made of x is on its way, until the ticket is handed in.
 
     The way back begins where the ticket was handed in, and ends here. Its order is that of the token, too.
     """
-    result: tuple[Tensor, Tensor] = _SentAhead.apply(token, x, link)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Issued.apply(token, x, link)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -88,12 +88,12 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
     return result
 
 
-def held_only(token: Tensor, held: Sequence[Tensor]) -> Tensor:
+def zeros_for(token: Tensor, held: Sequence[Tensor]) -> Tensor:
     """The token as it is. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
 
     What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
     """
-    result: Tensor = _HeldOnly.apply(token, *held) if held else token  # type: ignore[no-untyped-call]
+    result: Tensor = _ZerosFor.apply(token, *held) if held else token  # type: ignore[no-untyped-call]
     return result
 
 
@@ -174,7 +174,7 @@ class _Moved(torch.autograd.Function):
         return token, result if ctx.given else None, None, None
 
 
-class _SentAhead(torch.autograd.Function):
+class _Issued(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
         ctx.link, ctx.given = link, x is not None
@@ -208,12 +208,12 @@ class _Awaited(torch.autograd.Function):
         link = ctx.link
         link.returning = returning = Link(link.back, link.there)
         if torch.is_grad_enabled():
-            return *sent_ahead(token, gradient, returning), None
+            return *issued(token, gradient, returning), None
         returning.begin(gradient)
         return token, token, None
 
 
-class _HeldOnly(torch.autograd.Function):
+class _ZerosFor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *held: Tensor) -> Tensor:
         ctx.held = [(one.shape, one.dtype, one.device) for one in held]

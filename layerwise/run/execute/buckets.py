@@ -18,7 +18,7 @@ from layerwise.partition.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ShardLayout:
     """One parameter on this rank."""
 
     group: Group  # the ranks that compute with the same box of it
@@ -37,24 +37,24 @@ class Parts:
         return cut if equal and size * len(self.boxes) == self.shape[cut] else None
 
 
-def parts(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> Parts:
-    """Of a parameter with these boxes by rank. gathered: as Parts have it."""
+def parts(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
+    """Of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
     group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
     assert mine is not None
     kept = [box for member in group if (box := held[member]) is not None]
     boxes = (
         Box(*(tuple(a - b for a, b in zip(ends, mine.lo, strict=True)) for ends in (box.lo, box.hi))) for box in kept
     )
-    return Parts(group, mine.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
+    return ShardLayout(group, mine.shape, tuple(boxes), int(sharding.rows[rank]), gathered)
 
 
-class Rows:
-    """Where each of some parameters of one group lies: `members` rows of `size` elements.
+class BucketSlots:
+    """Where each of some parameters of one group lies: `members` slots of `size` elements.
 
     A row has a part of every parameter, one after the other; behind a part that is not the largest is room.
     """
 
-    def __init__(self, names: Sequence[str], parts: Mapping[str, Parts]) -> None:
+    def __init__(self, names: Sequence[str], parts: Mapping[str, ShardLayout]) -> None:
         self.parts = {name: parts[name] for name in names}
         self.group = parts[names[0]].group
         self.members, self.size = len(self.group), sum(one.row for one in self.parts.values())
@@ -71,19 +71,19 @@ class Rows:
         start = self._starts[name]
         return row[start : start + prod(shape)].view(shape)
 
-    def pairs(self, rows: Tensor, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of one parameter its parts in all rows, each with the same elements of its box."""
+    def pairs(self, slots: Tensor, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of one parameter its parts in all slots, each with the same elements of its box."""
         one, cut = self.parts[name], self._dimension[name]
         if cut is None:
-            return [(self.part(rows[i], name, i), whole[box.slices()]) for i, box in enumerate(one.boxes)]
+            return [(self.part(slots[i], name, i), whole[box.slices()]) for i, box in enumerate(one.boxes)]
         start, shape = self._starts[name], one.boxes[0].shape
-        there = rows[:, start : start + one.row].view(self.members, *shape)
+        there = slots[:, start : start + one.row].view(self.members, *shape)
         split: Tensor = whole.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
         return [(there, split.movedim(cut, 0))]
 
-    def new(self, like: Tensor, *, rows: int | None = None) -> Tensor:
-        """Memory for all rows, or for one of a member (rows=1)."""
-        shape = (self.size,) if rows == 1 else (self.members, self.size)
+    def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:
+        """Memory for all slots, or for one of a member (slots=1)."""
+        shape = (self.size,) if slots == 1 else (self.members, self.size)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
@@ -96,7 +96,7 @@ class Bucket:
 
     group: Group  # the ranks that sum them
     names: list[str]
-    rows: Rows | None = None  # where each rank keeps a part of them: it gets the sum of that only
+    slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
     flat: Tensor | None = None  # their gradients, one after another; made at the first
     mine: Tensor | None = None  # this rank's row of the sum
     tensors: int = 0  # that share the memory of `flat`, as it was made
@@ -107,16 +107,16 @@ class Bucket:
     @property
     def gathered(self) -> bool:
         """Whether this rank has room for a part of its parameters only, also while gradients are made."""
-        return self.rows is not None and bool(self.rows.parts[self.names[0]].gathered)
+        return self.slots is not None and bool(self.slots.parts[self.names[0]].gathered)
 
     def begin(self, comm: Comm, what: str) -> Handle:
         """Starts the sum."""
         assert self.flat is not None
         self.left = True
-        if self.rows is None:
+        if self.slots is None:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
-            self.mine = self.rows.new(self.flat, rows=1)
+            self.mine = self.slots.new(self.flat, slots=1)
             # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
             stream: Kind = "gathers" if self.gathered else "sync"
             self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what, stream)
@@ -127,30 +127,30 @@ class Bucket:
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        if self.rows is not None and self.left:
+        if self.slots is not None and self.left:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
         """The gradient of a parameter of which each rank keeps a part, times `scale`."""
-        assert self.rows is not None
+        assert self.slots is not None
         if self.flat is None:
-            self.flat = self.rows.new(zero)
-        for there, part in self.rows.pairs(self.flat, name, gradient):
+            self.flat = self.slots.new(zero)
+        for there, part in self.slots.pairs(self.flat, name, gradient):
             torch.add(zero, part, alpha=scale, out=there)
 
     def put_none(self, name: str, zero: Tensor) -> None:
         """What stands for no gradient on any rank: zeros with a sign."""
-        assert self.rows is not None
+        assert self.slots is not None
         if self.flat is None:
-            self.flat = self.rows.new(zero)
-        for member in range(self.rows.members):
-            self.rows.part(self.flat[member], name, member).fill_(-0.0)
+            self.flat = self.slots.new(zero)
+        for member in range(self.slots.members):
+            self.slots.part(self.flat[member], name, member).fill_(-0.0)
 
     def summed(self, name: str, rank: int) -> Tensor:
         """This rank's part of the sum."""
-        assert self.rows is not None
+        assert self.slots is not None
         assert self.mine is not None
-        return self.rows.part(self.mine, name, self.group.index(rank))
+        return self.slots.part(self.mine, name, self.group.index(rank))
 
 
 def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:

@@ -16,7 +16,7 @@ from torch import Tensor
 How = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]  # as aten::convolution has them
 
 
-class LateWeights:
+class DeferredWeights:
     """Of one convolution in one forward pass; in each backward pass the gradient of the weights that is yet to be made.
 
     span: what it is made in.
@@ -62,7 +62,7 @@ class LateWeights:
             return made.to(self._dtype)
 
 
-def weights_late(token: Tensor, weight: Tensor, late: LateWeights) -> tuple[Tensor, Tensor]:
+def weights_late(token: Tensor, weight: Tensor, late: DeferredWeights) -> tuple[Tensor, Tensor]:
     """The order token and the weight as they are. Back: the gradient is made when the token comes by."""
     result: tuple[Tensor, Tensor] = _Late.apply(token, weight, late)  # type: ignore[no-untyped-call]
     return result
@@ -70,7 +70,7 @@ def weights_late(token: Tensor, weight: Tensor, late: LateWeights) -> tuple[Tens
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, weight: Tensor, late: LateWeights) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, token: Tensor, weight: Tensor, late: DeferredWeights) -> tuple[Tensor, Tensor]:
         ctx.late = late
         ctx.set_materialize_grads(False)
         return token.view_as(token), weight.view_as(weight)
@@ -87,7 +87,7 @@ class _Late(torch.autograd.Function):
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, late: LateWeights) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, late: DeferredWeights) -> Tensor:
         ctx.how, ctx.late, ctx.bias = how, late, None if bias is None else list(bias.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)

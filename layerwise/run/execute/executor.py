@@ -31,10 +31,10 @@ from layerwise.program.instructions import (
     Release,
 )
 from layerwise.run.compiling import Settings
-from layerwise.run.execute.autograd import Link, awaited, held_only, moved, sent_ahead
-from layerwise.run.execute.deferred_weights import LateWeights, weights_late
+from layerwise.run.execute.autograd import Link, awaited, issued, moved, zeros_for
+from layerwise.run.execute.deferred_weights import DeferredWeights, weights_late
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
-from layerwise.run.execute.saved import Block, KeptOutput
+from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
 from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
@@ -106,8 +106,8 @@ class _Forward:
         self.types = dict[str, torch.dtype]()  # of what each layer makes
         self.received = dict[int, Tensor | None]()  # the inputs of the layer that comes next, by slot
         self.issued = dict[tuple[str, int], tuple[Link, Tensor | None]]()  # with their tickets
-        self.deferred = dict[str, tuple[LateWeights, Tensor]]()  # with their weights
-        self.saved = dict[str, KeptOutput]()  # by layers, until their output is kept in what a reader receives
+        self.deferred = dict[str, tuple[DeferredWeights, Tensor]]()  # with their weights
+        self.saved = dict[str, SavedOutput]()  # by layers, until their output is kept in what a reader receives
         self.segments = executor.segments(run)
         self.blocks = dict[str, Block]()  # by the name of their last layer, until it has been computed
         self.block_of = dict[str, Block]()  # of recomputed layers
@@ -152,7 +152,7 @@ class _Forward:
             return
         out = self.values.get(name)
         if run.differentiate and self.layers[name].backward:
-            again, self.gathered = partial(_gather_again, run, name, self.gathered), name
+            again, self.gathered = partial(_gather_once_more, run, name, self.gathered), name
             made = [out]
             run.order(made, [0], again)
             out = self.values[name] = made[0]
@@ -198,7 +198,7 @@ class _Forward:
             with torch.no_grad():
                 link.begin(x)
             return link, None
-        run.token, ticket = sent_ahead(run.token, x, link)
+        run.token, ticket = issued(run.token, x, link)
         return link, ticket
 
     def _await(self, link: Link, ticket: Tensor | None) -> Tensor | None:
@@ -242,12 +242,12 @@ class _Forward:
 
     def _defer_weights(self, scheduled: ScheduledLayer) -> None:
         """The gradient of a layer's weights is made when the backward pass comes back to here, if it is deferred."""
-        run, name = self.run, scheduled.late_weight
+        run, name = self.run, scheduled.deferred_weight
         if name is None or not run.differentiate:
             return
         weight = run.parameters[name]
         if name in scheduled.elsewhere:
-            run.token = held_only(run.token, [weight])
+            run.token = zeros_for(run.token, [weight])
         elif scheduled.work is not None and weight.requires_grad and scheduled.layer.name not in self.segments:
             comm, number, spans = self.comm, run.number, self.executor.spans
             what = f"{scheduled.layer.name} (backward)"
@@ -256,7 +256,7 @@ class _Forward:
                 comm.at(number, what)
                 return spans.span(what, "compute")
 
-            late = LateWeights(weight.dtype, span)
+            late = DeferredWeights(weight.dtype, span)
             run.token, weight = weights_late(run.token, weight, late)
             self.deferred[scheduled.layer.name] = late, weight
 
@@ -276,8 +276,8 @@ class _Forward:
         scheduled, segment = self.layers[name], self.segments.get(name)
         received, self.received = [self.received[slot] for slot in range(len(scheduled.edges))], {}
         if run.differentiate and scheduled.backward:
-            run.token = held_only(
-                run.token, [run.parameters[p] for p in scheduled.elsewhere if p != scheduled.late_weight]
+            run.token = zeros_for(
+                run.token, [run.parameters[p] for p in scheduled.elsewhere if p != scheduled.deferred_weight]
             )
         if segment is not None:
             if segment.first is scheduled:  # which computes all of it
@@ -287,7 +287,7 @@ class _Forward:
             self.types[name] = (scheduled.dtype or torch.int64) if out is None else out.dtype
         unread = self.values.get(name) if name in self.schedule.unread else None
         if run.differentiate and unread is not None:
-            run.token = held_only(run.token, [unread])
+            run.token = zeros_for(run.token, [unread])
 
     def free(self, instruction: Free) -> None:
         self.values.pop(instruction.value, None)  # none within a compiled segment
@@ -312,7 +312,7 @@ class _Forward:
             # So all ranks begin to sum the gradients of these before they come to the next layer.
             run.order(tensors, [count + i for i, p in enumerate(parameters) if p in run.gathers[name].names])
         if name in self.schedule.within and backward:
-            self.saved[name] = KeptOutput()
+            self.saved[name] = SavedOutput()
             compute = partial(self.saved[name].compute, compute)
         if name in self.block_of:
             compute = partial(self.block_of[name].compute, run, scheduled, compute)
@@ -356,12 +356,12 @@ class _Forward:
             self.values[name], self.types[name] = out, out.dtype
 
 
-def _gather_again(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
+def _gather_once_more(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
     """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
 
     Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
     """
-    run.gathers[name].finish_again()
+    run.gathers[name].finish_once_more()
     if before is not None:
         run.gathers[before].begin()
     return (run.gathers[name].mark(),)

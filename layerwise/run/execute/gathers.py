@@ -14,34 +14,34 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.buckets import Parts, Rows
+from layerwise.run.execute.buckets import BucketSlots, ShardLayout
 from layerwise.run.execute.reducer import GradientReducer, tensors_in
 from layerwise.run.guards.refusals import check_unwritten
-from layerwise.run.local_tensor import Version, local_part, version
+from layerwise.run.local_tensor import Version, local_tensor, version
 
 
 class Gather:
     """Of some parameters of one group. leaves: what is filled, by name."""
 
     def __init__(
-        self, rows: Rows, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor], comm: Comm
+        self, slots: BucketSlots, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor], comm: Comm
     ) -> None:
-        self.names, self._rows, self._comm = tuple(rows.parts), rows, comm
+        self.names, self._slots, self._comm = tuple(slots.parts), slots, comm
         self._parameters = {name: parameters[name] for name in self.names}
         self.leaves = {name: leaves[name] for name in self.names}
-        self._member, self._what = rows.group.index(comm.rank), f"gather of {self.names[0]}"
+        self._member, self._what = slots.group.index(comm.rank), f"gather of {self.names[0]}"
         self._known: Mapping[str, Version] = {}  # what the leaves were last filled with
         self._flight: tuple[Handle, Tensor] | None = None
 
     def begin(self) -> None:
         """Starts it."""
         with torch.no_grad():
-            parts = {name: local_part(p).detach() for name, p in self._parameters.items()}
+            parts = {name: local_tensor(p).detach() for name, p in self._parameters.items()}
             first = parts[self.names[0]]
-            mine, out = self._rows.new(first, rows=1), self._rows.new(first)
+            mine, out = self._slots.new(first, slots=1), self._slots.new(first)
             for name, part in parts.items():
-                self._rows.part(mine, name, self._member).copy_(part)
-            self._flight = self._comm.all_gather(out, mine, self._rows.group, "gathers", self._what), out
+                self._slots.part(mine, name, self._member).copy_(part)
+            self._flight = self._comm.all_gather(out, mine, self._slots.group, "gathers", self._what), out
 
     def finish(self) -> None:
         """Waits for it, and fills the leaves. Autograd hears of that only where the values may be others."""
@@ -54,7 +54,7 @@ class Gather:
             for name, leaf in self.leaves.items():
                 same = self._known.get(name) == now[name]
                 whole = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
-                for there, part in self._rows.pairs(out, name, whole):
+                for there, part in self._slots.pairs(out, name, whole):
                     part.copy_(there)
             self._known = now
 
@@ -92,7 +92,7 @@ class LayerGathers:
             gather.finish()
         self._begun = False
 
-    def finish_again(self) -> None:
+    def finish_once_more(self) -> None:
         """The layer's backward pass may begin, or its forward pass once more.
 
         LayerwiseError where parameters are others than in the forward pass.
@@ -154,13 +154,13 @@ class Gathers:
     def __init__(
         self,
         graph: LayerGraph,
-        parts: Mapping[str, Parts],
+        parts: Mapping[str, ShardLayout],
         reducer: GradientReducer,
         leaves: Mapping[str, Tensor],
         comm: Comm,
     ) -> None:
         held, buckets = reducer.parameters, [bucket for bucket in reversed(reducer.buckets) if not bucket.gathered]
-        self._lasting = [Gather(one.rows, held, leaves, comm) for one in buckets if one.rows is not None]
+        self._lasting = [Gather(one.slots, held, leaves, comm) for one in buckets if one.slots is not None]
         self.of_layers: dict[str, LayerGathers] = {}
         self._of: dict[str, LayerGathers] = {}  # by parameter
         for layer in graph.layers:
@@ -169,7 +169,9 @@ class Gathers:
                 if name in parts and parts[name].gathered:
                     groups.setdefault(parts[name].group, []).append(name)
             if groups:
-                made = LayerGathers([Gather(Rows(names, parts), held, leaves, comm) for names in groups.values()])
+                made = LayerGathers(
+                    [Gather(BucketSlots(names, parts), held, leaves, comm) for names in groups.values()]
+                )
                 self.of_layers[layer.name] = made
                 self._of |= dict.fromkeys(made.names, made)
 

@@ -19,7 +19,7 @@ from layerwise.config import Config
 from layerwise.graph.layer import Layer, LayerGraph
 from layerwise.ops.base import Role
 from layerwise.run.execute.reducer import GradientReducer
-from layerwise.run.local_tensor import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule, ScheduledLayer
 from layerwise.run.schedule.work import Work
 
@@ -113,9 +113,9 @@ def _of_parameters(
         again |= {name: (config.recompute, scheduled.recompute) for name, *_ in held}
     rank = schedule.comm.rank
     for name, bucket in reducer.of.items():
-        p, member = local_part(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
-        if bucket.rows is not None:
-            elements = bucket.rows.parts[name].row * (len(bucket.group) - 1)
+        p, member = local_tensor(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
+        if bucket.slots is not None:
+            elements = bucket.slots.parts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield ("sync", by_plan, real), True
             times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket, Parts, Rows, full, scaled
+from layerwise.run.execute.buckets import Bucket, BucketSlots, ShardLayout, full, scaled
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
-from layerwise.run.local_tensor import is_dtensor, like, local_part
+from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.trace import Trace
 
-NONE: Mapping[str, Parts] = MappingProxyType({})
+NONE: Mapping[str, ShardLayout] = MappingProxyType({})
 WAITING = "waiting for gradients"  # in a trace: the part of the sums that no work of the backward pass hides
 
 
@@ -40,7 +40,7 @@ class GradientReducer:
         groups: Mapping[str, Group],
         *,
         scale: float = 1.0,
-        parts: Mapping[str, Parts] = NONE,
+        parts: Mapping[str, ShardLayout] = NONE,
     ) -> None:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[Bucket] = []
@@ -56,14 +56,14 @@ class GradientReducer:
         shared = [name for name in order if len(groups[name]) > 1]
         gradients = list[tuple[Hashable, float]]()
         for name in shared:
-            p, part = local_part(parameters[name]), parts.get(name)
+            p, part = local_tensor(parameters[name]), parts.get(name)
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
             layer = "" if part is None else part.gathered
             gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
         for places in fill(gradients):
             names = [shared[i] for i in places]
-            rows = Rows(names, parts) if names[0] in parts else None
-            self.buckets.append(Bucket(groups[names[0]], names, rows))
+            slots = BucketSlots(names, parts) if names[0] in parts else None
+            self.buckets.append(Bucket(groups[names[0]], names, slots))
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
     def zero(self, like: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class GradientReducer:
         """Gives up a bucket's memory where a loop has kept a gradient of an earlier pass, off its parameter."""
         if bucket.flat is None:
             return
-        if bucket.rows is not None:  # it lives for a pass only, and this one was ended by an error
+        if bucket.slots is not None:  # it lives for a pass only, and this one was ended by an error
             bucket.flat = None
             return
         kept = False
         for name in bucket.names:
             gradient = self.parameters[name].grad
-            part = None if gradient is None else local_part(gradient)
+            part = None if gradient is None else local_tensor(gradient)
             if part is None or not _same(part, self.views[name]):
                 kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
         if kept or tensors_in(bucket.flat) > bucket.tensors:
@@ -101,7 +101,7 @@ class GradientReducer:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
         for name, version in self.versions.items():
             gradient = self.parameters[name].grad
-            if gradient is not None and local_part(gradient)._version != version:
+            if gradient is not None and local_tensor(gradient)._version != version:
                 raise LayerwiseError(
                     f"the gradient of parameter {name!r} was written to between passes of which some are within "
                     "no_sync(): what is of all ranks and what of this one cannot be told apart any more. Write to it "
@@ -111,7 +111,7 @@ class GradientReducer:
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
         """Where the training loop looks for it, in the memory format of the parameter."""
-        part = local_part(p)
+        part = local_tensor(p)
         if gradient.stride() != part.stride():
             gradient = torch.empty_like(part).copy_(gradient)
         p.grad = like(p, gradient) if is_dtensor(p) else gradient
@@ -140,9 +140,14 @@ class Gradients:
             bucket.left = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
-                if not p.requires_grad and p.grad is not None and view is not None and _same(local_part(p.grad), view):
+                if (
+                    not p.requires_grad
+                    and p.grad is not None
+                    and view is not None
+                    and _same(local_tensor(p.grad), view)
+                ):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
-                    reducer.hand_out(p, local_part(p.grad).clone())
+                    reducer.hand_out(p, local_tensor(p.grad).clone())
 
     def _to_sum(self, name: str) -> bool:
         """Whether a gradient in a bucket is yet to come, or is there and not yet that of all ranks."""
@@ -158,7 +163,7 @@ class Gradients:
         if bucket is None:
             self.alone[name] = scaled(gradient, reducer.scale)
             return
-        if bucket.rows is not None:
+        if bucket.slots is not None:
             bucket.put(name, gradient, reducer.scale, reducer.zero(gradient))
         else:
             if bucket.flat is None:
@@ -172,7 +177,7 @@ class Gradients:
 
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
         """
-        going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.rows is not None]
+        going = [bucket for bucket in self.reducer.buckets if self.synchronise or bucket.slots is not None]
         for bucket in full(bucket for bucket in going if not bucket.gathered):
             self._send(bucket)
         # Those of one layer each leave in the order of the layers. So every rank begins each of them before it goes on
@@ -192,7 +197,7 @@ class Gradients:
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
         """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
-        local, held = self.reducer.local, None if p.grad is None else local_part(p.grad)
+        local, held = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
         if held is None:
             local.pop(name, None)
@@ -223,7 +228,7 @@ class Gradients:
                 for bucket in running:
                     bucket.end()
         for bucket in reducer.buckets:
-            if bucket.rows is not None:
+            if bucket.slots is not None:
                 self._hand_out_parts(bucket)
                 continue
             for name in bucket.names:
@@ -241,7 +246,7 @@ class Gradients:
                     continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
-                        view += local_part(more)
+                        view += local_tensor(more)
                 reducer.hand_out(p, view)
                 if self.synchronise:
                     reducer.local.pop(name, None)
@@ -250,17 +255,17 @@ class Gradients:
         for name in self.elsewhere - self.leave_alone:
             p = reducer.parameters[name]
             if p.grad is None:
-                reducer.hand_out(p, torch.empty_like(local_part(p)))
+                reducer.hand_out(p, torch.empty_like(local_tensor(p)))
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
             if p.grad is not None or name not in self.leave_alone:
-                reducer.hand_out(p, gradient if p.grad is None else local_part(p.grad) + gradient)
+                reducer.hand_out(p, gradient if p.grad is None else local_tensor(p.grad) + gradient)
         if self.synchronise:
             reducer.owed.clear()
         else:
             mixed = (name for name, summed in reducer.local.items() if summed is not None)
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
-            reducer.versions = {name: local_part(g)._version for name, g in gradients if g is not None}
+            reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
     def _hand_out_parts(self, bucket: Bucket) -> None:
         """Each parameter gets this rank's part of the sum, added to what it has."""
@@ -272,7 +277,7 @@ class Gradients:
             if name in self.unused and _none(part):
                 self.made.discard(name)
             elif p.grad is not None:
-                local_part(p.grad).add_(part)
+                local_tensor(p.grad).add_(part)
             elif name not in self.leave_alone:
                 self.reducer.hand_out(p, part)
         bucket.flat = bucket.mine = None
@@ -317,24 +322,24 @@ class Gradients:
         So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
         """
         reducer, p = self.reducer, self.reducer.parameters[name]
-        if bucket.rows is not None:
-            bucket.put_none(name, reducer.zero(local_part(p)))
+        if bucket.slots is not None:
+            bucket.put_none(name, reducer.zero(local_tensor(p)))
             bucket.missing.discard(name)
             self.unused.add(name)
             return
         if name in reducer.local and p.grad is not None:  # of an earlier pass, to be summed now
-            self.add(name, torch.zeros_like(local_part(p)))
+            self.add(name, torch.zeros_like(local_tensor(p)))
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        if p.grad is not None and _same(local_part(p.grad), reducer.views[name]):
-            reducer.hand_out(p, local_part(p.grad).clone())
+        if p.grad is not None and _same(local_tensor(p.grad), reducer.views[name]):
+            reducer.hand_out(p, local_tensor(p.grad).clone())
         reducer.views[name].fill_(-0.0)
         bucket.missing.discard(name)
         self.unused.add(name)
 
     def _allocate(self, bucket: Bucket) -> None:
-        parameters = [local_part(self.reducer.parameters[name]) for name in bucket.names]
+        parameters = [local_tensor(self.reducer.parameters[name]) for name in bucket.names]
         bucket.flat = torch.empty(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )

@@ -117,7 +117,7 @@ class Block:
                 values.pop(one.value)
             elif isinstance(one, Arrive | Release) and one.layer in run.gathers:
                 if isinstance(one, Arrive):
-                    run.gathers[one.layer].finish_again()
+                    run.gathers[one.layer].finish_once_more()
                 else:
                     run.gathers[one.layer].drop(values[one.layer])
 
@@ -238,7 +238,7 @@ class _Place:
         self.tensor = tensor
 
 
-class KeptOutput:
+class SavedOutput:
     """What the kernels of one layer keep of its output, in one forward pass."""
 
     def __init__(self) -> None:

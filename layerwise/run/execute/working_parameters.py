@@ -21,7 +21,7 @@ from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.spans import NOTHING
 from layerwise.run.execute.unused import Unused
 from layerwise.run.guards.hooks import check_parameters
-from layerwise.run.local_tensor import local_part
+from layerwise.run.local_tensor import local_tensor
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.state.state import State
 
@@ -75,14 +75,14 @@ class WorkingParameters:
         """By name: with new leaves of parameters that the loop gave other memory, p.data = x."""
         summed = self.reducer.parameters if self._comm.size > 1 else {}
         if not self._tensors:
-            tensors = {name: local_part(tensor) for name, tensor in self._state.tree.tensors().items()}
+            tensors = {name: local_tensor(tensor) for name, tensor in self._state.tree.tensors().items()}
             self._tensors = {name: self._leaf(name, t) if name in summed else t for name, t in tensors.items()}
             self._gathers = Gathers(self._graph, self.parts, self.reducer, self._tensors, self._comm)
         if summed:
             tensors = dict(self._tensors)
             for name, p in summed.items():
-                if name not in self.parts and tensors[name].data_ptr() != local_part(p).data_ptr():
-                    tensors[name] = self._leaf(name, local_part(p))
+                if name not in self.parts and tensors[name].data_ptr() != local_tensor(p).data_ptr():
+                    tensors[name] = self._leaf(name, local_tensor(p))
                 tensors[name].requires_grad_(p.requires_grad)
             self._tensors = tensors
         return self._tensors

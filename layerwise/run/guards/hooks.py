@@ -16,7 +16,7 @@ from torch.nn.modules import module as every
 from layerwise.errors import LayerwiseError
 from layerwise.graph.layer import LayerGraph
 from layerwise.run.guards.refusals import AS_WRITTEN, unsupported
-from layerwise.run.local_tensor import is_dtensor, lie_as
+from layerwise.run.local_tensor import is_dtensor, place_gradient
 
 OUTSIDE = (
     "is used outside the model's call: by a penalty on weights, or by a part of the model that is called alone, for a "
@@ -69,7 +69,7 @@ def take_hooks(p: nn.Parameter, own: Hook) -> None:
     p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
 
 
-class FromOutside:
+class OutsideGradients:
     """A hook of parameters: for gradients that autograd makes, which are not those of the module's backward pass.
 
     A backward pass through the module comes to each parameter with no gradient, too: `seen` tells these apart.
@@ -95,7 +95,7 @@ class FromOutside:
                 "them out"
             )
         if is_dtensor(p):
-            lie_as(p)
+            place_gradient(p)
         if module is not None and not module.summed:
             raise outside_while_waiting(self._name)
 
@@ -184,7 +184,7 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def check_seen(graph: LayerGraph) -> None:
+def check_traced(graph: LayerGraph) -> None:
     """LayerwiseError where a model that is to be run layer by layer does what its layers do not."""
     if graph.unseen:
         raise NotByLayersError(

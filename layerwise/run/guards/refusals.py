@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.errors import LayerwiseError
-from layerwise.run.local_tensor import Version, is_dtensor, local_part, version
+from layerwise.run.local_tensor import Version, is_dtensor, local_tensor, version
 
 AS_WRITTEN = "parallelize with strategy='data', which runs the model as it is written"
 
@@ -151,7 +151,7 @@ def check_values(parameters: Mapping[str, nn.Parameter], initial: Mapping[str, V
 
 def _filled(p: nn.Parameter) -> bool:
     """Whether all elements here are equal, of none or several, as zeros_ and constant_ make them: so are the others."""
-    flat = local_part(p).detach().reshape(-1)
+    flat = local_tensor(p).detach().reshape(-1)
     return flat.numel() != 1 and bool((flat == flat[:1]).all())
 
 

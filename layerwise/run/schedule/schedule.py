@@ -73,7 +73,7 @@ class ScheduledLayer:
     returned: bool  # whether an output depends on it; else it is there for what training leaves in its buffers
 
     @property
-    def late_weight(self) -> str | None:
+    def deferred_weight(self) -> str | None:
         """The weights whose gradient is made after that of the layer's input has left."""
         return self.parameters[0] if self.edges and self.edges[0].weights_late else None
 

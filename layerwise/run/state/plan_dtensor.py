@@ -143,7 +143,8 @@ def _elementwise(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
-    return bool(torch.Tag.pointwise in func.tags) or name in ("zero_", "fill_", "copy_")
+    pointwise: bool = torch.Tag.pointwise in func.tags
+    return pointwise or name in ("zero_", "fill_", "copy_")
 
 
 def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor] | None:

@@ -18,7 +18,7 @@ from layerwise.importers.load import Network
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.transfer import transfer
-from layerwise.run.local_tensor import is_dtensor, like, local_part
+from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.options import RuntimeOptions
 from layerwise.run.schedule.redistribute import Redistribution
 from layerwise.run.state.initial import drawn_as, initial
@@ -147,7 +147,7 @@ class State:
         with torch.no_grad():
             for tensor in self.tree.tensors().values():
                 for one in (tensor, tensor.grad):
-                    if one is not None and (local := fn(local_part(one))) is not local_part(one):
+                    if one is not None and (local := fn(local_tensor(one))) is not local_tensor(one):
                         move(one, local)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -166,7 +166,7 @@ class State:
             if box is None:
                 continue
             first, trainable = self.sharing(name)[0] == self.comm.rank, isinstance(tensor, nn.Parameter)
-            result.append(Shard(name, also, shapes[name], box, local_part(tensor).detach(), trainable, first))
+            result.append(Shard(name, also, shapes[name], box, local_tensor(tensor).detach(), trainable, first))
         for key, value in self.extra.items():
             shape = tuple(value.shape)
             result.append(Shard(key, (), shape, Box((0,) * len(shape), shape), value, False, self.comm.rank == 0))
@@ -195,7 +195,7 @@ class State:
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
             part = transfer(lowest, (every,) * self.comm.size, self.comm.rank)
-            mine = local_part(held[name]).detach() if lowest[self.comm.rank] is not None else None
+            mine = local_tensor(held[name]).detach() if lowest[self.comm.rank] is not None else None
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
             full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
@@ -222,7 +222,9 @@ class State:
         if not self.shardings and any(partly):
             return {shard.key: shard.tensor for shard in self.shards()}
         held = self.tree.tensors()
-        every = {name: like(t, local_part(t)) if is_dtensor(t) else local_part(t).detach() for name, t in held.items()}
+        every = {
+            name: like(t, local_tensor(t)) if is_dtensor(t) else local_tensor(t).detach() for name, t in held.items()
+        }
         names = self._keys | {name: name for name in every if name not in self._keys.values()}
         found = {key: self.extra.get(key, every.get(name)) for key, name in names.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -276,7 +278,7 @@ class State:
             raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
         if is_dtensor(value):
             if name in self.shardings and self.shardings[name].says(value):
-                return local_part(value)
+                return local_tensor(value)
             value = value.full_tensor()  # type: ignore[attr-defined]  # a collective
             if tuple(value.shape) != shape:
                 raise LayerwiseError(
