@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from layerwise.comm.process import ProcessComm
 
 
 class Waitable(Protocol):
@@ -20,6 +18,16 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Until it has ended. RuntimeError where it fails or takes too long."""
+
+
+class Owner(Protocol):
+    """What it asks of its ProcessComm."""
+
+    collectives: bool
+    device: torch.device
+    given_up: list[UnderWay]
+
+    def during(self, what: str) -> AbstractContextManager[list[str]]: ...
 
 
 class UnderWay:
@@ -31,7 +39,7 @@ class UnderWay:
 
     def __init__(
         self,
-        comm: ProcessComm,
+        comm: Owner,
         what: str,
         works: Sequence[tuple[str, Waitable]],
         tensors: Sequence[Tensor],

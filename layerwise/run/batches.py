@@ -14,7 +14,7 @@ from layerwise.run.schedule.place import samples
 class Batch:
     """The samples of one call of the model. All ranks make one, in the same calls.
 
-    What the ranks have been given travels while they compute; `whole` waits for it.
+    What the ranks have been given travels while they compute; `total` waits for it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Batch:
         self._alike = alike
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
         return self._agreed()[0]
 
@@ -80,22 +80,22 @@ class Batch:
             )
         free = self._plan.io != "sample"
         fed = counts[0] if free else sum(counts)
-        whole = given[0] or fed
-        any_will_do = whole == fed and not self._as_planned
-        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, whole)
+        total = given[0] or fed
+        any_will_do = total == fed and not self._as_planned
+        slices = self._one_after_the_other(counts) if any_will_do else samples(self._plan, total)
         shares = [share.stop - share.start for share in slices]
-        if not free and whole < len(counts):
+        if not free and total < len(counts):
             raise LayerwiseError(
-                f"a batch of {whole} samples does not give each of {len(counts)} ranks one: leave it out "
+                f"a batch of {total} samples does not give each of {len(counts)} ranks one: leave it out "
                 "(drop_last=True), or pad it"
             )
         if counts != shares or not all(counts):
-            each = f"their shares of a batch of {whole} are {_listed(shares)}"
+            each = f"their shares of a batch of {total} are {_listed(shares)}"
             raise LayerwiseError(
                 f"the ranks were given {_listed(counts)} samples, and {'all must feed the same' if free else each}: "
                 "give each rank x[model.share(B)], where B is the number of samples of all ranks (model(..., batch=B))"
             )
-        return whole, slices[self._comm.rank]
+        return total, slices[self._comm.rank]
 
     def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
         """As many samples as each rank has, in the order of the plan's devices."""

@@ -102,7 +102,7 @@ def apply_to_full(state: State, run: Callable[[], object]) -> None:
             f"apply() gives its function full parameters without gradients, but {with_gradient!r} has one: call "
             "zero_grad() before"
         )
-    values = state.whole()
+    values = state.full_tensors()
     tree.fill({name: _like(part, values.pop(name).to(state.options.device)) for name, part in parts.items()})
     lent, places = tree.tensors(), Structure(tree.root, buffers=True)
     try:
@@ -188,7 +188,7 @@ class SplitFacade(ModuleFacade):
         return part
 
     def _initialised(self) -> None:
-        """Parameters have values of the whole."""
+        """Parameters have values of one device."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -49,9 +49,9 @@ from layerwise.run.trace import Trace
 class LayeredModule(SplitFacade):
     """One rank's part of a planned network, of which it goes through all layers.
 
-    With io "free" (a batch smaller than the number of ranks) each rank gives the whole batch. Then with a `loss`, a
+    With io "free" (a batch smaller than the number of ranks) each rank gives the global batch. Then with a `loss`, a
     mean over samples and positions, `module(*inputs, target)` is the global mean on every rank, and no output is
-    gathered; without one every rank gets the whole outputs, and all must compute the same loss of them. With io "boxes"
+    gathered; without one every rank gets the full outputs, and all must compute the same loss of them. With io "boxes"
     and a `loss` the target is this rank's, too: what belongs to its box of the output.
 
     Parameters are DTensors under the model's names where the plan splits some. Ranks that are no processes (of tests)
@@ -90,7 +90,7 @@ class LayeredModule(SplitFacade):
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
-        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives the whole.
+        # Until the first step: values that nn.init gives a part of a parameter are not those that it gives all of it.
         self._initial = versions(every) if self.cut else {}
         self._outside: dict[str, OutsideGradients] = {}
         if comm.size > 1:
@@ -147,12 +147,12 @@ class LayeredModule(SplitFacade):
             inputs = tuple(before)
         batch = None if self._arguments.takes("batch") else named.pop("batch", None)
         inputs = self._shapes.tensors_of(inputs, named)
-        whole, shaped = self._agreed(inputs, batch, target=target is not None)
-        share = self.share(whole)
-        part = 1.0 if self.io != "sample" else (share.stop - share.start) / whole
+        total, shaped = self._agreed(inputs, batch, target=target is not None)
+        share = self.share(total)
+        part = 1.0 if self.io != "sample" else (share.stop - share.start) / total
         scales = [factor * self._mean_over for factor in factors(shaped.graph, part)]
         differentiated = shaped.inputs.differentiated(inputs, scales)
-        executor = self._executor(whole, shaped, differentiated)
+        executor = self._executor(total, shaped, differentiated)
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
         if self.loss is not None and target is not None:
@@ -166,8 +166,8 @@ class LayeredModule(SplitFacade):
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)
         told = partial(Batch, self.plan, self.comm, samples, batch, sizes, training=self.training)
-        whole = told(alike=self._alike, step=(self.steps + 1) * self.training).whole
-        return whole, self._shapes.at(sizes, training=self.training)
+        total = told(alike=self._alike, step=(self.steps + 1) * self.training).total
+        return total, self._shapes.at(sizes, training=self.training)
 
     def _run(
         self, executor: Executor, fed: dict[str, Tensor], differentiated: Sequence[str], scales: Sequence[float]
@@ -306,7 +306,7 @@ class LayeredModule(SplitFacade):
         return {prefix + name: tensor for name, tensor in self._state.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes a whole state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
+        """Takes a full state dict, also one of DTensors, or this rank's; another rank's boxes are refused."""
         self._may_change()
         missing, odd = self._state.load(state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, odd)

@@ -189,7 +189,7 @@ class ParallelModule(nn.Module):
             )
 
     def read_boxes(self) -> dict[str, Box]:
-        """By input, which box of the whole batch's this rank is to be given: with io "boxes" what its layers need."""
+        """By input, which box of the global batch's this rank is to be given: with io "boxes" what its layers need."""
         places, rank = self.schedule.places, self.comm.rank
         inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
         boxes = {layer.name: places[layer.name].owned.each[rank] for layer in inputs}
@@ -197,7 +197,7 @@ class ParallelModule(nn.Module):
         return {name: whole[name] if box is None else box for name, box in boxes.items()}
 
     def output_boxes(self) -> tuple[Box | None, ...]:
-        """The box of each of the whole batch's outputs that this rank is returned; of a loss, a scalar's."""
+        """The box of each of the global batch's outputs that this rank is returned; of a loss, a scalar's."""
         sink, graph = self.schedule.graph.layers[-1], self.schedule.graph
         pairs = zip(sink.inputs, self.schedule.sinks, strict=True)
         return tuple(Box((), ()) if name in graph.losses else boxes[self.comm.rank] for name, boxes in pairs)
@@ -207,12 +207,12 @@ class ParallelModule(nn.Module):
         return self._state.shards()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
         return self._state.full_state_dict()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+        """Scales all gradients so that the norm of the full model's is at most `max_norm`; returns what it was.
 
         As torch.nn.utils.clip_grad_norm_ on one device; every rank calls it. norm_type: above 0, also inf.
         LayerwiseError where `error_if_nonfinite` and the norm is nan or infinite.

@@ -37,9 +37,9 @@ class Call:
         return 1 if self.batch is None else self.batch.share.stop - self.batch.share.start
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """How many all ranks have. On one device 1 of 1, whatever the batch."""
-        return 1 if self.batch is None else self.batch.whole
+        return 1 if self.batch is None else self.batch.total
 
 
 class Samples:

@@ -104,7 +104,7 @@ def map_kept_losses(module: nn.Module, treat: Callable[[Tensor], Tensor]) -> Non
 
 
 class ModelState:
-    """Shards and the whole state dict, by the names that the network has."""
+    """Shards and the full state dict, by the names that the network has."""
 
     def __init__(self, keys: Mapping[str, str], graph: LayerGraph, module: nn.Module, comm: Comm) -> None:
         self.module, self.comm, self._keys = module, comm, keys

@@ -168,7 +168,7 @@ class DataParallelModule(ModuleFacade):
         self.__dict__["steps"] += drawn
         if self._averaged is None:
             if batch is not None:
-                _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).whole
+                _ = Batch(self.plan, self.comm, self._samples.given(inputs, named), batch).total
             return Call(seed)
         if self._released:
             raise LayerwiseError("the model was made parallel once more: call what that call returned")
@@ -181,8 +181,8 @@ class DataParallelModule(ModuleFacade):
         if any(norm.active for norm in self._norms):
             sizes = tuple(tuple(x.shape[1:]) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
         fed, training = self._samples.given(inputs, named), self.training
-        whole = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
-        return Call(seed, whole(alike=self._averaged.comparison, step=self.steps * training))
+        told = partial(Batch, self.plan, self.comm, fed, batch, sizes, as_planned=False, training=training)
+        return Call(seed, told(alike=self._averaged.comparison, step=self.steps * training))
 
     def _move(self, x: Tensor) -> Tensor:
         """To the run's device, and to its element type from the network's."""
@@ -197,9 +197,9 @@ class DataParallelModule(ModuleFacade):
         """Of the outputs' gradients: their mean over the ranks is then that of the loss of all samples."""
         if self.comm.size == 1:
             return 1.0
-        key = call.samples, call.whole
+        key = call.samples, call.total
         if key not in self._scales:
-            self._scales[key] = factors(self.graph, call.samples / call.whole)[0] * self.comm.size
+            self._scales[key] = factors(self.graph, call.samples / call.total)[0] * self.comm.size
         return self._scales[key]
 
     def _entering(self, x: Tensor, call: Call) -> Tensor:

@@ -95,7 +95,7 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
         first = [0] * len(shape)
         if self.draws.samples is not None:
             rows = _rows_a_sample(x, self.draws.samples, call)
-            first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.whole * rows
+            first[self.draws.samples], shape[self.draws.samples] = call.first * rows, call.total * rows
         rank = min(2, x.dim()) if self.channels else x.dim()
         last = [a + n for a, n in zip(first, x.shape, strict=True)]
         made = drop(x, self.module.p, seed, Box(tuple(first[:rank]), tuple(last[:rank])), shape[:rank])
@@ -138,7 +138,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
 
     def _count(self, x: Tensor, call: Call) -> int:
         """Numbers of each channel, of all ranks."""
-        return _rows_a_sample(x, 0, call) * call.whole * (x.numel() // (x.shape[0] * x.shape[1]))
+        return _rows_a_sample(x, 0, call) * call.total * (x.numel() // (x.shape[0] * x.shape[1]))
 
     def _remember(self, count: int, *moments: Tensor) -> None:
         """Moves the running statistics."""

@@ -60,7 +60,7 @@ def replacements(
 ) -> Replacements | None:
     """What to replace in the network's own module so that it runs the plan; None where it cannot.
 
-    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the whole network
+    graph: the network's, as planned. size: ranks. The module runs the plan where every rank computes the full network
     of its own samples, and all that depends on other samples, or on positions, is a module of PyTorch's; a dropout is
     to be called once.
     """

@@ -71,14 +71,14 @@ class BucketSlots:
         start = self._starts[name]
         return row[start : start + prod(shape)].view(shape)
 
-    def pairs(self, slots: Tensor, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of one parameter its parts in all slots, each with the same elements of its box."""
         one, cut = self.parts[name], self._dimension[name]
         if cut is None:
-            return [(self.part(slots[i], name, i), whole[box.slices()]) for i, box in enumerate(one.boxes)]
+            return [(self.part(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
         start, shape = self._starts[name], one.boxes[0].shape
         there = slots[:, start : start + one.row].view(self.members, *shape)
-        split: Tensor = whole.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
+        split: Tensor = full.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
         return [(there, split.movedim(cut, 0))]
 
     def new(self, like: Tensor, *, slots: int | None = None) -> Tensor:

@@ -126,7 +126,7 @@ class _Forward:
         }
 
     def outputs(self) -> list[Tensor | None]:
-        """Of the whole pass."""
+        """Of the pass."""
         for name, instructions in self.executor.steps(self.run):
             self.comm.at(self.run.number, name)
             for instruction in instructions:

@@ -1,4 +1,4 @@
-"""Gathers: parameters of which each rank keeps a part, whole for the layers that compute with them.
+"""Gathers: parameters of which each rank keeps a part, full for the layers that compute with them.
 
 What layers compute with is a leaf of autograd's in the parameter's place, of the box that the plan says. It is filled
 in every forward pass: from the beginning, beside what is computed ("sharded"), or just before its layer ("gathered").
@@ -53,8 +53,8 @@ class Gather:
             now = {name: version(p) for name, p in self._parameters.items()}
             for name, leaf in self.leaves.items():
                 same = self._known.get(name) == now[name]
-                whole = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
-                for there, part in self._slots.pairs(out, name, whole):
+                full = leaf.data if same else leaf.detach()  # the former has a counter of writes of its own
+                for there, part in self._slots.pairs(out, name, full):
                     part.copy_(there)
             self._known = now
 
@@ -64,7 +64,7 @@ class Gather:
 
 
 class LayerGathers:
-    """Of one layer, whose parameters are whole while it computes only. gathers: by group of ranks."""
+    """Of one layer, whose parameters are full while it computes only. gathers: by group of ranks."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
         self._gathers = gathers
@@ -149,7 +149,7 @@ class Parameters(Mapping[str, Tensor]):
 
 
 class Gathers:
-    """All of a rank's. of_layers: by name, of what is whole only while a layer computes, in their order."""
+    """All of a rank's. of_layers: by name, of what is full only while a layer computes, in their order."""
 
     def __init__(
         self,

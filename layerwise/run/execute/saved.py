@@ -134,7 +134,7 @@ class _Kernel:
     """What this rank computes of a layer in one forward pass, and in its backward passes once more.
 
     given: its parameters and buffers; those that training writes to as they were before. None: a tied one, which is an
-    edge, or one that is whole only while the layer computes.
+    edge, or one that is full only while the layer computes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Initial values: a rank's box of each parameter, from what the model comes with or drawn by position.
 
 No rank ever makes more of a parameter than it owns: stored values are sliced where they lie, drawn ones depend on the
-place of an element in the whole tensor only, so that any cut of it, one device's too, has the same values.
+place of an element in the full tensor only, so that any cut of it, one device's too, has the same values.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _each(act: Callable[[Any], Any], values: Iterable[Any]) -> tuple[Any, ...]:
 @cache
 def _elementwise(func: Any) -> bool:
     """Whether each element of the result is made of the elements in its place."""
-    name = func._schema.name.removeprefix("aten::")
+    name: str = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
     pointwise: bool = torch.Tag.pointwise in func.tags

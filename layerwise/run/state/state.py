@@ -1,4 +1,4 @@
-"""State: this rank's boxes of a network's parameters and buffers, and what the whole network's state dict has."""
+"""State: this rank's boxes of a network's parameters and buffers, and what the full network's state dict has."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Shard:
     first: bool  # whether this rank is the lowest that holds this box
 
     @property
-    def whole(self) -> bool:
+    def full(self) -> bool:
         """Whether the box is all of it."""
         return self.box.shape == self.shape
 
     @property
     def key(self) -> str:
         """Its name in this rank's state dict: with the box where it is not all, as in `fc.weight[0:8 of 16, :]`."""
-        if self.whole:
+        if self.full:
             return self.name
         ends = zip(self.box.lo, self.box.hi, self.shape, strict=True)
         return f"{self.name}[{', '.join(':' if b - a == n else f'{a}:{b} of {n}' for a, b, n in ends)}]"
@@ -65,7 +65,7 @@ class State:
     Where some rank holds a part only of some of them, they are DTensors, and every rank has them all; without a DTensor
     that says all of the boxes, each rank has its own boxes as tensors.
     shardings: how they lie on the ranks, by name; empty where they are no DTensors.
-    extra: what the network does not compute with (counters), whole, on every rank, on the CPU.
+    extra: what the network does not compute with (counters), full, on every rank, on the CPU.
     types: the element types of the values that the network came with, by name.
     """
 
@@ -89,8 +89,8 @@ class State:
 
     def _shardings(self, order: Sequence[int]) -> Mapping[str, Sharding]:
         shapes = self._shapes()
-        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
-        if self.comm.size == 1 or all(box == whole[name] for name, each in self.boxes.items() for box in each):
+        full = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        if self.comm.size == 1 or all(box == full[name] for name, each in self.boxes.items() for box in each):
             return {}
         placed, everyone = placements(self.boxes, shapes, order), placement((Box((), ()),) * self.comm.size, (), order)
         if placed is None or everyone is None:
@@ -184,13 +184,13 @@ class State:
         return {name: p.shape for layer in self.graph.layers for name, p in layer.own_parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
-        whole = {**{key: value.clone() for key, value in self.extra.items()}, **self.whole()}
-        return {key: whole[name if name in self.boxes else key] for key, name in self._keys.items()}
+        """The full model's state dict, on every rank, on the CPU: it loads into the model with strict=True."""
+        full = {**{key: value.clone() for key, value in self.extra.items()}, **self.full_tensors()}
+        return {key: full[name if name in self.boxes else key] for key, name in self._keys.items()}
 
-    def whole(self) -> dict[str, Tensor]:
-        """All of what the network computes with, by its names there, on every rank, on the CPU."""
-        held, shapes, whole = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
+    def full_tensors(self) -> dict[str, Tensor]:
+        """The full tensors that the network computes with, by its names there, on every rank, on the CPU."""
+        held, shapes, tensors = self.tree.tensors(), self._shapes(), dict[str, Tensor]()
         for name, boxes in self.boxes.items():
             lowest: Each = tuple(box if box not in boxes[:rank] else None for rank, box in enumerate(boxes))
             every = Box((0,) * len(shapes[name]), shapes[name])
@@ -199,8 +199,8 @@ class State:
             like = torch.empty(0, dtype=self._type(name), device=self.options.device)
             full = Redistribution(part, self.comm, f"state of {name}", "io").forward(mine, like)
             assert full is not None
-            whole[name] = full.detach().cpu().clone()
-        return whole
+            tensors[name] = full.detach().cpu().clone()
+        return tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of all of a tensor."""
@@ -230,7 +230,7 @@ class State:
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes whole tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
+        """Takes full tensors, DTensors or boxes of this rank; returns names that are missing, and those of nothing.
 
         LayerwiseError before anything is changed, also where it has other boxes of what this rank holds.
         """
@@ -273,7 +273,7 @@ class State:
         shape = self._shapes()[name] if shard is None else shard.shape
         if not hasattr(value, "shape") or isinstance(value, np.ndarray):  # values may be read when they are needed
             raise LayerwiseError(f"{key!r} is of type {type(value).__name__} in the state dict: give tensors")
-        boxed = shard is not None and key == shard.key and not shard.whole
+        boxed = shard is not None and key == shard.key and not shard.full
         if tuple(value.shape) != (shard.box.shape if boxed and shard is not None else shape):
             raise LayerwiseError(f"{key!r} has shape {tuple(value.shape)} in the state dict; the model has {shape}")
         if is_dtensor(value):
@@ -284,7 +284,7 @@ class State:
                 raise LayerwiseError(
                     f"{key!r} is on some ranks only, and not those of the plan: give full_state_dict()"
                 )
-        return value if boxed or shard is None or shard.whole else value[shard.box.slices()]
+        return value if boxed or shard is None or shard.full else value[shard.box.slices()]
 
 
 def _without_box(key: str) -> str:
