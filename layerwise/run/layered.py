@@ -22,6 +22,7 @@ from layerwise.run.execute.autograd import begins, ends, factors, ordered
 from layerwise.run.execute.executor import Executor
 from layerwise.run.execute.kernels import Pass
 from layerwise.run.execute.reducer import Gradients
+from layerwise.run.execute.spans import Spans
 from layerwise.run.execute.working_parameters import WorkingParameters
 from layerwise.run.facade import SplitFacade
 from layerwise.run.guards.compare_ranks import RankComparison
@@ -66,7 +67,7 @@ class LayeredModule(SplitFacade):
         self._tried: MeanLoss | None = None
         self._whole_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
-        self._trace: Trace | None = None
+        self._spans = Spans()
         boxes, shared_out = parameter_boxes(self.graph, places(self.graph, plan)), shardings(self.graph, plan)
         held = boxes | {name: one.boxes.each for name, (one, _) in shared_out.items()}
         self._hold(State(network, held, plan.device_order, comm, options))
@@ -111,8 +112,7 @@ class LayeredModule(SplitFacade):
             schedule = Schedule(graph, plan, self.comm, options, whole_classes=self._whole_classes)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
-            self._executors[key] = Executor(schedule, shaped.constants(schedule))
-            self._executors[key].trace = self._trace
+            self._executors[key] = Executor(schedule, shaped.constants(schedule), self._spans)
         return self._executors[key]
 
     @property
@@ -123,13 +123,11 @@ class LayeredModule(SplitFacade):
     @property
     def trace(self) -> Trace | None:
         """Collects spans of what this rank does, where set."""
-        return self._trace
+        return self._spans.trace
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._trace = trace
-        for executor in self._executors.values():
-            executor.trace = trace
+        self._spans.trace = trace
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Outputs of this rank's samples (io sample), or see the class. `batch`: those of all ranks, to be checked.

@@ -189,4 +189,4 @@ class AveragedParameters:
 
     def check_hooks(self) -> None:
         """LayerwiseError where a parameter has a hook that would be called before the sum."""
-        check_parameters(self.reducer.parameters.items(), partial_sums=True)
+        check_parameters(self.reducer.parameters.items())

@@ -33,6 +33,7 @@ from layerwise.program.instructions import (
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, issued, moved, zeros_for
 from layerwise.run.execute.deferred_weights import DeferredWeights, weights_late
+from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
 from layerwise.run.execute.segments import CompiledSegment, CompiledSegments
@@ -40,7 +41,6 @@ from layerwise.run.execute.spans import Move as Way
 from layerwise.run.execute.spans import Spans
 from layerwise.run.schedule.redistribute import Flight, landed
 from layerwise.run.schedule.schedule import Schedule, ScheduledEdge, ScheduledLayer
-from layerwise.run.trace import Trace
 
 Steps = list[tuple[str, list[Instruction]]]  # by layer
 
@@ -48,10 +48,9 @@ Steps = list[tuple[str, list[Instruction]]]  # by layer
 class Executor:
     """Runs one rank's schedule. constants: this rank's boxes of parameters that are others than the module's."""
 
-    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor] | None = None) -> None:
-        self.constants: Mapping[str, Tensor] = constants or {}
+    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor], spans: Spans) -> None:
+        self.constants, self.spans = constants, spans
         self.schedule, self.comm, self.options = schedule, schedule.comm, schedule.options
-        self.spans = Spans()
         self.kernels = Kernels(schedule, self.spans)
         self.layers = self.kernels.layers
         self.blocks: dict[str, list[Instruction]] = {}  # how each is recomputed
@@ -68,15 +67,6 @@ class Executor:
                     f"layer {layer.name!r} draws random numbers that are not compiled: leave compile= out"
                 )
         self._compiled = CompiledSegments(self.schedule, settings)
-
-    @property
-    def trace(self) -> Trace | None:
-        """Collects spans of what this rank does, where set."""
-        return self.spans.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self.spans.trace = trace
 
     def forward(self, run: Pass, fed: Mapping[str, Tensor]) -> list[Tensor | None]:
         """This rank's boxes of the outputs, from those of the inputs (constants are in `fed`)."""
@@ -152,7 +142,7 @@ class _Forward:
             return
         out = self.values.get(name)
         if run.differentiate and self.layers[name].backward:
-            again, self.gathered = partial(_gather_once_more, run, name, self.gathered), name
+            again, self.gathered = partial(gather_once_more, run.gathers, name, self.gathered), name
             made = [out]
             run.order(made, [0], again)
             out = self.values[name] = made[0]
@@ -354,14 +344,3 @@ class _Forward:
         for name, out in zip(segment.outputs, made, strict=True):
             assert out is not None
             self.values[name], self.types[name] = out, out.dtype
-
-
-def _gather_once_more(run: Pass, name: str, before: str | None) -> Sequence[Tensor]:
-    """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
-
-    Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
-    """
-    run.gathers[name].finish_once_more()
-    if before is not None:
-        run.gathers[before].begin()
-    return (run.gathers[name].mark(),)

@@ -192,3 +192,14 @@ class Gathers:
         """The backward pass has ended."""
         for one in self.of_layers.values():
             one.drop()
+
+
+def gather_once_more(gathers: Mapping[str, LayerGathers], name: str, before: str | None) -> Sequence[Tensor]:
+    """A layer is about to be differentiated; the parameters of the one before it are on their way meanwhile.
+
+    Returns what the graph of this backward pass holds, if there is one: the layer is differentiated once more by it.
+    """
+    gathers[name].finish_once_more()
+    if before is not None:
+        gathers[before].begin()
+    return (gathers[name].mark(),)

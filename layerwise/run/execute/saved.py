@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -28,13 +29,12 @@ from layerwise.run.schedule.schedule import ScheduledEdge, ScheduledLayer
 
 
 class Place:
-    """Of a tensor that a kernel's backward pass reads, once."""
+    """Stands in for a tensor that a kernel's backward pass reads."""
 
     __slots__ = ("__weakref__", "layer", "tensor")
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-        self.tensor: Tensor | None = None
+    def __init__(self, layer: str, tensor: Tensor | None = None) -> None:
+        self.layer, self.tensor = layer, tensor
 
     def take(self) -> Tensor:
         """It is there from when its block is made again."""
@@ -229,31 +229,22 @@ def _never(_: object) -> Tensor:
     raise AssertionError("what is made again is not differentiated")
 
 
-class _Place:
-    """Of a tensor that a kernel's backward pass reads."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class SavedOutput:
     """What the kernels of one layer keep of its output, in one forward pass."""
 
     def __init__(self) -> None:
-        self._places: list[ref[_Place]] = []
+        self._places: list[ref[Place]] = []
 
     def compute(self, compute: LayerKernel, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
         """The layer's output."""
-        places = list[ref[_Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
+        places = list[ref[Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 
-        def pack(x: Tensor) -> _Place:
-            place = _Place(x.detach())
+        def pack(x: Tensor) -> Place:
+            place = Place("", x.detach())
             places.append(ref(place))
             return place
 
-        with saved_tensors_hooks(pack, _tensor):
+        with saved_tensors_hooks(pack, attrgetter("tensor")):
             out = compute(inputs, given)
         self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
         return out
@@ -268,9 +259,6 @@ class SavedOutput:
             place.tensor = given.detach()[own.slices(way.room)]
 
 
-def _tensor(place: _Place) -> Tensor:
-    return place.tensor
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same(x: Tensor | None, y: Tensor) -> bool:
+    assert x is not None
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype

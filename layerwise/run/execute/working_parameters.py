@@ -94,10 +94,9 @@ class WorkingParameters:
 
     def check_hooks(self) -> None:
         """LayerwiseError where a parameter has a hook that would not be called with its gradient."""
-        held, several = self.reducer.parameters, self._comm.size > 1
-        check_parameters(held.items(), partial_sums=several)
-        if self._tied and not several:
-            check_parameters(((name, held[name]) for name in self._tied if name in held), partial_sums=True)
+        held = self.reducer.parameters
+        names = held if self._comm.size > 1 else self._tied & held.keys()
+        check_parameters((name, held[name]) for name in names)
 
     def begin_backward(self) -> None:
         """A backward pass begins."""

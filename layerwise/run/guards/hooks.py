@@ -141,10 +141,10 @@ def call_hooks(p: nn.Parameter) -> None:
             hook(p)
 
 
-def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]], *, partial_sums: bool) -> None:
-    """LayerwiseError where a parameter has a hook of the loop's. partial_sums: a gradient's hook would be given one."""
+def check_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """LayerwiseError where a parameter has a hook, which would be called with a part of its gradient."""
     for name, p in parameters:
-        if partial_sums and p._backward_hooks:
+        if p._backward_hooks:
             raise LayerwiseError(
                 f"parameter {name!r} has a hook, which would not be called with its gradient: remove it, and do what "
                 "it is for in register_post_accumulate_grad_hook, or between loss.backward() and optimizer.step()"
@@ -165,7 +165,7 @@ def check_hooks_of_all() -> None:
 
 def check_modules(model: nn.Module) -> None:
     """LayerwiseError where a model that is to be run layer by layer has hooks, which would never be called."""
-    check_parameters(model.named_parameters(), partial_sums=True)
+    check_parameters(model.named_parameters())
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             where = f"module {name!r}" if name else "the model"

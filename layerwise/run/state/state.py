@@ -202,10 +202,6 @@ class State:
             tensors[name] = full.detach().cpu().clone()
         return tensors
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of all of a tensor."""
-        return self._shapes()[name]
-
     def _type(self, name: str) -> torch.dtype:
         """The same on every rank, whether it has a box or not."""
         if name not in self.types:
