@@ -42,7 +42,7 @@ from layerwise.run.parallel import LossFunction
 from layerwise.run.schedule.place import parameter_boxes, places, shardings
 from layerwise.run.schedule.schedule import Schedule
 from layerwise.run.shapes import Shaped, Shapes
-from layerwise.run.skeleton import lean
+from layerwise.run.skeleton import without_memory
 from layerwise.run.state.state import Shard, State
 from layerwise.run.trace import Trace
 
@@ -65,7 +65,7 @@ class LayeredModule(SplitFacade):
         super().__init__(network.graph, plan, comm, options)
         self.loss = loss
         self._tried: MeanLoss | None = None
-        self._whole_classes = loss is not None
+        self._all_classes = loss is not None
         self._executors: dict[tuple[object, ...], Executor] = {}
         self._spans = Spans()
         boxes, shared_out = parameter_boxes(self.graph, places(self.graph, plan)), shardings(self.graph, plan)
@@ -73,7 +73,9 @@ class LayeredModule(SplitFacade):
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._arguments = self._shapes.arguments
-        self._network = lean(network, self._state.types, self._state.extra)  # for copies, and other element types
+        self._network = without_memory(
+            network, self._state.types, self._state.extra
+        )  # for copies, and other element types
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)
@@ -87,7 +89,9 @@ class LayeredModule(SplitFacade):
         self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.gradients)
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
-        self._alike = RankComparison(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
+        self._comparison = (
+            RankComparison(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
+        )
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
@@ -109,7 +113,7 @@ class LayeredModule(SplitFacade):
         if key not in self._executors:
             fitted, plan = self._shapes.fitted(batch, shaped, few=few)
             graph = replace(fitted, differentiated=differentiated)
-            schedule = Schedule(graph, plan, self.comm, options, whole_classes=self._whole_classes)
+            schedule = Schedule(graph, plan, self.comm, options, all_classes=self._all_classes)
             self._prepare("statistics", schedule.statistics)
             self._prepare("transfers", schedule.groups)
             self._executors[key] = Executor(schedule, shaped.constants(schedule), self._spans)
@@ -154,7 +158,7 @@ class LayeredModule(SplitFacade):
         fed = shaped.inputs.fed(executor.schedule, inputs)
         outputs = self._run(executor, fed, sorted(differentiated), scales)
         if self.loss is not None and target is not None:
-            return global_loss(self._of_parts(self.loss, target), executor.schedule, outputs, target)
+            return global_loss(self._mean_loss(self.loss, target), executor.schedule, outputs, target)
         local = share.stop - share.start if self.io == "sample" else None  # else a rank has its boxes of an output
         return returned(executor.schedule, outputs, shaped.structure, local)
 
@@ -164,7 +168,7 @@ class LayeredModule(SplitFacade):
         if self.io != "boxes":
             sizes = self._shapes.sizes_of(inputs)
         told = partial(Batch, self.plan, self.comm, samples, batch, sizes, training=self.training)
-        total = told(alike=self._alike, step=(self.steps + 1) * self.training).total
+        total = told(alike=self._comparison, step=(self.steps + 1) * self.training).total
         return total, self._shapes.at(sizes, training=self.training)
 
     def _run(
@@ -183,12 +187,12 @@ class LayeredModule(SplitFacade):
         if differentiated:  # whoever asks for an input's gradient goes through all that communicates
             run.token, *tensors = ordered(run.token, *(fed[name] for name in differentiated))
             fed |= dict(zip(differentiated, tensors, strict=True))
-        held_then = versions(self._reducer.parameters) if self.comm.size > 1 and first.requires_grad else {}
-        came = partial(self._came, executor.schedule.graph, held_then)
+        versions_then = versions(self._reducer.parameters) if self.comm.size > 1 and first.requires_grad else {}
+        at_backward = partial(self._backward_begins, executor.schedule.graph, versions_then)
         try:
             outputs = executor.forward(run, fed)
             known.finish()
-            return ends(run.token, outputs, scales, self.dtype, came)
+            return ends(run.token, outputs, scales, self.dtype, at_backward)
         finally:
             run.token = first  # functions of the graph remember the pass, so it must not hold the graph
 
@@ -204,7 +208,7 @@ class LayeredModule(SplitFacade):
 
         return begins(token, [p for _, p in named], see)
 
-    def _of_parts(self, loss: LossFunction, target: Tensor) -> MeanLoss:
+    def _mean_loss(self, loss: LossFunction, target: Tensor) -> MeanLoss:
         """The loss, tried when it is called first."""
         if self._tried is None or self._tried.loss is not loss:
             self._tried = mean_loss(loss, self.graph.layers[-1].specs[0].shape, target, self.dtype, self.device)
@@ -218,16 +222,16 @@ class LayeredModule(SplitFacade):
         check_values(self._reducer.parameters, self._initial)
         check_frozen(self._frozen)
 
-    def _came(
+    def _backward_begins(
         self,
         graph: LayerGraph,
-        held_then: Mapping[str, Version],
+        versions_then: Mapping[str, Version],
         has_gradient: Sequence[bool],
     ) -> None:
-        """A backward pass comes to the outputs of a call. held_then: versions of its parameters."""
-        check_unwritten(self._reducer.parameters, held_then)
+        """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
+        check_unwritten(self._reducer.parameters, versions_then)
         self.begin()
-        self._working.unused.came(graph, has_gradient)
+        self._working.unused.reach(graph, has_gradient)
 
     def _begun(self) -> None:
         self._working.begin_backward()

@@ -262,7 +262,7 @@ def _functions(out: Tensor) -> set[Any]:
 
 def other_seed(patch: pytest.MonkeyPatch) -> None:
     """What is dropped is others the second time."""
-    again = room._Kernel.again
+    again = room._Kernel.recompute
 
     def broken(kernel: Any, run: Any, *args: Any) -> Tensor:
         run.seed += 1
@@ -271,7 +271,7 @@ def other_seed(patch: pytest.MonkeyPatch) -> None:
         finally:
             run.seed -= 1
 
-    patch.setattr(room._Kernel, "again", broken)
+    patch.setattr(room._Kernel, "recompute", broken)
 
 
 def statistics_twice(patch: pytest.MonkeyPatch) -> None:

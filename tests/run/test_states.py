@@ -177,7 +177,7 @@ def penalised_in_parts(model: nn.Module, share: slice) -> None:
             leaves = [leaf for name, leaf in model._working.now().items() if name in model._working.parts]
             tied = 8 * (6 * 6 + 6)
             there = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-            assert there == tied or not any(parts.gathered for parts in model._working.parts.values())
+            assert there == tied or not any(parts.gathered for parts in model._working.layouts.values())
 
 
 def frozen_for_a_step(model: nn.Module, share: slice) -> None:

@@ -88,9 +88,9 @@ class Calls:
         """The call under way, None where a module is called by itself."""
         if self.forward is not None or not in_backward():
             return self.forward
-        return self.again()
+        return self.recomputed()
 
-    def again(self) -> Call:
+    def recomputed(self) -> Call:
         """The call that a backward pass computes once more. LayerwiseError where it cannot be known."""
         call = self._backward[1]
         if call is None:

@@ -161,7 +161,7 @@ class DataParallelModule(ModuleFacade):
     def _call(self, inputs: tuple[Any, ...], named: Mapping[str, Any], batch: int | None) -> Call:
         """This call of the model."""
         if self.training and in_backward():
-            return self._calls.again()
+            return self._calls.recomputed()
         seed = combine(self.options.seed, self.steps)
         # Also in evaluation with a dropout in training, whose draws are others in every call.
         drawn = self.training or any(replaced.active for replaced in self._replaced)
@@ -259,7 +259,7 @@ class DataParallelModule(ModuleFacade):
     def schedule(self) -> Schedule:
         """What this rank does of the plan, at the plan's batch: for reports."""
         if self._schedule is None:
-            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, whole_classes=False)
+            self._schedule = Schedule(self.graph, self.plan, self.comm, self.options, all_classes=False)
         return self._schedule
 
     @property

@@ -55,15 +55,15 @@ def ordered(
     token: Tensor,
     *tensors: Tensor,
     at_backward: Callable[..., Sequence[Tensor] | None] | None = None,
-    kept: Sequence[Tensor | None] = (),
+    saved: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
     """The token and the tensors as they are; back, the token waits for the gradients of all these tensors.
 
-    at_backward: called when the backward pass comes by, with what is `kept` until then, as what autograd saves is: a
-    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is kept likewise by the
+    at_backward: called when the backward pass comes by, with what is `saved` until then, as what autograd saves is: a
+    backward pass frees it, and PyTorch refuses one after it was written to. What it returns is saved likewise by the
     graph of that backward pass, where it is to be differentiated once more.
     """
-    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, kept, token, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Ordered.apply(at_backward, saved, token, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -88,12 +88,12 @@ def awaited(token: Tensor, ticket: Tensor, link: Link) -> tuple[Tensor, Tensor |
     return result
 
 
-def zeros_for(token: Tensor, held: Sequence[Tensor]) -> Tensor:
+def zeros_for(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The token as it is. Back: parameters of which other ranks have all get a gradient of no elements, in their turn.
 
     What a rank has computed and no rank reads gets zeros: it takes its part in what that layer sums over the ranks.
     """
-    result: Tensor = _ZerosFor.apply(token, *held) if held else token  # type: ignore[no-untyped-call]
+    result: Tensor = _ZerosFor.apply(token, *tensors) if tensors else token  # type: ignore[no-untyped-call]
     return result
 
 
@@ -138,28 +138,28 @@ class _Ordered(torch.autograd.Function):
     def forward(
         ctx: Any,
         at_backward: Callable[..., Sequence[Tensor] | None] | None,
-        kept: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
+        saved = None if ctx.at_backward is None else ctx.at_backward(*ctx.saved_tensors)
         if token is None:
             token = torch.zeros(())
         if torch.is_grad_enabled():  # to be differentiated once more, in the order of this pass
-            return None, None, *_Ordered.apply(None, kept or (), token, *gradients)  # type: ignore[no-untyped-call]
+            return None, None, *_Ordered.apply(None, saved or (), token, *gradients)  # type: ignore[no-untyped-call]
         return None, None, token, *gradients
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor | None, there: Move, back: Move) -> tuple[Tensor, Tensor | None]:
-        ctx.there, ctx.back, ctx.given = there, back, x is not None
+        ctx.there, ctx.back, ctx.has_input = there, back, x is not None
         ctx.set_materialize_grads(False)
         return token.view_as(token), there(x)
 
@@ -171,13 +171,13 @@ class _Moved(torch.autograd.Function):
             token, result = moved(token, gradient, ctx.back, ctx.there)
         else:
             result = ctx.back(gradient)
-        return token, result if ctx.given else None, None, None
+        return token, result if ctx.has_input else None, None, None
 
 
 class _Issued(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor | None, link: Link) -> tuple[Tensor, Tensor]:
-        ctx.link, ctx.given = link, x is not None
+        ctx.link, ctx.has_input = link, x is not None
         ctx.set_materialize_grads(False)
         link.begin(x)
         return token.view_as(token), token.new_zeros(())
@@ -191,7 +191,7 @@ class _Issued(torch.autograd.Function):
             token, result = awaited(token, ticket, returning)
         else:
             result = returning.finish()
-        return token, result if ctx.given else None, None
+        return token, result if ctx.has_input else None, None
 
 
 class _Awaited(torch.autograd.Function):
@@ -215,8 +215,8 @@ class _Awaited(torch.autograd.Function):
 
 class _ZerosFor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, *held: Tensor) -> Tensor:
-        ctx.held = [(one.shape, one.dtype, one.device) for one in held]
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
         return token.view_as(token)
 
@@ -224,7 +224,7 @@ class _ZerosFor(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             token = torch.zeros(())
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.held)
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         wanted = ctx.needs_input_grad[1:]
         return token, *(zero if needed else None for zero, needed in zip(zeros, wanted, strict=True))
 
@@ -257,9 +257,9 @@ def factors(graph: LayerGraph, part: float) -> list[float]:
     return [1.0 if loss == "sum" else part for loss in losses]
 
 
-def sum_of_losses(mine: Tensor, comm: Comm) -> Tensor:
+def sum_of_losses(loss: Tensor, comm: Comm) -> Tensor:
     """All ranks' losses added up, on every rank."""
-    total: Tensor = _SumOfLosses.apply(mine, comm)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumOfLosses.apply(loss, comm)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -267,8 +267,8 @@ class _SumOfLosses(torch.autograd.Function):
     """Back: every rank has the same gradient already."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, comm: Comm) -> Tensor:
-        total: Tensor = mine.detach().clone().reshape(1)
+    def forward(ctx: Any, loss: Tensor, comm: Comm) -> Tensor:
+        total: Tensor = loss.detach().clone().reshape(1)
         if comm.size > 1:
             comm.all_reduce(total, tuple(range(comm.size)), "io", "the loss").wait()
         summed: Tensor = total.reshape(())

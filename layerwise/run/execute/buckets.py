@@ -37,7 +37,7 @@ class ShardLayout:
         return cut if equal and size * len(self.boxes) == self.shape[cut] else None
 
 
-def parts(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
+def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
     """Of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
     group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
     assert mine is not None
@@ -54,28 +54,28 @@ class BucketSlots:
     A row has a part of every parameter, one after the other; behind a part that is not the largest is room.
     """
 
-    def __init__(self, names: Sequence[str], parts: Mapping[str, ShardLayout]) -> None:
-        self.parts = {name: parts[name] for name in names}
-        self.group = parts[names[0]].group
-        self.members, self.size = len(self.group), sum(one.row for one in self.parts.values())
+    def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
+        self.layouts = {name: layouts[name] for name in names}
+        self.group = layouts[names[0]].group
+        self.members, self.size = len(self.group), sum(one.row for one in self.layouts.values())
         starts, start = {}, 0
-        for name, one in self.parts.items():
+        for name, one in self.layouts.items():
             starts[name] = start
             start += one.row
         self._starts = starts
-        self._dimension = {name: one.dimension for name, one in self.parts.items()}
+        self._dimension = {name: one.dimension for name, one in self.layouts.items()}
 
-    def part(self, row: Tensor, name: str, member: int) -> Tensor:
+    def shard(self, row: Tensor, name: str, member: int) -> Tensor:
         """That of one parameter, in a row of a member."""
-        shape = self.parts[name].boxes[member].shape
+        shape = self.layouts[name].boxes[member].shape
         start = self._starts[name]
         return row[start : start + prod(shape)].view(shape)
 
     def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of one parameter its parts in all slots, each with the same elements of its box."""
-        one, cut = self.parts[name], self._dimension[name]
+        one, cut = self.layouts[name], self._dimension[name]
         if cut is None:
-            return [(self.part(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
+            return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
         start, shape = self._starts[name], one.boxes[0].shape
         there = slots[:, start : start + one.row].view(self.members, *shape)
         split: Tensor = full.unflatten(cut, (self.members, shape[cut]))  # type: ignore[no-untyped-call]
@@ -98,28 +98,28 @@ class Bucket:
     names: list[str]
     slots: BucketSlots | None = None  # where each rank keeps a part of them: it gets the sum of that only
     flat: Tensor | None = None  # their gradients, one after another; made at the first
-    mine: Tensor | None = None  # this rank's row of the sum
+    local: Tensor | None = None  # this rank's row of the sum
     tensors: int = 0  # that share the memory of `flat`, as it was made
     missing: set[str] = field(default_factory=set)  # names whose gradient this pass has not made yet
-    left: bool = False  # whether this pass has begun to sum it, or will not
+    sent: bool = False  # whether this pass has begun to sum it, or will not
     handle: Handle | None = None  # the sum under way
 
     @property
     def gathered(self) -> bool:
         """Whether this rank has room for a part of its parameters only, also while gradients are made."""
-        return self.slots is not None and bool(self.slots.parts[self.names[0]].gathered)
+        return self.slots is not None and bool(self.slots.layouts[self.names[0]].gathered)
 
     def begin(self, comm: Comm, what: str) -> Handle:
         """Starts the sum."""
         assert self.flat is not None
-        self.left = True
+        self.sent = True
         if self.slots is None:
             self.handle = comm.all_reduce(self.flat, self.group, "sync", what)
         else:
-            self.mine = self.slots.new(self.flat, slots=1)
+            self.local = self.slots.new(self.flat, slots=1)
             # Where parameters are gathered, in one order with that: so it may be awaited in the backward pass.
             stream: Kind = "gathers" if self.gathered else "sync"
-            self.handle = comm.reduce_scatter(self.mine, self.flat, self.group, "sync", what, stream)
+            self.handle = comm.reduce_scatter(self.local, self.flat, self.group, "sync", what, stream)
         return self.handle
 
     def end(self) -> None:
@@ -127,7 +127,7 @@ class Bucket:
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        if self.slots is not None and self.left:
+        if self.slots is not None and self.sent:
             self.flat = None
 
     def put(self, name: str, gradient: Tensor, scale: float, zero: Tensor) -> None:
@@ -144,18 +144,18 @@ class Bucket:
         if self.flat is None:
             self.flat = self.slots.new(zero)
         for member in range(self.slots.members):
-            self.slots.part(self.flat[member], name, member).fill_(-0.0)
+            self.slots.shard(self.flat[member], name, member).fill_(-0.0)
 
     def summed(self, name: str, rank: int) -> Tensor:
         """This rank's part of the sum."""
         assert self.slots is not None
-        assert self.mine is not None
-        return self.slots.part(self.mine, name, self.group.index(rank))
+        assert self.local is not None
+        return self.slots.shard(self.local, name, self.group.index(rank))
 
 
 def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
     """Those that are to leave now: full ones, behind nothing that is not."""
-    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.left)
+    return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:

@@ -32,7 +32,7 @@ from layerwise.program.instructions import (
 )
 from layerwise.run.compiling import Settings
 from layerwise.run.execute.autograd import Link, awaited, issued, moved, zeros_for
-from layerwise.run.execute.deferred_weights import DeferredWeights, weights_late
+from layerwise.run.execute.deferred_weights import DeferredWeights, defer_weights
 from layerwise.run.execute.gathers import gather_once_more
 from layerwise.run.execute.kernels import Kernels, LayerKernel, Pass, all_there
 from layerwise.run.execute.saved import Block, SavedOutput
@@ -207,7 +207,7 @@ class _Forward:
             if kept is not None and not kept.numel() and run.differentiate and edge.backward and not kept.requires_grad:
                 kept.requires_grad_()  # of nothing: yet the layer sums its statistics' gradients on all ranks
             return kept
-        there, back = self._ways(edge, alike=full and not self.schedule.whole_classes)
+        there, back = self._ways(edge, alike=full and not self.schedule.all_classes)
         if not (run.differentiate and edge.backward):
             with torch.no_grad():
                 return there(x)
@@ -246,9 +246,9 @@ class _Forward:
                 comm.at(number, what)
                 return spans.span(what, "compute")
 
-            late = DeferredWeights(weight.dtype, span)
-            run.token, weight = weights_late(run.token, weight, late)
-            self.deferred[scheduled.layer.name] = late, weight
+            deferred = DeferredWeights(weight.dtype, span)
+            run.token, weight = defer_weights(run.token, weight, deferred)
+            self.deferred[scheduled.layer.name] = deferred, weight
 
     # ---- layers ----
 
@@ -295,8 +295,8 @@ class _Forward:
         kernels = self.executor.kernels
         convolve = None
         if name in self.deferred:
-            late, tensors[count] = self.deferred.pop(name)
-            convolve = late.convolve
+            deferred, tensors[count] = self.deferred.pop(name)
+            convolve = deferred.convolve
         compute: LayerKernel = partial(kernels.layer, run, scheduled, convolve=convolve)
         if name in run.gathers and backward:
             # So all ranks begin to sum the gradients of these before they come to the next layer.

@@ -115,7 +115,7 @@ def _of_parameters(
     for name, bucket in reducer.of.items():
         p, member = local_tensor(reducer.parameters[name]), (len(bucket.group), bucket.group.index(rank))
         if bucket.slots is not None:
-            elements = bucket.slots.parts[name].row * (len(bucket.group) - 1)
+            elements = bucket.slots.layouts[name].row * (len(bucket.group) - 1)
             by_plan, real = elements * planned[name], elements * p.element_size()
             yield ("sync", by_plan, real), True
             times = [1 + bucket.gathered + (bucket.gathered and once_more) for once_more in again[name]]

@@ -40,7 +40,7 @@ class GradientReducer:
         groups: Mapping[str, Group],
         *,
         scale: float = 1.0,
-        parts: Mapping[str, ShardLayout] = NONE,
+        layouts: Mapping[str, ShardLayout] = NONE,
     ) -> None:
         self.parameters, self.scale = parameters, scale
         self.buckets: list[Bucket] = []
@@ -56,13 +56,13 @@ class GradientReducer:
         shared = [name for name in order if len(groups[name]) > 1]
         gradients = list[tuple[Hashable, float]]()
         for name in shared:
-            p, part = local_tensor(parameters[name]), parts.get(name)
+            p, part = local_tensor(parameters[name]), layouts.get(name)
             size = p.nbytes if part is None else part.row * len(part.group) * p.element_size()
             layer = "" if part is None else part.gathered
             gradients.append(((groups[name], p.dtype, layer, part is None), ALONE if layer else size))
         for places in fill(gradients):
             names = [shared[i] for i in places]
-            slots = BucketSlots(names, parts) if names[0] in parts else None
+            slots = BucketSlots(names, layouts) if names[0] in layouts else None
             self.buckets.append(Bucket(groups[names[0]], names, slots))
             self.of |= dict.fromkeys(names, self.buckets[-1])
 
@@ -97,7 +97,7 @@ class GradientReducer:
             bucket.flat = None
         self.views.clear()
 
-    def check_kept(self) -> None:
+    def check_sums(self) -> None:
         """LayerwiseError where a loop has written to a gradient of which one part is summed over the ranks already."""
         for name, version in self.versions.items():
             gradient = self.parameters[name].grad
@@ -129,15 +129,15 @@ class Gradients:
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
-        self.leave_alone: frozenset[str] = frozenset()
+        self.without_gradient: frozenset[str] = frozenset()
         self.unused: set[str] = set()  # of which this rank has none, but others may
         self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
-        reducer.check_kept()
+        reducer.check_sums()
         for bucket in reducer.buckets:
             reducer.renew(bucket)
             bucket.end()  # of a pass that was ended by an error
             bucket.missing = {name for name in bucket.names if self._to_sum(name)}
-            bucket.left = not bucket.missing  # all of it is frozen
+            bucket.sent = not bucket.missing  # all of it is frozen
             for name in bucket.names:
                 p, view = reducer.parameters[name], reducer.views.get(name)
                 if (
@@ -170,9 +170,9 @@ class Gradients:
                 self._allocate(bucket)
             self._place(name, p, gradient, reducer.views[name])
         bucket.missing.discard(name)
-        self._leave()
+        self._send_full()
 
-    def _leave(self) -> None:
+    def _send_full(self) -> None:
         """Begins the sums of the buckets that are full.
 
         Also within no_sync() of those of which this rank keeps a part: it has no room for a gradient of all of it.
@@ -229,7 +229,7 @@ class Gradients:
                     bucket.end()
         for bucket in reducer.buckets:
             if bucket.slots is not None:
-                self._hand_out_parts(bucket)
+                self._hand_out_shards(bucket)
                 continue
             for name in bucket.names:
                 p = reducer.parameters[name]
@@ -242,7 +242,7 @@ class Gradients:
                     self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
-                if name in self.leave_alone and not before:
+                if name in self.without_gradient and not before:
                     continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
@@ -252,13 +252,13 @@ class Gradients:
                     reducer.local.pop(name, None)
                 else:
                     reducer.local.setdefault(name, None)
-        for name in self.elsewhere - self.leave_alone:
+        for name in self.elsewhere - self.without_gradient:
             p = reducer.parameters[name]
             if p.grad is None:
                 reducer.hand_out(p, torch.empty_like(local_tensor(p)))
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
-            if p.grad is not None or name not in self.leave_alone:
+            if p.grad is not None or name not in self.without_gradient:
                 reducer.hand_out(p, gradient if p.grad is None else local_tensor(p.grad) + gradient)
         if self.synchronise:
             reducer.owed.clear()
@@ -267,9 +267,9 @@ class Gradients:
             gradients = ((name, reducer.parameters[name].grad) for name in mixed)
             reducer.versions = {name: local_tensor(g)._version for name, g in gradients if g is not None}
 
-    def _hand_out_parts(self, bucket: Bucket) -> None:
+    def _hand_out_shards(self, bucket: Bucket) -> None:
         """Each parameter gets this rank's part of the sum, added to what it has."""
-        for name in bucket.names if bucket.mine is not None else ():
+        for name in bucket.names if bucket.local is not None else ():
             p = self.reducer.parameters[name]
             if not p.requires_grad:
                 continue
@@ -278,9 +278,9 @@ class Gradients:
                 self.made.discard(name)
             elif p.grad is not None:
                 local_tensor(p.grad).add_(part)
-            elif name not in self.leave_alone:
+            elif name not in self.without_gradient:
                 self.reducer.hand_out(p, part)
-        bucket.flat = bucket.mine = None
+        bucket.flat = bucket.local = None
 
     def refuse_derivatives(self) -> None:
         """Of a pass that was to make a graph: what parameters were given has none, and says so when it is asked for."""
@@ -295,7 +295,7 @@ class Gradients:
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
         for name, p in reducer.parameters.items():
-            if name in self.made and name not in self.leave_alone:
+            if name in self.made and name not in self.without_gradient:
                 call_hooks(p)
 
     def absent(self, name: str) -> None:
@@ -307,14 +307,14 @@ class Gradients:
                 self.elsewhere.add(name)
                 return
             self._fill(bucket, name)
-            self._leave()
+            self._send_full()
 
     def _without_gradient(self) -> None:
         """Fills the buckets, for parameters that the loss does not depend on."""
         for bucket in self.reducer.buckets:
             for name in [name for name in bucket.names if name in bucket.missing]:
                 self._fill(bucket, name)
-        self._leave()
+        self._send_full()
 
     def _fill(self, bucket: Bucket, name: str) -> None:
         """Where no rank has a gradient the parameter is to be left as it is, as on one device.

@@ -37,7 +37,7 @@ class Place:
         self.layer, self.tensor = layer, tensor
 
     def take(self) -> Tensor:
-        """It is there from when its block is made again."""
+        """It is there from when its block is recomputed."""
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             raise LayerwiseError(
@@ -66,39 +66,45 @@ class Block:
                 self._boxes[edge.source] = None if x is None else x.detach()
 
     def compute(
-        self, run: Pass, scheduled: ScheduledLayer, compute: LayerKernel, inputs: list[Tensor | None], given: list[Any]
+        self,
+        run: Pass,
+        scheduled: ScheduledLayer,
+        compute: LayerKernel,
+        inputs: list[Tensor | None],
+        parameters: list[Any],
     ) -> Tensor:
         """A layer's output on this rank, of its inputs and parameters."""
-        kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, given)
-        return kernel.first(inputs, given)
+        kernel = self._kernels[scheduled.layer.name] = _Kernel(run, scheduled, compute, inputs, parameters)
+        return kernel.first(inputs, parameters)
 
     def end(self, run: Pass, values: dict[str, Tensor | None], types: Mapping[str, torch.dtype]) -> None:
-        """The forward pass is through with the block. Back, it is made again before any of it is differentiated."""
+        """The forward pass is through with the block. Back, it is recomputed before any of it is differentiated."""
         leaving = {name: x for name in self._layers if (x := values.get(name)) is not None and x.requires_grad}
         kernels = list(self._kernels.values())
-        counts = [len(kernel.given) for kernel in kernels]
-        sources, kept = list(self._boxes), [*self._boxes.values(), *(p for kernel in kernels for p in kernel.given)]
+        counts = [len(kernel.parameters) for kernel in kernels]
+        sources = list(self._boxes)
+        saved = [*self._boxes.values(), *(p for kernel in kernels for p in kernel.parameters)]
         self._boxes = {}
         for kernel in kernels:
-            kernel.given = []
+            kernel.parameters = []
 
-        def make(*kept: Tensor | None) -> None:
-            rest = iter(kept)
+        def make(*saved: Tensor | None) -> None:
+            rest = iter(saved)
             boxes = {source: next(rest) for source in sources}
-            given = {
+            parameters = {
                 kernel.name: [next(rest) for _ in range(count)] for kernel, count in zip(kernels, counts, strict=True)
             }
             with torch.no_grad():
-                self._make(run, boxes, given, types)
+                self._make(run, boxes, parameters, types)
 
-        run.token, *marked = ordered(run.token, *leaving.values(), at_backward=make, kept=kept)
+        run.token, *marked = ordered(run.token, *leaving.values(), at_backward=make, saved=saved)
         values |= dict(zip(leaving, marked, strict=True))
 
     def _make(
         self,
         run: Pass,
         values: dict[str, Tensor | None],
-        given: Mapping[str, Sequence[Tensor | None]],
+        parameters: Mapping[str, Sequence[Tensor | None]],
         types: Mapping[str, torch.dtype],
     ) -> None:
         """All layers once more, what they are given as ever: the program's instructions."""
@@ -111,7 +117,9 @@ class Block:
             elif isinstance(one, Compute):
                 kernel = self._kernels.get(one.layer)
                 with run_by.spans.span(one.layer + AGAIN, "compute"):
-                    values[one.layer] = None if kernel is None else kernel.again(run, received, given[one.layer])
+                    values[one.layer] = (
+                        None if kernel is None else kernel.recompute(run, received, parameters[one.layer])
+                    )
                 received = []
             elif isinstance(one, Free):
                 values.pop(one.value)
@@ -133,8 +141,8 @@ class Block:
 class _Kernel:
     """What this rank computes of a layer in one forward pass, and in its backward passes once more.
 
-    given: its parameters and buffers; those that training writes to as they were before. None: a tied one, which is an
-    edge, or one that is full only while the layer computes.
+    parameters: its parameters and buffers; those that training writes to as they were before. None: a tied one, which
+    is an edge, or one that is full only while the layer computes.
     """
 
     def __init__(
@@ -143,25 +151,25 @@ class _Kernel:
         scheduled: ScheduledLayer,
         compute: LayerKernel,
         inputs: Sequence[Tensor | None],
-        given: Sequence[Any],
+        parameters: Sequence[Any],
     ) -> None:
         self.name, self._compute, self._inputs = scheduled.layer.name, compute, len(scheduled.layer.specs)
-        self._wanted = [x is not None and x.requires_grad for x in (*inputs, *given)]
+        self._wanted = [x is not None and x.requires_grad for x in (*inputs, *parameters)]
         self._places: list[ref[Place]] = []
         self._moving = {name for name, *_ in scheduled.layer.remembered} if run.training else set()
         gathered = run.gathers[self.name].names if self.name in run.gathers else ()
         self._names = scheduled.parameters
-        self.given: list[Tensor | None] = [
+        self.parameters: list[Tensor | None] = [
             None if name is None or name in gathered else p.detach().clone() if name in self._moving else p.detach()
-            for name, p in zip(self._names, given, strict=True)
+            for name, p in zip(self._names, parameters, strict=True)
         ]
 
-    def first(self, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
+    def first(self, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> Tensor:
         """In the forward pass."""
-        held = self._held(given)
+        lasting = self._lasting(parameters)
 
         def pack(x: Tensor) -> Tensor | Place:
-            if _storage(x) in held:
+            if _storage(x) in lasting:
                 return x.detach()
             place = Place(self.name)
             self._places.append(ref(place))
@@ -171,12 +179,12 @@ class _Kernel:
             return packed.take() if isinstance(packed, Place) else packed
 
         with saved_tensors_hooks(pack, unpack):
-            return self._compute(inputs, given)
+            return self._compute(inputs, parameters)
 
-    def again(self, run: Pass, received: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> Tensor:
+    def recompute(self, run: Pass, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
         """In a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
-        given = [
+        parameters = [
             next(tied)
             if name is None
             else run.parameters[name]
@@ -184,21 +192,21 @@ class _Kernel:
             else p.clone()
             if name in self._moving
             else p
-            for p, name in zip(kept, self._names, strict=True)
+            for p, name in zip(saved, self._names, strict=True)
         ]
         fresh = [
             x.detach().requires_grad_() if x is not None and wanted else x
-            for x, wanted in zip((*received[: self._inputs], *given), self._wanted, strict=True)
+            for x, wanted in zip((*received[: self._inputs], *parameters), self._wanted, strict=True)
         ]
-        inputs, given = fresh[: self._inputs], fresh[self._inputs :]
-        held, places = self._held(given), iter(self._places)
+        inputs, parameters = fresh[: self._inputs], fresh[self._inputs :]
+        lasting, places = self._lasting(parameters), iter(self._places)
 
         def pack(x: Tensor) -> None:
-            if _storage(x) not in held:
+            if _storage(x) not in lasting:
                 self._fill(places, x)
 
         with torch.enable_grad(), saved_tensors_hooks(pack, _never):
-            out = self._compute(inputs, given).detach()
+            out = self._compute(inputs, parameters).detach()
         if next(places, None) is not None:
             raise self._otherwise()
         return out
@@ -216,9 +224,11 @@ class _Kernel:
             f"layer {self.name!r} is recomputed, and does not compute the same the second time: leave recompute out"
         )
 
-    def _held(self, given: Sequence[Tensor | None]) -> set[int]:
+    def _lasting(self, parameters: Sequence[Tensor | None]) -> set[int]:
         """Memory that lives anyway: that of parameters and buffers."""
-        return {_storage(p) for p, name in zip(given, self._names, strict=True) if name is not None and p is not None}
+        return {
+            _storage(p) for p, name in zip(parameters, self._names, strict=True) if name is not None and p is not None
+        }
 
 
 def _storage(x: Tensor) -> int:
@@ -226,7 +236,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _never(_: object) -> Tensor:
-    raise AssertionError("what is made again is not differentiated")
+    raise AssertionError("what is recomputed is not differentiated")
 
 
 class SavedOutput:
@@ -235,7 +245,9 @@ class SavedOutput:
     def __init__(self) -> None:
         self._places: list[ref[Place]] = []
 
-    def compute(self, compute: LayerKernel, inputs: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Tensor:
+    def compute(
+        self, compute: LayerKernel, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+    ) -> Tensor:
         """The layer's output."""
         places = list[ref[Place]]()  # what is saved lives as long as autograd has it, and autograd has `pack`, too
 
@@ -245,18 +257,18 @@ class SavedOutput:
             return place
 
         with saved_tensors_hooks(pack, attrgetter("tensor")):
-            out = compute(inputs, given)
+            out = compute(inputs, parameters)
         self._places = [one for one in places if (place := one()) is not None and _same(place.tensor, out)]
         return out
 
-    def move(self, edge: ScheduledEdge, given: Tensor | None) -> None:
-        """It is kept as a part of what the reader was given; the memory of the output may go."""
+    def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
+        """It is saved as a part of what the reader was given; the memory of the output may go."""
         way, places, self._places = edge.redistribution, self._places, []
         own = way.transfer.own
         assert own is not None
-        assert given is not None
+        assert received is not None
         for place in filter(None, (one() for one in places)):
-            place.tensor = given.detach()[own.slices(way.room)]
+            place.tensor = received.detach()[own.slices(way.room)]
 
 
 def _same(x: Tensor | None, y: Tensor) -> bool:

@@ -24,10 +24,10 @@ class Unused:
         """A backward pass begins."""
         self._used = set()
 
-    def came(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
+    def reach(self, graph: LayerGraph, has_gradient: Sequence[bool]) -> None:
         """It comes to the outputs of a call, and has a gradient of some. graph: the network as it was called."""
-        known = graph.layers[-1].inputs == self._outputs
-        used = {i for i in range(len(self._outputs)) if not known or has_gradient[i]}
+        same = graph.layers[-1].inputs == self._outputs
+        used = {i for i in range(len(self._outputs)) if not same or has_gradient[i]}
         self._used |= used
         if torch.is_grad_enabled():
             self._twice |= used

@@ -15,7 +15,7 @@ from layerwise.ops.base import Role
 from layerwise.partition.boxes import Each
 from layerwise.partition.groups import sharing
 from layerwise.partition.sharding import Sharding
-from layerwise.run.execute.buckets import parts
+from layerwise.run.execute.buckets import shard_layout
 from layerwise.run.execute.gathers import Gathers
 from layerwise.run.execute.reducer import GradientReducer, Gradients
 from layerwise.run.execute.spans import NOTHING
@@ -49,8 +49,8 @@ class WorkingParameters:
         self._state, self._comm, self._graph = state, state.comm, schedule.graph
         self._gradients = WeakMethod(gradients)  # its owner owns this
         owners = {name: layer.name for layer in self._graph.layers for name, _ in layer.own_parameters()}
-        self.parts = {
-            name: parts(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
+        self.layouts = {
+            name: shard_layout(boxes[name], one, self._comm.rank, gathered=owners[name] if states == "gathered" else "")
             for name, (one, states) in shared_out.items()
             if boxes[name][self._comm.rank] is not None
         }
@@ -63,7 +63,7 @@ class WorkingParameters:
         order += [layer.name for layer in reversed(self._graph.layers) if layer.name in self._tied]
         mine: dict[str, Group] = {name: groups[self._comm.rank] for name, groups in self.groups.items()}
         ordered = [name for name in order if name in mine]
-        self.reducer = GradientReducer(every, ordered, mine, scale=scale, parts=self.parts)
+        self.reducer = GradientReducer(every, ordered, mine, scale=scale, layouts=self.layouts)
         self.unused = Unused(self._graph, self._comm)
         self._tensors: Mapping[str, Tensor] = {}
 
@@ -77,11 +77,11 @@ class WorkingParameters:
         if not self._tensors:
             tensors = {name: local_tensor(tensor) for name, tensor in self._state.tree.tensors().items()}
             self._tensors = {name: self._leaf(name, t) if name in summed else t for name, t in tensors.items()}
-            self._gathers = Gathers(self._graph, self.parts, self.reducer, self._tensors, self._comm)
+            self._gathers = Gathers(self._graph, self.layouts, self.reducer, self._tensors, self._comm)
         if summed:
             tensors = dict(self._tensors)
             for name, p in summed.items():
-                if name not in self.parts and tensors[name].data_ptr() != local_tensor(p).data_ptr():
+                if name not in self.layouts and tensors[name].data_ptr() != local_tensor(p).data_ptr():
                     tensors[name] = self._leaf(name, local_tensor(p))
                 tensors[name].requires_grad_(p.requires_grad)
             self._tensors = tensors
@@ -106,12 +106,12 @@ class WorkingParameters:
     def finish(self, gradients: Gradients) -> None:
         """The backward pass has come by all."""
         self._gathers.end()
-        gradients.leave_alone = self.unused.parameters()
+        gradients.without_gradient = self.unused.parameters()
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         leaf = tensor.detach()
-        if name in self.parts:
-            leaf = leaf.new_empty(self.parts[name].shape)
+        if name in self.layouts:
+            leaf = leaf.new_empty(self.layouts[name].shape)
         leaf.requires_grad_()
         # It must not hold what holds the leaf, which garbage collection would not see.
         leaf.register_post_accumulate_grad_hook(partial(_made, ref(self), name))  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class WorkingParameters:
         gradient, leaf.grad = leaf.grad, None
         self._gathers.made(name)
         if gradient is None:  # autograd has come by, with nothing: of an output that this rank's loss does not use
-            if name in self.parts and self.parts[name].gathered:  # others may wait for its sum
+            if name in self.layouts and self.layouts[name].gathered:  # others may wait for its sum
                 gradients.absent(name)
             return
         # A context takes longer than what is in it.

@@ -51,11 +51,11 @@ class Unchanged:
     """The attributes of all modules below `root`, as they are now: layers go on with these."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._rows = [(name, vars(module), dict(vars(module))) for name, module in root.named_modules()]
+        self._attributes = [(name, vars(module), dict(vars(module))) for name, module in root.named_modules()]
 
     def check(self, *, training: bool) -> None:
         """LayerwiseError where one is another now, or a module has another mode than the whole model."""
-        for name, now, before in self._rows:
+        for name, now, before in self._attributes:
             before["training"] = training
             if not _equal(now, before):  # quick where nothing was set: all values are the same objects
                 keys = dict.fromkeys((*now, *before))

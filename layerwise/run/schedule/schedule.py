@@ -87,11 +87,11 @@ class Schedule:
     """
 
     def __init__(
-        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, whole_classes: bool
+        self, graph: LayerGraph, plan: Plan, comm: Comm, options: RuntimeOptions, *, all_classes: bool
     ) -> None:
         self.graph, self.comm, self.options = options.typed(graph), comm, options
         self.places, self._io = places(graph, plan), plan.io
-        self.free, self.boxes, self.whole_classes = plan.io != "sample", plan.io == "boxes", whole_classes
+        self.free, self.boxes, self.all_classes = plan.io != "sample", plan.io == "boxes", all_classes
         self.groups: set[Group] = set()
         self.statistics: set[Group] = set()
         self.sinks: list[Each] = []
@@ -190,7 +190,7 @@ class Schedule:
         spec, source = sink.specs[slot], self.graph[sink.inputs[slot]]
         if self.boxes and self._keeps_its_box(sink, slot):
             need = self.places[source.name].owned.each
-        elif self.free and self.whole_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
+        elif self.free and self.all_classes and len(sink.inputs) == 1 and len(spec.shape) > 1:
             need = of_all_classes(self.places[sink.inputs[slot]].owned, spec).each
         else:
             need = self.places[sink.name].computed.needs(sink.space.needs[slot]).each
