@@ -73,9 +73,8 @@ class LayeredModule(SplitFacade):
         self._hold(State(network, held, plan.device_order, comm, options))
         self._shapes = Shapes(network, plan, comm, options)
         self._arguments = self._shapes.arguments
-        self._network = without_memory(
-            network, self._state.types, self._state.extra
-        )  # for copies, and other element types
+        # For copies, and other element types.
+        self._network = without_memory(network, self._state.types, self._state.extra)
         every = self._state.tree.parameters()
         self._frozen = [(name, p) for name, p in every.items() if not p.requires_grad]
         self._places = Places(self._model)
@@ -89,9 +88,8 @@ class LayeredModule(SplitFacade):
         self._working = WorkingParameters(self._state, first, boxes, shared_out, 1 / self._mean_over, self.gradients)
         self._reducer = self._working.reducer
         held_by = {name: groups for name, groups in self._working.groups.items() if name not in shared_out}
-        self._comparison = (
-            RankComparison(every, held_by, comm.size) if options.compare_ranks and comm.size > 1 else None
-        )
+        compare = options.compare_ranks and comm.size > 1
+        self._comparison = RankComparison(every, held_by, comm.size) if compare else None
         self._prepare("gathers", {sharing(boxes[name], rank) for name in shared_out for rank in range(comm.size)})
         self._prepare("sync", {group for groups in self._working.groups.values() for group in groups})
         self._prepare("io", {tuple(range(comm.size))})
@@ -177,10 +175,12 @@ class LayeredModule(SplitFacade):
         """What the layers make of this rank's boxes of the inputs. scales: of the outputs' gradients."""
         seed = combine(self.options.seed, self.steps)
         if self.training or torch.is_grad_enabled():  # a step may follow
-            self._may_change()
+            self._initial = {}
         if self.training:
             self.steps += 1
             self._state.count()
+            if next(self.buffers(), None) is not None:  # running statistics
+                self._original.make_stale()
         first = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         known, gathers = self._working.begin(executor.constants)
         run = Pass(known, self.training, seed, self.steps, self._begins(first), gathers)
@@ -229,6 +229,7 @@ class LayeredModule(SplitFacade):
         has_gradient: Sequence[bool],
     ) -> None:
         """A backward pass comes to the outputs of a call. versions_then: versions of its parameters."""
+        self._original.make_stale()
         check_unwritten(self._reducer.parameters, versions_then)
         self.begin()
         self._working.unused.reach(graph, has_gradient)

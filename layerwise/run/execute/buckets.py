@@ -167,3 +167,19 @@ def scaled(gradient: Tensor, scale: float) -> Tensor:
         if owners == OWNERS:
             return gradient.mul_(scale)
     return gradient * scale
+
+
+def tensors_in(flat: Tensor) -> int:
+    """How many tensors share its memory, and a constant."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count
+
+
+def is_nothing(view: Tensor) -> bool:
+    """Whether this is the sum of what `Gradients` filled in alone, for no gradient."""
+    first = view.reshape(-1)[:1]
+    return bool(((first == 0) & first.signbit()).all())
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

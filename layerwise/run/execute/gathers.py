@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from layerwise.comm.base import Comm, Group, Handle
 from layerwise.graph.layer import LayerGraph
-from layerwise.run.execute.buckets import BucketSlots, ShardLayout
-from layerwise.run.execute.reducer import GradientReducer, tensors_in
+from layerwise.run.execute.buckets import BucketSlots, ShardLayout, tensors_in
+from layerwise.run.execute.reducer import GradientReducer
 from layerwise.run.guards.refusals import check_unwritten
 from layerwise.run.local_tensor import Version, local_tensor, version
 

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from layerwise.comm.base import Comm, Group
 from layerwise.errors import LayerwiseError
 from layerwise.partition.buckets import ALONE, fill
-from layerwise.run.execute.buckets import Bucket, BucketSlots, ShardLayout, full, scaled
+from layerwise.run.execute.buckets import (
+    Bucket,
+    BucketSlots,
+    ShardLayout,
+    full,
+    is_nothing,
+    same_memory,
+    scaled,
+    tensors_in,
+)
 from layerwise.run.guards.hooks import call_hooks, refuse_derivatives
 from layerwise.run.local_tensor import is_dtensor, like, local_tensor
 from layerwise.run.trace import Trace
@@ -84,7 +93,7 @@ class GradientReducer:
         for name in bucket.names:
             gradient = self.parameters[name].grad
             part = None if gradient is None else local_tensor(gradient)
-            if part is None or not _same(part, self.views[name]):
+            if part is None or not same_memory(part, self.views[name]):
                 kept |= sys.getrefcount(self.views[name]) > 2  # ours, and the call's
         if kept or tensors_in(bucket.flat) > bucket.tensors:
             bucket.flat = None
@@ -144,7 +153,7 @@ class Gradients:
                     not p.requires_grad
                     and p.grad is not None
                     and view is not None
-                    and _same(local_tensor(p.grad), view)
+                    and same_memory(local_tensor(p.grad), view)
                 ):
                     # Of before it was frozen: to stay as it is while its bucket is summed.
                     reducer.hand_out(p, local_tensor(p.grad).clone())
@@ -209,7 +218,7 @@ class Gradients:
                 self.earlier[name] = summed
             torch.add(zero, total, out=view)
         elif self.synchronise:
-            self.earlier[name] = held.clone() if _same(held, view) else held
+            self.earlier[name] = held.clone() if same_memory(held, view) else held
             torch.add(zero, gradient, alpha=scale, out=view)
         else:
             local[name] = held.clone()
@@ -238,7 +247,7 @@ class Gradients:
                 if not self.synchronise:
                     reducer.owed.add(name)
                 view = reducer.views[name]
-                if name in self.unused and (not self.synchronise or _none(view)):
+                if name in self.unused and (not self.synchronise or is_nothing(view)):
                     self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
@@ -274,7 +283,7 @@ class Gradients:
             if not p.requires_grad:
                 continue
             part = bucket.summed(name, self.comm.rank)
-            if name in self.unused and _none(part):
+            if name in self.unused and is_nothing(part):
                 self.made.discard(name)
             elif p.grad is not None:
                 local_tensor(p.grad).add_(part)
@@ -332,7 +341,7 @@ class Gradients:
             return
         if bucket.flat is None:
             self._allocate(bucket)
-        if p.grad is not None and _same(local_tensor(p.grad), reducer.views[name]):
+        if p.grad is not None and same_memory(local_tensor(p.grad), reducer.views[name]):
             reducer.hand_out(p, local_tensor(p.grad).clone())
         reducer.views[name].fill_(-0.0)
         bucket.missing.discard(name)
@@ -348,19 +357,3 @@ class Gradients:
             self.reducer.views[name] = bucket.flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         bucket.tensors = tensors_in(bucket.flat)
-
-
-def tensors_in(flat: Tensor) -> int:
-    """How many tensors share its memory, and a constant."""
-    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return count
-
-
-def _none(view: Tensor) -> bool:
-    """Whether this is the sum of what `_without_gradient` filled in alone."""
-    first = view.reshape(-1)[:1]
-    return bool(((first == 0) & first.signbit()).all())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()

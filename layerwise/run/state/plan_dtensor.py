@@ -143,7 +143,7 @@ def _elementwise(func: Any) -> bool:
     name: str = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return name.endswith("_") or name == "_foreach_sqrt"  # of Adam; others may reduce
-    pointwise: bool = torch.Tag.pointwise in func.tags
+    pointwise: bool = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     return pointwise or name in ("zero_", "fill_", "copy_")
 
 
