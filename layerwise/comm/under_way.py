@@ -51,7 +51,7 @@ class UnderWay:
         self.silent = silent
 
     def wait(self) -> None:
-        """Also brings what has arrived to where it belongs. With NCCL it returns at once: the GPU waits."""
+        """Waits, and copies what was received to where it belongs. With NCCL it returns at once: the GPU waits."""
         if not self.works:
             return
         works, self.works = self.works, ()
@@ -63,7 +63,7 @@ class UnderWay:
         self.tensors = self.staged = ()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """From gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits for it."""
+        """Calls from gloo's thread, or one that waits for messages; with NCCL at once, on a stream that waits."""
         last = self.works[-1][1] if self.works else None
         if last is None:
             call()

@@ -94,7 +94,7 @@ class Batch:
         return total, slices[self._comm.rank]
 
     def _one_after_the_other(self, counts: list[int]) -> tuple[slice, ...]:
-        """As many samples as each rank has, in the order of the plan's devices."""
+        """Returns slices of as many samples as each rank has, in the order of the plan's devices."""
         order = self._plan.device_order
         ends = dict(zip(order, accumulate(counts[rank] for rank in order), strict=True))
         return tuple(slice(ends[rank] - count, ends[rank]) for rank, count in enumerate(counts))

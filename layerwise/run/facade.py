@@ -26,7 +26,7 @@ class ModuleFacade(ParallelModule):
     _model: nn.Module
 
     def _share(self, model: nn.Module) -> None:
-        """From now on this is its model."""
+        """Makes this its model."""
         self.__dict__["_model"] = model  # not registered: its modules are this one's
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -42,7 +42,7 @@ class ModuleFacade(ParallelModule):
             self._model.training = mode
 
     def train(self, mode: bool = True) -> Self:
-        """As the model's own class has it."""
+        """Sets the mode as the model's own class does."""
         self._model.train(mode)
         return self
 
@@ -164,7 +164,7 @@ class SplitFacade(ModuleFacade):
         return self
 
     def apply(self, fn: Function) -> Self:
-        """To the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.
+        """Calls `fn` on the model's modules, in PyTorch's order, with full parameters in them; every rank calls it.
 
         So random initial values are one device's: those of rank 0 count. It takes the memory of the full model for the
         moment. LayerwiseError where parameters have gradients, or `fn` replaces some.

@@ -70,7 +70,7 @@ class Inputs:
         return names
 
     def fed(self, schedule: Schedule, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By layer, what each has, constants too, on the device. LayerwiseError for a wrong shape or element type."""
+        """Returns each layer's box, constants too, on the device. LayerwiseError for a wrong shape or element type."""
         given = {
             layer.name: self._checked(schedule, layer.name, x.to(self.options.device))
             for layer, x in zip(self._layers, inputs, strict=True)

@@ -285,7 +285,7 @@ class LayeredModule(SplitFacade):
         return super().shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayeredModule:
-        """With the same values, and the same ranks to run it on; every rank copies alike."""
+        """Returns a module of the same values on the same ranks; every rank copies alike."""
         self._unchanged.check(training=self.training)  # the copy is as the model was traced
         made = LayeredModule(self._network, self.plan, self.comm, self.options, self.loss)
         memo[id(self)] = made
@@ -298,7 +298,7 @@ class LayeredModule(SplitFacade):
         return made.train(self.training)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """By the model's names; DTensors where the plan splits them, which torch.distributed.checkpoint saves.
+        """Returns tensors by the model's names; DTensors where the plan splits them, which dcp saves.
 
         Where no DTensor says which box a rank holds: this rank's boxes, as `fc.weight[0:8 of 16, :]`.
         """

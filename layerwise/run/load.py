@@ -156,7 +156,7 @@ def _module(
 
 
 def serial(plan: Plan) -> Plan:
-    """The same network on one device."""
+    """Returns the plan of the same network on one device."""
     return replace(
         plan,
         gpus=1,

@@ -35,7 +35,7 @@ class MeanLoss:
     others: set[int]  # integers that are none of its classes, and were tried, too
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
-        """Of a box. LayerwiseError where the target has positions that the loss leaves out."""
+        """Returns the loss of a box. LayerwiseError where the target has positions that the loss leaves out."""
         if not target.is_floating_point() and target.numel():
             for other in self._new(target):
                 self._try(other)
@@ -43,7 +43,7 @@ class MeanLoss:
         return made
 
     def _new(self, target: Tensor) -> list[int]:
-        """Integers of the target that are no classes, and were not tried yet."""
+        """Returns integers of the target that are no classes, and were not tried yet."""
         classes = self.predicted.shape[1] if self.predicted.dim() > 1 else 0
         if target.min() >= 0 and target.max() < classes:
             return []
@@ -161,7 +161,7 @@ def returned(
 
 
 def without_classes(box: Box) -> Box:
-    """Of a prediction's box that of its target, which has a class where the prediction has dimension 1."""
+    """Returns the target's box of a prediction's: a class stands where the prediction has dimension 1."""
     return Box(box.lo[:1] + box.lo[2:], box.hi[:1] + box.hi[2:])
 
 

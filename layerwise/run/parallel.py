@@ -40,7 +40,7 @@ class RankState(Protocol):
     def full_state_dict(self) -> dict[str, Tensor]: ...
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By the network's names."""
+        """Returns them by the network's names."""
 
     def sharing(self, name: str) -> Group:
         """The ranks that hold the same box of a parameter as this one."""
@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def gradients(self) -> Gradients:
-        """Of the backward pass that runs, which begins here unless it has begun."""
+        """Returns those of the backward pass that runs, which begins here unless it has begun."""
         self.begin()
         assert self._pass is not None
         return self._pass[1]
@@ -148,7 +148,7 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it the backward pass leaves gradients unsynchronised; the next one outside sums them all."""
+        """Returns a context whose backward passes leave gradients unsynchronised; the next one outside sums all."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -189,7 +189,7 @@ class ParallelModule(nn.Module):
             )
 
     def read_boxes(self) -> dict[str, Box]:
-        """By input, which box of the global batch's this rank is to be given: with io "boxes" what its layers need."""
+        """Returns the box of each input that this rank is to be given: with io "boxes" what its layers need."""
         places, rank = self.schedule.places, self.comm.rank
         inputs = [layer for layer in self.graph.layers if layer.role is Role.INPUT]
         boxes = {layer.name: places[layer.name].owned.each[rank] for layer in inputs}

@@ -85,7 +85,7 @@ class Shapes:
 
     @property
     def inputs(self) -> Inputs:
-        """Those of the plan's sizes."""
+        """The inputs at the plan's sizes."""
         return self.first.inputs
 
     @property
@@ -99,7 +99,7 @@ class Shapes:
         return tuple(given[layer.name] for layer in self._layers)
 
     def sizes_of(self, given: Sequence[Tensor]) -> Sizes:
-        """Those of a call's inputs, which must be as many as the model takes."""
+        """Returns the sizes of a call's inputs, which must be as many as the model takes."""
         return tuple(_size(layer, tuple(x.shape)) for layer, x in zip(self._layers, given, strict=True))
 
     def at(self, sizes: Sizes, *, training: bool) -> Shaped:
@@ -187,7 +187,7 @@ def _size(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fewer(config: Config, batch: int, layer: Layer) -> Config:
-    """With at most one cell a sample. Cells go along samples last, so a rank that computes has the same parameters."""
+    """Returns it with at most one cell a sample. A rank that computes has the same parameters."""
     if config.placement == "strided" and layer.own_parameters():
         return config
     degrees = tuple((label, min(degree, batch) if label == "n" else degree) for label, degree in config.degrees)

@@ -18,7 +18,7 @@ MUCH = 2**24  # bytes of parameters: for less, a collection (some tenth of a sec
 
 
 def without_memory(network: Network, types: Mapping[str, str], extra: Mapping[str, Tensor]) -> Network:
-    """The same, to be made parallel again: parameters read as tensors of the meta device, constants as before.
+    """Returns the network, to be made parallel once more: parameters are read as meta tensors, constants as before.
 
     types: of what has values, by names in the graph. extra: what the network does not compute with. A module that
     cannot be copied stays as it is, with its memory.

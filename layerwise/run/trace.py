@@ -73,7 +73,7 @@ class Trace:
             return self._begun
 
     def end(self, token: int) -> None:
-        """It has ended. What was begun while the trace was off is ignored."""
+        """Ends a span. What was begun while the trace was off is ignored."""
         with self._lock:
             begun = self._open.pop(token, None)
         if begun is not None:

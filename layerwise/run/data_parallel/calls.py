@@ -51,7 +51,7 @@ class Samples:
         self._paths = [path for path, leaf in arguments.leaves.items() if leaf.name in rows]
 
     def given(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-        """Of this rank. LayerwiseError where no tensor is given."""
+        """Returns this rank's number. LayerwiseError where no tensor is given."""
         flat = self._arguments.named(inputs, named)
         known = (*(flat.get(path) for path in self._paths), *flat.values())
         x = next((x for x in known if isinstance(x, Tensor) and x.dim()), None)

@@ -152,7 +152,7 @@ def _only_returned(node: Any) -> bool:
 
 
 class AveragedParameters:
-    """As they are now, on one of several ranks.
+    """The parameters of the user's module as they are now, on one of several ranks.
 
     leaves: what autograd makes of them. reducer: sums that up. comparison: of the ranks' values, where wanted.
     """

@@ -51,7 +51,7 @@ def _made(
     network: Network,
     options: RuntimeOptions,
 ) -> Tensor:
-    """As `State` makes it: drawn by position; zeros for what the network does not compute with."""
+    """Returns a value as `State` makes it: drawn by position; zeros for what the network does not compute with."""
     if name in described:
         layer, p = described[name]
         dtype = options.element_type(dtype_name(tensor.dtype), network.graph)

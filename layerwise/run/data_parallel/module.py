@@ -101,7 +101,7 @@ class DataParallelModule(ModuleFacade):
         return self._model
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """To the user's module and all in it."""
+        """Calls `fn` on the user's module and all in it."""
         self.module.apply(fn)
         return self
 
@@ -185,7 +185,7 @@ class DataParallelModule(ModuleFacade):
         return Call(seed, told(alike=self._averaged.comparison, step=self.steps * training))
 
     def _move(self, x: Tensor) -> Tensor:
-        """To the run's device, and to its element type from the network's."""
+        """Returns it on the run's device, in the run's element type."""
         return x.to(self.options.device, self.options.element_type(dtype_name(x.dtype), self.graph))
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -194,7 +194,7 @@ class DataParallelModule(ModuleFacade):
         return torch.autocast(self.options.device.type, self.options.autocast)
 
     def _scale(self, call: Call) -> float:
-        """Of the outputs' gradients: their mean over the ranks is then that of the loss of all samples."""
+        """Returns the factor of the outputs' gradients: their mean over the ranks is then that of the loss of all."""
         if self.comm.size == 1:
             return 1.0
         key = call.samples, call.total
@@ -281,7 +281,7 @@ class DataParallelModule(ModuleFacade):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As the user's module does, which raises LayerwiseError here. assign: on one device."""
+        """Loads into the user's module; its RuntimeError is a LayerwiseError here. assign: on one device."""
         if assign and self.comm.size > 1:
             raise LayerwiseError("load_state_dict(assign=True) would replace parameters: give assign=False")
         return self._state.load(state_dict, strict=strict, assign=assign)

@@ -35,7 +35,7 @@ class ModuleSpans:
             handle.remove()
 
     def _follow(self, name: str, first: nn.Module, last: nn.Module) -> None:
-        """Of one layer."""
+        """Registers the hooks of one layer."""
         running: dict[str, int] = {}
 
         def end(key: str) -> None:

@@ -87,7 +87,7 @@ class PositionalDropout(Replacement[nn.modules.dropout._DropoutNd]):
         return self._dropped(x, call, seeds[self.place_of_seed])
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
-        """Of each element, or of each channel of a sample."""
+        """Drops elements, or channels of samples."""
         return self._dropped(x, call, self.draws.seed(call.seed))
 
     def _dropped(self, x: Tensor, call: Call, seed: Seed) -> Tensor:
@@ -120,7 +120,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
         return self.module.training or self.module.running_mean is None
 
     def compute(self, x: Tensor, call: Call) -> Tensor:
-        """As `layerwise.ops.nn.norm.BatchNorm` does, and torch.nn.BatchNorm2d counts."""
+        """Normalises as `layerwise.ops.nn.norm.BatchNorm` does, and counts as torch.nn.BatchNorm2d."""
         module = self.module
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         count = self._count(x, call)
@@ -155,7 +155,7 @@ class GlobalBatchNorm(Replacement[nn.modules.batchnorm._BatchNorm]):
 
 
 class CountedBatchNorm(GlobalBatchNorm):
-    """The same where it is not known how many rows a sample has: the ranks count them together."""
+    """A GlobalBatchNorm of inputs with an unknown number of rows a sample: the ranks count them together."""
 
     def _count(self, x: Tensor, call: Call) -> int:
         own = torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64, device=x.device)

@@ -29,7 +29,7 @@ class ShardLayout:
 
     @property
     def dimension(self) -> int | None:
-        """That is cut into equal parts, in the order of the group; None where they are unequal or in another order."""
+        """The dimension cut into equal parts in the group's order; None where they are unequal, or otherwise."""
         first, last = self.boxes[0], self.boxes[-1]
         cut = next(k for k in range(len(self.shape)) if first.shape[k] < self.shape[k])
         size = first.shape[cut]
@@ -38,7 +38,7 @@ class ShardLayout:
 
 
 def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str) -> ShardLayout:
-    """Of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
+    """Returns the layout of a parameter with these boxes by rank. gathered: as ShardLayout has it."""
     group, mine, held = sharing(computed, rank), computed[rank], sharding.boxes.each
     assert mine is not None
     kept = [box for member in group if (box := held[member]) is not None]
@@ -49,9 +49,9 @@ def shard_layout(computed: Each, sharding: Sharding, rank: int, *, gathered: str
 
 
 class BucketSlots:
-    """Where each of some parameters of one group lies: `members` slots of `size` elements.
+    """The layout in a bucket of some parameters of one group: `members` slots of `size` elements.
 
-    A row has a part of every parameter, one after the other; behind a part that is not the largest is room.
+    A slot has a shard of every parameter, one after the other; behind a part that is not the largest is room.
     """
 
     def __init__(self, names: Sequence[str], layouts: Mapping[str, ShardLayout]) -> None:
@@ -66,13 +66,13 @@ class BucketSlots:
         self._dimension = {name: one.dimension for name, one in self.layouts.items()}
 
     def shard(self, row: Tensor, name: str, member: int) -> Tensor:
-        """That of one parameter, in a row of a member."""
+        """Returns one parameter's shard in the slot of a member."""
         shape = self.layouts[name].boxes[member].shape
         start = self._starts[name]
         return row[start : start + prod(shape)].view(shape)
 
     def pairs(self, slots: Tensor, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of one parameter its parts in all slots, each with the same elements of its box."""
+        """Returns one parameter's shards in all slots, each with the same elements of its box."""
         one, cut = self.layouts[name], self._dimension[name]
         if cut is None:
             return [(self.shard(slots[i], name, i), full[box.slices()]) for i, box in enumerate(one.boxes)]
@@ -154,12 +154,12 @@ class Bucket:
 
 
 def full(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Those that are to leave now: full ones, behind nothing that is not."""
+    """Yields the buckets to send now: full ones, behind nothing that is not."""
     return (bucket for bucket in takewhile(lambda one: not one.missing, buckets) if not bucket.sent)
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:
-    """In place where nothing else has its memory: with a copy the two would be the most that a step holds."""
+    """Returns it times `scale`, in place where nothing else has its memory: two would be the most that a step holds."""
     if scale == 1:
         return gradient
     if gradient.layout == torch.strided:

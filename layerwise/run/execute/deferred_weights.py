@@ -17,7 +17,7 @@ Settings = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int
 
 
 class DeferredWeights:
-    """Of one convolution in one forward pass; in each backward pass the gradient of the weights that is yet to be made.
+    """One convolution of a forward pass, the gradient of whose weights is made later in each backward pass.
 
     span: what it is made in.
     """
@@ -36,7 +36,7 @@ class DeferredWeights:
         dilation: Sequence[int],
         groups: int,
     ) -> Tensor:
-        """As PyTorch's conv1d to conv3d. Back: gradients of x and the bias; that of the weight is left to `make`."""
+        """Returns what conv1d to conv3d do. Back: gradients of x and the bias; `make` makes that of the weight."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)

@@ -116,7 +116,7 @@ class _Forward:
         }
 
     def outputs(self) -> list[Tensor | None]:
-        """Of the pass."""
+        """Goes through the pass, and returns what the sink receives."""
         for name, instructions in self.executor.steps(self.run):
             self.comm.at(self.run.number, name)
             for instruction in instructions:
@@ -215,7 +215,7 @@ class _Forward:
         return result
 
     def _ways(self, edge: ScheduledEdge, *, alike: bool = False) -> tuple[Way, Way]:
-        """There and back. alike: nothing is added up, as all ranks have the same gradient."""
+        """Returns the ways there and back. alike: nothing is added up, as all ranks have the same gradient."""
         like, way = self.executor.kernels.empty(self.types[edge.source]), edge.redistribution
         comm, number, name = self.comm, self.run.number, f"{edge.what} (backward)"
 

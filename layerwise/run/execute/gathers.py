@@ -22,7 +22,7 @@ from layerwise.run.local_tensor import Version, local_tensor, version
 
 
 class Gather:
-    """Of some parameters of one group. working: the parameters that are filled, by name."""
+    """A gather of some parameters of one group. working: the parameters that are filled, by name."""
 
     def __init__(
         self, slots: BucketSlots, parameters: Mapping[str, nn.Parameter], working: Mapping[str, Tensor], comm: Comm
@@ -65,7 +65,7 @@ class Gather:
 
 
 class LayerGathers:
-    """Of one layer, whose parameters are full while it computes only. gathers: by group of ranks."""
+    """The gathers of one layer, whose parameters are full while it computes only, one a group of ranks."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
         self._gathers = gathers
@@ -103,7 +103,7 @@ class LayerGathers:
         self.finish()
 
     def mark(self) -> Tensor:
-        """Where a graph holds this, its backward pass reads the parameters without a gather: their memory stays."""
+        """Returns a tensor; a graph that holds it reads the parameters without a gather: their memory stays."""
         return self._mark.detach()
 
     def give_up(self) -> None:
@@ -117,7 +117,7 @@ class LayerGathers:
             self.drop_one(name, out)
 
     def drop_one(self, name: str, out: Tensor | None = None) -> None:
-        """That of one parameter."""
+        """Frees the memory of one parameter."""
         storage = self._working[name].untyped_storage()
         within = out is not None and out.untyped_storage()._cdata == storage._cdata
         if not (self._begun or within or tensors_in(self._mark) > self._marks):

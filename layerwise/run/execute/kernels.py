@@ -125,7 +125,7 @@ class Kernels:
         return made
 
     def autocast(self, scheduled: ScheduledLayer) -> AbstractContextManager[object]:
-        """Where a layer's kernels run: within the run's torch.autocast, or one of the model's own."""
+        """Returns the context of a layer's kernels: the run's torch.autocast, or one of the model's own."""
         kind, wanted = self.options.device.type, scheduled.autocast
         there = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if wanted == there:

@@ -119,7 +119,7 @@ class GradientReducer:
         self.versions = {}
 
     def hand_out(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Where the training loop looks for it, in the memory format of the parameter."""
+        """Puts a gradient into the parameter's `.grad`, in the parameter's memory format."""
         part = local_tensor(p)
         if gradient.stride() != part.stride():
             gradient = torch.empty_like(part).copy_(gradient)
@@ -205,7 +205,7 @@ class Gradients:
             handle.when_done(partial(trace.end, begun))
 
     def _place(self, name: str, p: nn.Parameter, gradient: Tensor, view: Tensor) -> None:
-        """Into the bucket: this gradient, and those of earlier passes that are yet to be summed over the ranks."""
+        """Adds this gradient, and those of earlier passes that are yet to be summed over the ranks, to the bucket."""
         local, held = self.reducer.local, None if p.grad is None else local_tensor(p.grad)
         zero, scale = self.reducer.zero(view), self.reducer.scale
         if held is None:
@@ -292,7 +292,7 @@ class Gradients:
         bucket.flat = bucket.local = None
 
     def refuse_derivatives(self) -> None:
-        """Of a pass that was to make a graph: what parameters were given has none, and says so when it is asked for."""
+        """Makes gradients of a pass that was to make a graph say that they have none, when they are differentiated."""
         for name in self.made:
             p = self.reducer.parameters[name]
             if p.grad is not None:
@@ -326,7 +326,7 @@ class Gradients:
         self._send_full()
 
     def _fill(self, bucket: Bucket, name: str) -> None:
-        """Where no rank has a gradient the parameter is to be left as it is, as on one device.
+        """Fills in what stands for no gradient: where no rank has one the parameter is left as it is, as on one device.
 
         So it stands for zeros with a sign: a sum of -0.0 alone is -0.0, and any other gradient makes it 0.0.
         """

@@ -37,7 +37,7 @@ class Place:
         self.layer, self.tensor = layer, tensor
 
     def take(self) -> Tensor:
-        """It is there from when its block is recomputed."""
+        """Returns the tensor, which is there from when its block is recomputed, once."""
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             raise LayerwiseError(
@@ -165,7 +165,7 @@ class _Kernel:
         ]
 
     def first(self, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> Tensor:
-        """In the forward pass."""
+        """Computes it in the forward pass."""
         lasting = self._lasting(parameters)
 
         def pack(x: Tensor) -> Tensor | Place:
@@ -182,7 +182,7 @@ class _Kernel:
             return self._compute(inputs, parameters)
 
     def recompute(self, run: Pass, received: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> Tensor:
-        """In a backward pass. received: its inputs and tied parameters."""
+        """Computes it once more, in a backward pass. received: its inputs and tied parameters."""
         tied = iter(received[self._inputs :])
         parameters = [
             next(tied)
@@ -262,7 +262,7 @@ class SavedOutput:
         return out
 
     def move(self, edge: ScheduledEdge, received: Tensor | None) -> None:
-        """It is saved as a part of what the reader was given; the memory of the output may go."""
+        """Saves it as a part of what a reader received; the memory of the output may go."""
         way, places, self._places = edge.redistribution, self._places, []
         own = way.transfer.own
         assert own is not None

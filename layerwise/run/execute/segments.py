@@ -65,7 +65,7 @@ class Segment:
         return any(scheduled.backward for scheduled in self.layers)
 
     def seeds(self, of_step: int, device: torch.device) -> Tensor | None:
-        """Of a step's random numbers, one int64 for each stage that draws. A tensor, as a number would be compiled in.
+        """Returns an int64 for each stage that draws in a step: a tensor, as a number would be compiled in.
 
         A new one for each pass: the backward pass of an earlier one reads its own.
         """
@@ -151,7 +151,7 @@ def _input(edge: ScheduledEdge, slot: int) -> Input:
 
 
 def _slices(edge: ScheduledEdge) -> tuple[slice, ...] | None:
-    """Of what there is, the part that is used: an edge that travels has brought just that."""
+    """Returns the part of a tensor that is used: an edge that travels has brought just that."""
     t = edge.redistribution.transfer
     if edge.travels or t.kept == t.own:
         return None
@@ -204,7 +204,7 @@ Given = tuple[Values, Values, Tensor | None]  # inputs, parameters, seeds
 
 
 class CompiledSegments:
-    """Of one schedule, in training and in evaluation."""
+    """The compiled segments of one schedule, in training and in evaluation."""
 
     def __init__(self, schedule: Schedule, settings: Settings) -> None:
         self._settings = {"dynamic": False, **settings, "fullgraph": True}  # a schedule has one size

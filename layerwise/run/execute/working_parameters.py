@@ -72,7 +72,7 @@ class WorkingParameters:
         self._tensors = {}
 
     def now(self) -> Mapping[str, Tensor]:
-        """By name: with new leaves of parameters that the loop gave other memory, p.data = x."""
+        """Returns them by name, new ones of parameters that the loop gave other memory, p.data = x."""
         summed = self.reducer.parameters if self._comm.size > 1 else {}
         if not self._tensors:
             tensors = {name: local_tensor(tensor) for name, tensor in self._state.tree.tensors().items()}

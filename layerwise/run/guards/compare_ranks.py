@@ -43,7 +43,7 @@ class RankComparison:
         self._looked = 0  # in which step
 
     def numbers(self, step: int) -> tuple[int, ...]:
-        """For all ranks: the step (0: none), then three numbers of each set of ranks; zeros where it is not time."""
+        """Returns the step (0: none), then three numbers of each set of ranks, or zeros, for all ranks to know."""
         if not step or (step % EVERY and step & (step - 1)):
             return (step, *[0] * (3 * len(self._sets)))
         told = [x for groups, names in self._sets.items() for x in self._look(groups, names, step)]
@@ -83,7 +83,7 @@ class RankComparison:
                 self._refuse(np.abs(np.subtract.outer(total, total)) <= allowed, group, "has other parameters", steps)
 
     def _refuse(self, agree: np.ndarray, group: Group, what: str, steps: np.ndarray) -> None:
-        """Where some do not agree with the one that most agree with."""
+        """Raises LayerwiseError where some do not agree with the one that most agree with."""
         most = int(agree.sum(1).argmax())
         others = [rank for rank, same in zip(group, agree[most], strict=True) if not same]
         if others:

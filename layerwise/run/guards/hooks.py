@@ -64,7 +64,7 @@ class Hooks(OrderedDict[int, Hook]):
 
 
 def take_hooks(p: nn.Parameter, own: Hook) -> None:
-    """From now on autograd calls `own` when it has added to the parameter's gradient, and not the user's hooks."""
+    """Has autograd call `own` when it has added to the parameter's gradient, and not the user's hooks."""
     users = p._post_accumulate_grad_hooks
     p._post_accumulate_grad_hooks = Hooks(own, users.users if isinstance(users, Hooks) else users)
 
@@ -105,7 +105,7 @@ def _written(p: nn.Parameter) -> tuple[int, int] | None:
 
 
 def outside_while_waiting(name: str) -> LayerwiseError:
-    """For a gradient from outside that would be added to what is yet to be summed over the ranks."""
+    """Returns the error for a gradient from outside, added to what is yet to be summed over the ranks."""
     return LayerwiseError(
         f"parameter {name!r} {OUTSIDE}, while gradients wait for their sum over the ranks, to which that would not "
         "belong: leave no_sync() and sync_every out, call the whole model, or give the optimizer a weight_decay in "
@@ -114,7 +114,7 @@ def outside_while_waiting(name: str) -> LayerwiseError:
 
 
 def refuse_derivatives(name: str, gradient: Tensor) -> Tensor:
-    """The same, in the same memory; LayerwiseError where it is differentiated: no graph of a sum over ranks is kept."""
+    """Returns it in the same memory; LayerwiseError where it is differentiated: a sum over ranks has no graph."""
 
     def refuse(_: Tensor) -> None:
         raise LayerwiseError(
@@ -194,7 +194,7 @@ def check_traced(graph: LayerGraph) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Within it forward hooks are not called, but for those that are a part of how the model computes."""
+    """Returns a context without forward hooks, but for those that are a part of how the model computes."""
     kept = [
         (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks
     ]

@@ -118,7 +118,7 @@ class Places:
 
 
 def versions(parameters: Mapping[str, nn.Parameter]) -> dict[str, Version]:
-    """Of each parameter's values on this rank."""
+    """Returns the version of each parameter's values on this rank."""
     return {name: version(p) for name, p in parameters.items()}
 
 
@@ -166,6 +166,6 @@ def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _storage(p: Tensor) -> int:
-    """That of a DTensor itself, which has no memory: another one after `p.data = x`, which leaves its part as it is."""
+    """Returns the storage of a DTensor itself, without memory: `p.data = x` makes another beside its local tensor."""
     number: int = torch._C.TensorBase.untyped_storage(p)._cdata
     return number

@@ -118,7 +118,7 @@ class Schedule:
         return program(self.graph, self._io, facts, kind)
 
     def _to_recompute(self, plan: Plan) -> frozenset[str]:
-        """As the plan says, or all that gain by it, where activations are checkpointed."""
+        """Returns the layers that the plan recomputes, or all that gain by it, where activations are checkpointed."""
         names = {name for name, config in plan.strategy.items() if config.recompute and self.graph.has_gradient[name]}
         return frozenset(names) | (recomputable(self.graph) if self.options.recompute else frozenset())
 
@@ -198,7 +198,7 @@ class Schedule:
         return need
 
     def _keeps_its_box(self, sink: Layer, slot: int) -> bool:
-        """Of io boxes: whether a rank gets its own box of an output, not all of it, as of a loss or a class's Dice."""
+        """Returns whether (io boxes) a rank gets its box of an output, not all of it, as of a loss or Dice."""
         return sink.specs[slot].index("n") is not None and sink.inputs[slot] not in self.graph.losses
 
     def _unread(self) -> frozenset[str]:
@@ -220,7 +220,7 @@ class Schedule:
 
 
 def _positions(lattices: Lattices, box: Box | None, own: Box | None) -> Positions | None:
-    """Of a rank's box those whose numbers are `own`."""
+    """Returns the positions in a rank's box whose numbers are `own`."""
     return None if box is None or own is None else Positions(box.shape, slices(lattices, box, own))
 
 

@@ -39,7 +39,7 @@ class Work:
         return main.stage.op.margins(main.training) if main.views and not main.views[0] else {}
 
     def padded(self) -> Work:
-        """The same where the first input comes with these."""
+        """Returns the same work, for a first input that comes with these."""
         return replace(self, stages=(self.stages[0].padded(), *self.stages[1:]))
 
     def run(

@@ -22,7 +22,7 @@ from layerwise.ops.random import combine, normal, uniform
 
 
 def drawn_as(graph: LayerGraph) -> dict[str, Parameter]:
-    """Of each tied parameter, how it is drawn: as the first layer that uses it would, where one had it as its own."""
+    """Returns how each tied parameter is drawn: as the first layer that uses it would draw its own."""
     return {
         layer.inputs[len(layer.specs) + i]: layer.space.parameters[p]
         for layer in reversed(graph.layers)

@@ -96,7 +96,7 @@ class PlanDTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As DTensors are; one of some ranks is on all ranks where it is to be replicated, or of another mesh."""
+        """Redistributes it; one of some ranks is on all ranks where it is to be replicated, or of another mesh."""
         mesh, wanted = device_mesh or self.device_mesh, placements or self.placements
         replicated = all(isinstance(one, Replicate) for one in wanted)
         if self.device_mesh not in _all_ranks or (mesh == self.device_mesh and not replicated):
@@ -118,7 +118,7 @@ class PlanDTensor(DTensor):
 
 
 def _plain(tensor: DTensor) -> DTensor:
-    """The same for PyTorch alone, in the same memory."""
+    """Returns it as PyTorch's own DTensor, in the same memory."""
     made: DTensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
 
@@ -289,7 +289,7 @@ def _mesh_by_mesh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _brought_together(func: Any, given: Sequence[DTensor]) -> dict[int, DTensor]:
-    """By id: what stands for tensors that are not of the mesh on which all are computed with.
+    """Returns, by id, what stands for tensors that are not on the mesh of the computation.
 
     LayerwiseError where that cannot be written to.
     """

@@ -138,7 +138,7 @@ class State:
         return any(box is None or box.shape != shape for shape, box in rows)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """As nn.Module's `to` and the like do it; DTensors stay the same objects."""
+        """Calls `fn` on all tensors, as nn.Module's `to` and the like do; DTensors stay the same objects."""
         if not self.shardings:
             self.tree.apply(fn)
             return
@@ -151,7 +151,7 @@ class State:
                         move(one, local)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the network."""
+        """Returns them by their names in the network."""
         return self.tree.parameters()
 
     def sharing(self, name: str) -> Group:
@@ -203,13 +203,13 @@ class State:
         return tensors
 
     def _type(self, name: str) -> torch.dtype:
-        """The same on every rank, whether it has a box or not."""
+        """Returns a tensor's element type, the same on every rank, whether it has a box or not."""
         if name not in self.types:
             return self.options.dtype
         return self.options.element_type(self.types[name], self.graph)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By the model's names, as the model's own has them; what ranks hold parts of are DTensors.
+        """Returns tensors by the model's names, as the model's own does; what ranks have shards of are DTensors.
 
         Where no DTensor says all boxes: this rank's, by names with the box where it is not all (`Shard.key`).
         """
