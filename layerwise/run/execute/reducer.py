@@ -138,7 +138,7 @@ class Gradients:
         self.alone: dict[str, Tensor] = {}
         self.made: set[str] = set()  # of which parameters there is one
         # Whose gradient is zeros because no rank's loss depends on them: they are to have none.
-        self.without_gradient: frozenset[str] = frozenset()
+        self.no_gradient: frozenset[str] = frozenset()
         self.unused: set[str] = set()  # of which this rank has none, but others may
         self.elsewhere: set[str] = set()  # whose gradient other ranks have, and this one none of it
         reducer.check_sums()
@@ -251,7 +251,7 @@ class Gradients:
                     self.made.discard(name)
                     continue  # on no rank
                 before = p.grad is not None or name in self.earlier or name in reducer.local
-                if name in self.without_gradient and not before:
+                if name in self.no_gradient and not before:
                     continue
                 for more in (self.earlier.get(name), p.grad):
                     if more is not None:
@@ -261,13 +261,13 @@ class Gradients:
                     reducer.local.pop(name, None)
                 else:
                     reducer.local.setdefault(name, None)
-        for name in self.elsewhere - self.without_gradient:
+        for name in self.elsewhere - self.no_gradient:
             p = reducer.parameters[name]
             if p.grad is None:
                 reducer.hand_out(p, torch.empty_like(local_tensor(p)))
         for name, gradient in self.alone.items():
             p = reducer.parameters[name]
-            if p.grad is not None or name not in self.without_gradient:
+            if p.grad is not None or name not in self.no_gradient:
                 reducer.hand_out(p, gradient if p.grad is None else local_tensor(p.grad) + gradient)
         if self.synchronise:
             reducer.owed.clear()
@@ -287,7 +287,7 @@ class Gradients:
                 self.made.discard(name)
             elif p.grad is not None:
                 local_tensor(p.grad).add_(part)
-            elif name not in self.without_gradient:
+            elif name not in self.no_gradient:
                 self.reducer.hand_out(p, part)
         bucket.flat = bucket.local = None
 
@@ -304,7 +304,7 @@ class Gradients:
         if not self.synchronise or (not self.made and any(p.requires_grad for p in reducer.parameters.values())):
             return
         for name, p in reducer.parameters.items():
-            if name in self.made and name not in self.without_gradient:
+            if name in self.made and name not in self.no_gradient:
                 call_hooks(p)
 
     def absent(self, name: str) -> None:

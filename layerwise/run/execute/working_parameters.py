@@ -106,7 +106,7 @@ class WorkingParameters:
     def finish(self, gradients: Gradients) -> None:
         """The backward pass has come by all."""
         self._gathers.end()
-        gradients.without_gradient = self.unused.parameters()
+        gradients.no_gradient = self.unused.parameters()
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         leaf = tensor.detach()
