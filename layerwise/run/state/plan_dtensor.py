@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from layerwise.errors import LayerwiseError
 
@@ -87,6 +89,19 @@ class PlanDTensor(DTensor):
         named = dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
         return _each(marked, (func(*_each(plain, args), **named),))[0]
 
+    if torch.__version__ < "2.13":  # its C++ takes an object of a subclass for a DTensor, and does not come here
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """What `func` makes of it, with this class's way to run operations."""
+            with torch._C.DisableTorchFunctionSubclass():
+                if getattr(func, "__name__", "") == "__get__":
+                    return func(*args, **(kwargs or {}))
+                with _Dispatch():  # type: ignore[no-untyped-call]
+                    return func(*args, **(kwargs or {}))
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full tensor, on every rank. All ranks call it."""
         return self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim).to_local(
@@ -115,6 +130,18 @@ class PlanDTensor(DTensor):
         here = gradient if gradient.device_mesh == mesh else _on(mesh, _full(gradient))
         plain = _plain(here)
         return _marked(plain.redistribute(mesh, self.placements), device)
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which operations of any PlanDTensor run as its class says."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        """What it makes of these, and PyTorch of tensors of which none is one."""
+        kwargs = kwargs or {}
+        some = any(isinstance(x, PlanDTensor) for x in tree_leaves((args, kwargs)))
+        return PlanDTensor.__torch_dispatch__(func, types, args, kwargs) if some else func(*args, **kwargs)
 
 
 def _plain(tensor: DTensor) -> DTensor:
