@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import accumulate
 
 from layerwise.comm.base import Comm
@@ -37,6 +36,7 @@ class Batch:
         mode, where all must have one. alike: what else the ranks compare in a training `step` (0: none).
         """
         self._plan, self._comm, self._sizes, self._as_planned = plan, comm, sizes, as_planned
+        self._agreement: tuple[int, slice] | None = None
         digest = 0 if sizes is None else hash(sizes)  # of whole numbers: alike in all processes
         self._told = comm.tell((fed, given or 0, digest, int(bool(training)), *(alike.numbers(step) if alike else ())))
         self._alike = alike
@@ -44,15 +44,19 @@ class Batch:
     @property
     def total(self) -> int:
         """The samples of all ranks. LayerwiseError, on every rank, where one has another number than its share."""
-        return self._agreed[0]
+        return self._agreed()[0]
 
     @property
     def share(self) -> slice:
         """This rank's of them."""
-        return self._agreed[1]
+        return self._agreed()[1]
 
-    @cached_property
     def _agreed(self) -> tuple[int, slice]:
+        if self._agreement is None:
+            self._agreement = self._checked()
+        return self._agreement
+
+    def _checked(self) -> tuple[int, slice]:
         told = self._told()
         counts, given, sizes, modes = (list(column) for column in zip(*(row[:4] for row in told), strict=True))
         if len(set(modes)) > 1:

@@ -280,8 +280,8 @@ def statistics_twice(patch: pytest.MonkeyPatch) -> None:
 
     def broken(kernel: Any, run: Any, scheduled: Any, compute: Any, inputs: Any, given: Any) -> None:
         first(kernel, run, scheduled, compute, inputs, given)
-        kernel.given, kernel._moving = (
-            [None if p is None else q for p, q in zip(kernel.given, given, strict=True)],
+        kernel.parameters, kernel._moving = (
+            [None if p is None else q for p, q in zip(kernel.parameters, given, strict=True)],
             set(),
         )
 
@@ -295,8 +295,8 @@ def a_gather_left_out(patch: pytest.MonkeyPatch) -> None:
         way: Redistribution = edge.redistribution
         need = way.transfer.need
         if not edge.travels:
-            return way.kept(x, block._executor.empty(dtype))
-        return None if need is None else block._executor.empty(dtype).new_zeros(need.shape)
+            return way.kept(x, block._run_by.empty(dtype))
+        return None if need is None else block._run_by.empty(dtype).new_zeros(need.shape)
 
     patch.setattr(room.Block, "_received", broken)
 
